@@ -1,0 +1,28 @@
+"""The core: one layer whose heads are experts, for three papers (DESIGN: one equation).
+
+    y_t = sum_h  w_h(x_t) * softmax(q_h(x_t) K_h^T / sqrt(D)) V_h  W_O^h            (*)
+
+`routers` say who works and how much, `executors` do the work, `layer` joins them.
+Letters used in every file: B batch, N query tokens, M key tokens, C model width, H heads,
+E routed candidates, K active heads, D head width.
+"""
+from moh_vision.attention.budget import HeadBudget, resolve_budget
+from moh_vision.attention.executors import EXECUTORS
+from moh_vision.attention.layer import HeadMixtureAttention, head_budget
+from moh_vision.attention.losses import head_usage, load_balance_loss
+from moh_vision.attention.routers import ROUTERS
+from moh_vision.attention.routing import Routing, RoutingStats, run_block
+
+__all__ = [
+    "EXECUTORS",
+    "ROUTERS",
+    "HeadBudget",
+    "HeadMixtureAttention",
+    "Routing",
+    "RoutingStats",
+    "head_budget",
+    "head_usage",
+    "load_balance_loss",
+    "resolve_budget",
+    "run_block",
+]

@@ -1,0 +1,172 @@
+"""How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Sequence, Union
+
+BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
+
+# Jin 2024, section 5: accuracy is flat between 14 and 74 %, "more than 40 %" is the advice.
+SHARED_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class HeadBudget:
+    """The heads of one attention layer.
+
+    Args:
+        heads: H, all heads of the layer. The shared ones are heads 0 .. shared - 1.
+        head_dim: D, the width of one head.
+        shared: heads that run for every token.
+        routed: heads that a router picks for each token among the other H - shared.
+
+    Raises:
+        ValueError: if the numbers do not describe a layer that can run and be trained.
+    """
+
+    heads: int
+    head_dim: int
+    shared: int
+    routed: int
+
+    def __post_init__(self):
+        if self.heads < 1 or self.head_dim < 1:
+            raise ValueError(f"a layer needs at least 1 head of width 1, got heads={self.heads}, head_dim={self.head_dim}")
+        if self.shared < 0 or self.routed < 0:
+            raise ValueError(f"shared={self.shared}, routed={self.routed}: neither may be negative")
+        if self.active < 1:
+            raise ValueError("shared=0, routed=0: at least 1 head must run")
+        if self.active > self.heads:
+            raise ValueError(f"shared={self.shared} + routed={self.routed} = {self.active} of only {self.heads} heads")
+        if self.routed == 0 and self.shared < self.heads:
+            raise ValueError(
+                f"routed=0 with shared={self.shared} of {self.heads} heads: the other {self.heads - self.shared} would never "
+                f"run; route at least 1, or make all {self.heads} shared"
+            )
+
+    @property
+    def active(self) -> int:
+        """K, the heads that run for one token."""
+        return self.shared + self.routed
+
+    @property
+    def candidates(self) -> int:
+        """E, the heads that the router chooses among."""
+        return self.heads - self.shared
+
+
+def resolve_budget(
+    spec: BudgetSpec,
+    depth: int,
+    heads: Union[int, Sequence[int]],
+    head_dim: Union[int, Sequence[int]],
+) -> tuple[HeadBudget, ...]:
+    """Turn what a user writes into one `HeadBudget` per layer.
+
+    Args:
+        spec: one of
+            0.75 or "ramp:0.75": the active share rises linearly with depth, and the head-weighted total (which
+                is what the papers quote) is the nearest possible to 75 %; it runs from t - d to t + d with
+                d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
+            "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
+            [(shared, routed), ...]: one pair per layer.
+            For the first two, 40 % of the active heads over the model are shared (Jin 2024, section 5).
+        depth: layers.
+        heads: heads per layer, one number or one per layer.
+        head_dim: width of a head, one number or one per layer.
+
+    Raises:
+        ValueError: naming the layer and the numbers.
+    """
+    heads = _per_layer("heads", heads, depth)
+    head_dim = _per_layer("head_dim", head_dim, depth)
+    if isinstance(spec, (list, tuple)):
+        pairs = _explicit_pairs(spec, depth)
+    else:
+        kind, target = _parse_share(spec)
+        if kind == "ramp":
+            active = _ramp_active(target, heads)
+            shared = _shared_of(active, heads)
+        else:
+            active = [math.floor(target * h + 0.5) for h in heads]
+            shared = [_shared_of([a], [h])[0] for a, h in zip(active, heads)]
+        for layer, (a, h) in enumerate(zip(active, heads)):
+            if a < 1:
+                raise ValueError(f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run")
+        pairs = [(s, a - s) for s, a in zip(shared, active)]
+
+    budgets = []
+    for layer, ((shared, routed), h, d) in enumerate(zip(pairs, heads, head_dim)):
+        try:
+            budgets.append(HeadBudget(h, d, shared, routed))
+        except ValueError as error:
+            raise ValueError(f"head_budget, layer {layer}: {error}") from None
+    return tuple(budgets)
+
+
+def _per_layer(name: str, value, depth: int) -> list[int]:
+    if isinstance(value, int):
+        return [value] * depth
+    if len(value) != depth:
+        raise ValueError(f"{name} has {len(value)} entries for {depth} layers")
+    return [int(v) for v in value]
+
+
+def _explicit_pairs(spec, depth: int) -> list[tuple[int, int]]:
+    if len(spec) != depth:
+        raise ValueError(f"head_budget lists {len(spec)} layers, the model has {depth}")
+    pairs = []
+    for layer, pair in enumerate(spec):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
+            raise ValueError(f"head_budget, layer {layer}: {pair!r} is not a pair of whole numbers (shared, routed)")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _parse_share(spec) -> tuple[str, float]:
+    kind, number = "ramp", spec
+    if isinstance(spec, str):
+        kind, colon, number = spec.partition(":")
+        if not colon:
+            kind, number = "ramp", spec
+    try:
+        share = float("nan") if isinstance(number, bool) else float(number)
+    except (TypeError, ValueError):
+        share = float("nan")
+    if kind not in ("ramp", "uniform") or not 0 < share <= 1:
+        raise ValueError(
+            f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
+            "'uniform:0.75', or a list with one (shared, routed) pair per layer"
+        )
+    return kind, share
+
+
+def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
+    depth = len(heads)
+    half_range = min(1 - target, target / 3)
+    position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]  # -1 .. 1
+    wanted = [(target + half_range * p) * h for p, h in zip(position, heads)]
+    return _round_to_total(wanted, math.floor(target * sum(heads) + 0.5), most=list(heads))
+
+
+def _shared_of(active: Sequence[int], heads: Sequence[int]) -> list[int]:
+    # A router needs at least one head to route, unless the layer has a single head.
+    most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
+    return _round_to_total([SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), most)
+
+
+def _round_to_total(wanted: Sequence[float], total: int, most: Sequence[int]) -> list[int]:
+    """Largest-remainder rounding: whole numbers near `wanted` that sum to `total` and stay below `most`."""
+    result = [min(math.floor(w + 1e-9), m) for w, m in zip(wanted, most)]
+    # Deeper layers first among equal remainders, so that a ramp never falls with depth.
+    by_remainder = sorted(range(len(wanted)), key=lambda i: (wanted[i] - result[i], i), reverse=True)
+    while sum(result) < total:
+        grown = False
+        for i in by_remainder:
+            if sum(result) < total and result[i] < most[i]:
+                result[i] += 1
+                grown = True
+        if not grown:
+            break
+    return result

@@ -1,0 +1,51 @@
+"""Losses and summaries computed from `RoutingStats`, always as values."""
+from typing import Callable, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from moh_vision.attention.routing import RoutingStats
+
+
+def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
+    """MoH's load-balance loss (Jin 2024, eq. 7), scaled and averaged over layers as released.
+
+    One layer: E * sum_i f_i P_i over its E candidates, where f_i is the share of tokens that select head i (a hard
+    count, no gradient) and P_i the mean softmax probability. It is k, the number of routed heads, at perfect
+    balance. Layers that route nothing are left out of the mean.
+
+    Args:
+        stats: one entry per layer.
+        all_reduce: sums a tensor over processes in place and returns it, so that f counts the tokens of all of them.
+
+    Returns:
+        a scalar; 0 without a graph if no layer routes.
+    """
+    routed = [s for s in stats if s.probs.shape[-1] > 0]
+    if not routed:
+        return stats[0].counts.new_zeros(()) if len(stats) else torch.zeros(())
+    # Padding has probability 0 and every real token sums to 1, so the sum of all probabilities counts the tokens.
+    tokens = [s.probs.detach().sum().round() for s in routed]
+    selected = [s.counts[:, -s.probs.shape[-1] :].sum(0) for s in routed]  # [E] each
+    hard = torch.cat([*selected, torch.stack(tokens)])
+    if all_reduce is not None:
+        hard = all_reduce(hard)
+    *selected, all_tokens = hard.split([len(s) for s in selected] + [len(tokens)])
+    losses = []
+    for s, count, local, total in zip(routed, selected, tokens, all_tokens):
+        f = count / total  # [E]
+        P = s.probs.sum((0, 1)) / local  # [E]
+        losses.append(P.shape[0] * (f * P).sum())
+    return torch.stack(losses).mean()
+
+
+def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
+    """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
+    usage = []
+    for s in stats:
+        counts = s.counts.sum(0)
+        # The busiest head ran for every token wherever a head is shared or all are active; elsewhere (no shared
+        # head) the tokens are counted by their probabilities.
+        tokens = s.probs.detach().sum().round() if s.probs.shape[-1] == s.counts.shape[-1] else counts[0]
+        usage.append(counts / tokens.clamp_min(1))
+    return usage

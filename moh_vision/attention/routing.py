@@ -1,0 +1,50 @@
+"""What a router says and how a block passes it on: `Routing`, `RoutingStats`, `run_block`."""
+from typing import Callable, List, NamedTuple, Optional
+
+from torch import Tensor, nn
+
+
+class RoutingStats(NamedTuple):
+    """What losses and analysis need to know of one layer's routing. All tensors, never None."""
+
+    probs: Tensor  # [B, N, E] softmax over the routed candidates (E = 0 without routing); 0 at padding
+    counts: Tensor  # [B, H] how many tokens of each sequence ran each head; no gradient
+    logits: Tensor  # [B, N, E] before the softmax
+
+
+class Routing(NamedTuple):
+    """Who works, and how much: the answer of a router, all that an executor needs of it."""
+
+    weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
+    active: Optional[Tensor]  # [B, N, K] or [B, 1, K] indices of the heads that run, shared first; None: all
+    stats: RoutingStats
+
+
+def run_block(
+    block: nn.Module, x: Tensor, *args, stats: Optional[List[RoutingStats]], checkpoint: Optional[Callable] = None
+) -> Tensor:
+    """Call `block(x, *args, stats=stats)`, under activation checkpointing if asked.
+
+    Reentrant checkpointing sees only top-level tensors: a list filled inside the block would hold values without
+    a graph, and the router's gradient would be silently 0. So the list is made inside the checkpointed function,
+    which returns flat tensors, and is rebuilt here.
+
+    Args:
+        block: takes `stats` and appends its RoutingStats to it.
+        x: tokens [B, N, C].
+        *args: further arguments of the block.
+        stats: list to extend, or None.
+        checkpoint: `checkpoint(function, *args)` such as partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
+    """
+    if checkpoint is None:
+        return block(x, *args, stats=stats)
+
+    def flat(x, *args):
+        inner: List[RoutingStats] = []
+        x = block(x, *args, stats=inner)
+        return (x, *(tensor for entry in inner for tensor in entry))
+
+    x, *tensors = checkpoint(flat, x, *args)
+    if stats is not None:
+        stats.extend(RoutingStats(*tensors[i : i + 3]) for i in range(0, len(tensors), 3))
+    return x

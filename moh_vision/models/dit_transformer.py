@@ -1,0 +1,221 @@
+"""The DiT of Peebles and Xie 2023, dense or with MoH attention, as a diffusers model.
+
+The path of this class is a promise: saved pipelines name it. Parameter names and shapes follow the official DiT.
+The timestep frequencies are the official ones, which diffusers' own DiT does not have (its spacing is off by one).
+"""
+import math
+from typing import List, Optional, Sequence, Tuple, Union
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.modeling_utils import ModelMixin
+from timm.layers import Mlp, PatchEmbed
+from torch import Tensor, nn
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget, run_block
+
+FREQUENCIES = 256  # width of the sinusoidal timestep features
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """adaLN: x [B, N, C] with shift and scale [B, C]."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class TimestepEmbedder(nn.Module):
+    """Timesteps [B] -> [B, C]: sinusoids (cosines first), then an MLP."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        features = get_timestep_embedding(timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
+        return self.mlp(features.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """Class labels [B] -> [B, C]; the last row of the table, number num_classes, means "no class"."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        return self.embedding_table(labels)
+
+
+class DiTBlock(nn.Module):
+    """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero)."""
+
+    def __init__(self, dim: int, budget: HeadBudget, mlp_ratio: float, attn_kwargs: dict):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.attn = HeadMixtureAttention(dim, budget, **attn_kwargs)
+        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, x: Tensor, c: Tensor, stats: Optional[List[RoutingStats]] = None) -> Tensor:
+        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)  # [B, C] each
+        y, layer_stats = self.attn(modulate(self.norm1(x), shift1, scale1))  # [B, N, C]
+        if stats is not None:
+            stats.append(layer_stats)
+        x = x + gate1.unsqueeze(1) * y
+        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        return x
+
+
+class FinalLayer(nn.Module):
+    """Tokens to patches."""
+
+    def __init__(self, dim: int, patch_dim: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(dim, patch_dim)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # [B, C] each
+        return self.linear(modulate(self.norm_final(x), shift, scale))  # [B, N, patch_dim]
+
+
+class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
+    """A class-conditional diffusion transformer with a budget of attention heads per layer.
+
+    Args:
+        sample_size: side of the square latents or images.
+        patch_size: side of a patch.
+        in_channels: channels of the latents or images.
+        learn_sigma: also predict the variance (twice the output channels).
+        num_classes: classes; label num_classes means "no class".
+        hidden_size: C, width of the tokens.
+        num_layers: depth.
+        num_attention_heads: H, one number or one per layer.
+        attention_head_dim: D; None: hidden_size / H, which H must then divide.
+        mlp_ratio: width of the MLP over C.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, no router (the dense DiT).
+        router: name in `moh_vision.attention.ROUTERS`, used with a head_budget.
+        executor: name in `moh_vision.attention.EXECUTORS`.
+        router_kwargs: options of the router.
+        out_channels: follows from learn_sigma; stored because diffusers' pipelines read it.
+    """
+
+    _supports_gradient_checkpointing = True
+    _no_split_modules = ["DiTBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        sample_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        learn_sigma: bool = True,
+        num_classes: int = 1000,
+        hidden_size: int = 1152,
+        num_layers: int = 28,
+        num_attention_heads: Union[int, Sequence[int]] = 16,
+        attention_head_dim: Optional[int] = None,
+        mlp_ratio: float = 4.0,
+        head_budget=None,
+        router: str = "moh",
+        executor: str = "auto",
+        router_kwargs: Optional[dict] = None,
+        out_channels: Optional[int] = None,
+    ):
+        super().__init__()
+        if patch_size < 1 or sample_size < patch_size or sample_size % patch_size:
+            raise ValueError(f"img_size {sample_size} is not a multiple of patch_size {patch_size}")
+        if hidden_size % 4:
+            raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
+        budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
+        attn_kwargs = dict(router="dense" if head_budget is None else router, executor=executor)
+        if head_budget is not None:
+            attn_kwargs["router_kwargs"] = router_kwargs
+        self.out_channels = 2 * in_channels if learn_sigma else in_channels
+        self.register_to_config(out_channels=self.out_channels)
+        self.gradient_checkpointing = False
+        self.num_classes = num_classes
+
+        self.x_embedder = PatchEmbed(sample_size, patch_size, in_channels, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        grid = sample_size // patch_size
+        # The official model counts positions 0, 1, 2, ...; base_size=grid makes diffusers do the same.
+        pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
+        self.pos_embed = nn.Parameter(pos_embed.float().unsqueeze(0), requires_grad=False)  # [1, N, C]
+        self.blocks = nn.ModuleList(DiTBlock(hidden_size, budget, mlp_ratio, attn_kwargs) for budget in budgets)
+        self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
+        self.initialize_weights()
+
+    def initialize_weights(self) -> None:
+        """As in the paper: Xavier-uniform linears (routers too), zero adaLN and output, so that blocks start as the identity."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place: a patch is one input vector
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        for weight in (self.y_embedder.embedding_table.weight, self.t_embedder.mlp[0].weight, self.t_embedder.mlp[2].weight):
+            nn.init.normal_(weight, std=0.02)
+        for linear in [self.final_layer.linear, self.final_layer.adaLN_modulation[1]] + [b.adaLN_modulation[1] for b in self.blocks]:
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward_routed(
+        self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor
+    ) -> Tuple[Tensor, List[RoutingStats]]:
+        """As `forward`, returning the sample tensor and the routing statistics of every layer."""
+        size, channels = self.config.sample_size, self.config.in_channels
+        if tuple(hidden_states.shape[1:]) != (channels, size, size):
+            raise ValueError(
+                f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
+            )
+        stats: List[RoutingStats] = []
+        x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
+        c = self.t_embedder(timestep.expand(x.shape[0])) + self.y_embedder(class_labels)  # [B, C]
+        checkpoint = self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else None
+        for block in self.blocks:
+            x = run_block(block, x, c, stats=stats, checkpoint=checkpoint)  # [B, N, C]
+        x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
+        return self._unpatchify(x), stats
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True
+    ) -> Union[Transformer2DModelOutput, Tuple[Tensor]]:
+        """Predict the noise (and the variance).
+
+        Args:
+            hidden_states: noisy latents [B, in_channels, size, size].
+            timestep: [B] or a scalar tensor, 0 .. 999.
+            class_labels: [B], 0 .. num_classes; num_classes means "no class".
+            return_dict: an object with `.sample`, else a tuple.
+
+        Returns:
+            sample [B, out_channels, size, size]; with learn_sigma the second half is the variance's interpolation.
+        """
+        sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def _unpatchify(self, x: Tensor) -> Tensor:
+        p, grid = self.config.patch_size, math.isqrt(x.shape[1])
+        x = x.unflatten(1, (grid, grid)).unflatten(-1, (p, p, self.out_channels))  # [B, g, g, p, p, c]
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, grid * p, grid * p)
+
+
+def _layer_budgets(spec, depth: int, heads, head_dim: Optional[int], hidden_size: int) -> Tuple[HeadBudget, ...]:
+    per_layer = [heads] * depth if isinstance(heads, int) else list(heads)
+    if len(per_layer) != depth:
+        raise ValueError(f"num_heads lists {len(per_layer)} layers, depth is {depth}")
+    if depth < 1 or min(per_layer) < 1:
+        raise ValueError(f"depth {depth} and num_heads {heads}: both must be at least 1")
+    if head_dim is None:
+        for layer, h in enumerate(per_layer):
+            if hidden_size % h:
+                raise ValueError(f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})")
+        head_dim = [hidden_size // h for h in per_layer]
+    return resolve_budget([(h, 0) for h in per_layer] if spec is None else spec, depth, per_layer, head_dim)

@@ -1,0 +1,102 @@
+"""DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2 and Table B).
+
+The class is diffusers' kind of model and is imported when a model is built, so that registering costs nothing.
+Heads, shared and routed heads per layer are those of the released MoH-DiT code. Its L and XL models have 8, 16 and 24
+heads of one width in their three parts, which the paper does not say; the sum of heads is that of the dense model.
+"""
+from typing import Optional
+
+from timm.models import generate_default_cfgs, register_model
+
+SIZES = {
+    "small": dict(embed_dim=384, depth=12, num_heads=6),
+    "base": dict(embed_dim=768, depth=12, num_heads=12),
+    "large": dict(embed_dim=1024, depth=24, num_heads=16),
+    "xlarge": dict(embed_dim=1152, depth=28, num_heads=16),
+}
+LARGE_HEADS = dict(num_heads=[8] * 8 + [16] * 8 + [24] * 8, head_dim=64)
+XLARGE_HEADS = dict(num_heads=[8] * 9 + [16] * 10 + [24] * 9, head_dim=72)
+
+VARIANTS = {
+    **{f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)},
+    # (shared, routed) of every layer
+    "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
+    "moh_dit_small_patch2_75": dict(SIZES["small"], head_budget=[(2, 1)] * 2 + [(3, 1)] * 4 + [(3, 2)] * 4 + [(6, 0)] * 2),
+    "moh_dit_base_patch2_90": dict(SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2),
+    "moh_dit_base_patch2_75": dict(SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2),
+    "moh_dit_large_patch2_90": dict(SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8),
+    "moh_dit_large_patch2_75": dict(SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8),
+    "moh_dit_xlarge_patch2_90": dict(SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9),
+    "moh_dit_xlarge_patch2_75": dict(SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9),
+}
+
+default_cfgs = generate_default_cfgs(
+    {
+        # The size is that of SD VAE latents of 256-pixel images.
+        f"{name}.untrained": dict(num_classes=1000, input_size=(4, 32, 32), mean=(0.0,) * 4, std=(1.0,) * 4, license="apache-2.0")
+        for name in VARIANTS
+    }
+)
+
+
+def _create_dit(
+    variant: str,
+    pretrained: bool = False,
+    pretrained_cfg=None,
+    pretrained_cfg_overlay: Optional[dict] = None,
+    cache_dir=None,
+    img_size: int = 32,
+    in_chans: int = 4,
+    num_classes: int = 1000,
+    **overrides,
+):
+    """Build a variant.
+
+    Args:
+        img_size, in_chans: of the latents, or of the images in pixel space.
+        overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router, executor,
+            router_kwargs.
+
+    Raises:
+        ValueError: for an impossible size or budget.
+        TypeError: for an argument that does not exist.
+    """
+    from timm.models import resolve_pretrained_cfg
+
+    from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+
+    if pretrained:
+        raise RuntimeError(f"No pretrained weights are named for {variant} yet. Use pretrained=False, or checkpoint_path=FILE.")
+    args = dict(VARIANTS[variant])
+    reshaped = sorted({"depth", "num_heads"} & set(overrides))
+    if "head_budget" in args and reshaped and "head_budget" not in overrides:
+        raise ValueError(f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget")
+    if "num_heads" in overrides and "head_dim" not in overrides:
+        args["head_dim"] = None
+    args.update(overrides)
+    model = MoHDiTTransformer2DModel(
+        sample_size=img_size,
+        in_channels=in_chans,
+        num_classes=num_classes,
+        hidden_size=args.pop("embed_dim"),
+        num_layers=args.pop("depth"),
+        num_attention_heads=args.pop("num_heads"),
+        attention_head_dim=args.pop("head_dim", None),
+        **args,
+    )
+    cfg = resolve_pretrained_cfg(variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay)
+    model.pretrained_cfg = model.default_cfg = cfg.to_dict()
+    return model
+
+
+def _register(variant: str) -> None:
+    def entrypoint(pretrained: bool = False, **kwargs):
+        return _create_dit(variant, pretrained, **kwargs)
+
+    entrypoint.__name__ = entrypoint.__qualname__ = variant
+    entrypoint.__doc__ = f"{variant}; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
+    globals()[variant] = register_model(entrypoint)
+
+
+for _variant in VARIANTS:
+    _register(_variant)

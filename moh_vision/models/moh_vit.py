@@ -1,0 +1,175 @@
+"""MoH-ViT: timm's VisionTransformer whose blocks hold a `HeadMixtureAttention`.
+
+`moh_vit_*` is a plain ViT, which Jin 2024 does not report. The paper's MoH-ViT-S and -B are TransNeXts.
+"""
+from functools import partial
+from typing import List, Optional, Tuple
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import HeadMixtureAttention, RoutingStats, resolve_budget, run_block
+
+
+class MoHBlock(Block):
+    """timm's pre-norm block around `HeadMixtureAttention`; `depth` picks the layer's budget."""
+
+    def __init__(self, dim, num_heads, budgets, attn_kwargs, depth=0, scale_attn_norm=False, attn_layer=None, **kwargs):
+        if scale_attn_norm:
+            raise ValueError("scale_attn_norm is not supported: a norm over all heads would mix the routed ones")
+        # Identity: timm builds its own attention here, which the next statement replaces.
+        super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
+        passed = ("qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer", "device", "dtype")
+        self.attn = HeadMixtureAttention(dim, budgets[depth], **attn_kwargs, **{k: kwargs[k] for k in passed if k in kwargs})
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Optional[Tensor] = None,
+        is_causal: bool = False,
+        stats: Optional[List[RoutingStats]] = None,
+    ) -> Tensor:
+        """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
+        y, layer_stats = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)  # [B, N, C]
+        if stats is not None:
+            stats.append(layer_stats)
+        x = x + self.drop_path1(self.ls1(y))
+        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        return x
+
+
+class MoHVisionTransformer(VisionTransformer):
+    """A ViT with a budget of attention heads per layer.
+
+    Args:
+        head_budget: see `moh_vision.attention.resolve_budget`.
+        router: name in `moh_vision.attention.ROUTERS`.
+        scope: "token" or "sample".
+        executor: name in `moh_vision.attention.EXECUTORS`.
+        router_kwargs: options of the router, such as dict(gate_scale="paper").
+        **kwargs: those of timm's VisionTransformer.
+    """
+
+    def __init__(
+        self,
+        img_size=224,
+        patch_size=16,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        head_budget=0.75,
+        router: str = "moh",
+        scope: str = "token",
+        executor: str = "auto",
+        router_kwargs: Optional[dict] = None,
+        dynamic_img_pad: bool = False,
+        **kwargs,
+    ):
+        for name, size in (("embed_dim", embed_dim), ("depth", depth), ("num_heads", num_heads)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} {size!r} must be a whole number of at least 1")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+        if not dynamic_img_pad:
+            check_image_size(img_size, patch_size)
+        budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
+        attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            dynamic_img_pad=dynamic_img_pad,
+            block_fn=partial(MoHBlock, budgets=budgets, attn_kwargs=attn_kwargs),
+            **kwargs,
+        )
+
+    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        stats: List[RoutingStats] = []
+        x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))  # [B, N, C]
+        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
+        for block in self.blocks:
+            x = run_block(block, x, stats=stats, checkpoint=checkpoint_fn)
+        return self.forward_head(self.norm(x)), stats
+
+
+def check_image_size(img_size, patch_size) -> None:
+    """Raise ValueError unless `img_size` (a number or a pair) is cut into whole patches."""
+    sizes = img_size if isinstance(img_size, (tuple, list)) else (img_size, img_size)
+    patches = patch_size if isinstance(patch_size, (tuple, list)) else (patch_size, patch_size)
+    if any(p < 1 for p in patches):
+        raise ValueError(f"patch_size {patch_size} must be at least 1")
+    if any(s < p or s % p for s, p in zip(sizes, patches)):
+        raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
+
+
+def _cfg(**kwargs) -> dict:
+    # As timm's ViTs were trained: mean and standard deviation 0.5, 90 % crop, bicubic.
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "moh_vit_tiny_patch16_224.untrained": _cfg(),
+        "moh_vit_small_patch16_224.untrained": _cfg(),
+        "moh_vit_base_patch16_224.untrained": _cfg(),
+        "moh_vit_large_patch16_224.untrained": _cfg(),
+    }
+)
+
+
+def _create_moh_vit(variant: str, pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        MoHVisionTransformer,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+
+
+@register_model
+def moh_vit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    """Width 192, 12 layers, 3 heads."""
+    args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
+    return _create_moh_vit("moh_vit_tiny_patch16_224", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def moh_vit_small_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    """Width 384, 12 layers, 6 heads."""
+    args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
+    return _create_moh_vit("moh_vit_small_patch16_224", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def moh_vit_base_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    """Width 768, 12 layers, 12 heads."""
+    args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
+    return _create_moh_vit("moh_vit_base_patch16_224", pretrained, **dict(args, **kwargs))
+
+
+@register_model
+def moh_vit_large_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    """Width 1024, 24 layers, 16 heads."""
+    args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
+    return _create_moh_vit("moh_vit_large_patch16_224", pretrained, **dict(args, **kwargs))
