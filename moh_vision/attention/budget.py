@@ -143,30 +143,34 @@ def _parse_share(spec) -> tuple[str, float]:
 
 
 def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
-    depth = len(heads)
-    half_range = min(1 - target, target / 3)
+    depth, total = len(heads), sum(heads)
     position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]  # -1 .. 1
+    middle = sum(p * h for p, h in zip(position, heads)) / total  # 0 where all layers have equally many heads
+    position = [p - middle for p in position]
+    half_range = min((1 - target) / max(1.0, *position), target / 3)
     wanted = [(target + half_range * p) * h for p, h in zip(position, heads)]
-    return _round_to_total(wanted, math.floor(target * sum(heads) + 0.5), most=list(heads))
+    active = math.floor(target * total + 0.5)
+    return _round_to_total(wanted, active, least=1 if active >= depth else 0, most=list(heads))
 
 
 def _shared_of(active: Sequence[int], heads: Sequence[int]) -> list[int]:
     # A router needs at least one head to route, unless the layer has a single head.
     most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
-    return _round_to_total([SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), most)
+    return _round_to_total([SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), 0, most)
 
 
-def _round_to_total(wanted: Sequence[float], total: int, most: Sequence[int]) -> list[int]:
-    """Largest-remainder rounding: whole numbers near `wanted` that sum to `total` and stay below `most`."""
-    result = [min(math.floor(w + 1e-9), m) for w, m in zip(wanted, most)]
-    # Deeper layers first among equal remainders, so that a ramp never falls with depth.
-    by_remainder = sorted(range(len(wanted)), key=lambda i: (wanted[i] - result[i], i), reverse=True)
-    while sum(result) < total:
-        grown = False
-        for i in by_remainder:
-            if sum(result) < total and result[i] < most[i]:
-                result[i] += 1
-                grown = True
-        if not grown:
+def _round_to_total(wanted: Sequence[float], total: int, least: int, most: Sequence[int]) -> list[int]:
+    """Largest-remainder rounding: whole numbers near `wanted`, between `least` and `most`, that sum to `total`.
+
+    If the bounds do not allow the total, the nearest sum that they allow.
+    """
+    result = [min(max(math.floor(w + 1e-9), least), m) for w, m in zip(wanted, most)]
+    layers = range(len(wanted))
+    while sum(result) != total:
+        step = 1 if sum(result) < total else -1
+        free = [i for i in layers if (result[i] < most[i] if step > 0 else result[i] > least)]
+        if not free:
             break
+        # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.
+        result[max(free, key=lambda i: (round(step * (wanted[i] - result[i]), 9), step * i))] += step
     return result

@@ -122,7 +122,7 @@ class DenseRouter(nn.Module):
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if torch.jit.is_scripting():
+    if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
         return F.linear(x.to(dtype), weight.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), weight.to(dtype))

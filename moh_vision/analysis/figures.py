@@ -1,0 +1,66 @@
+"""Pictures: grids of images, head usage per layer and class."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List, Sequence
+
+import matplotlib
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+
+
+def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:
+    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged by whole factors."""
+    n, channels, height, width = images.shape
+    factor = max(1, round(cell / height))
+    rows = -(-n // columns)
+    height, width = height * factor, width * factor
+    canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8)
+    for i, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
+        top, left = gap + (i // columns) * (height + gap), gap + (i % columns) * (width + gap)
+        canvas[top : top + height, left : left + width] = image.repeat(factor, 0).repeat(factor, 1)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(canvas if channels == 3 else canvas[..., 0]).save(path, format="PNG")
+
+
+def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequence[str], path: str, title: str) -> None:
+    """Write a PNG: one column a head, grouped by layer, one row a class, colour the share of tokens that ran the head.
+
+    Args:
+        share: [classes, H] of each layer, from `HeadLoad.share`.
+        shared: shared heads of each layer; they run always and are marked "s".
+        classes: names of the classes.
+        path: of the PNG.
+        title: above the figure.
+    """
+    gap = np.full((len(classes), 1), np.nan)
+    table, ticks, names, middles = [], [], [], []
+    column = 0
+    for layer, (values, fixed) in enumerate(zip(share, shared)):
+        heads = values.shape[1]
+        table += [values.numpy(), gap]
+        ticks += [column + h for h in range(heads)]
+        names += ["s" if h < fixed else str(h) for h in range(heads)]
+        middles.append((column + (heads - 1) / 2, layer))
+        column += heads + 1
+    grid = np.concatenate(table[:-1], axis=1)
+    figure, axes = plt.subplots(figsize=(max(6.0, 2.2 + 0.2 * grid.shape[1]), max(2.8, 1.5 + 0.24 * len(classes))), layout="constrained")
+    colours = plt.get_cmap("viridis").with_extremes(bad="white")
+    image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axes.set_xticks(ticks, names, fontsize=7)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set_ylabel("class")
+    axes.set_xlabel("head (s: shared, always on)")
+    axes.set_title(title, fontsize=10, pad=20)
+    for middle, layer in middles:
+        axes.annotate(f"layer {layer}", (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,410 @@
+"""The dataclasses behind configs/*.yaml, and the parser that turns YAML and dotted overrides into them."""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Literal, Optional, Tuple, Union
+
+import jsonargparse
+import yaml
+
+
+def _check(name: str, value, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} {value!r} is out of range: {allowed}")
+
+
+@dataclass
+class ModelConfig:
+    """The model; what is left out keeps the registered model's own value.
+
+    Args:
+        name: model name in timm's registry.
+        head_budget: share such as 0.75, "ramp:0.75", "uniform:0.75", or a list with one [shared, routed] per layer.
+        router: who chooses the heads.
+        scope: "token" or "sample" (ViT only).
+        executor: how attention is computed.
+        router_kwargs: options of the router, such as {gate_scale: paper}.
+        embed_dim: width.
+        depth: layers.
+        num_heads: heads per layer.
+        patch_size: side of a patch.
+        kwargs: further arguments of the model.
+    """
+
+    name: str = "moh_vit_small_patch16_224"
+    head_budget: Optional[Union[float, str, List[Tuple[int, int]]]] = None
+    router: Optional[str] = None
+    scope: Optional[str] = None
+    executor: Optional[str] = None
+    router_kwargs: Optional[Dict[str, Any]] = None
+    embed_dim: Optional[int] = None
+    depth: Optional[int] = None
+    num_heads: Optional[int] = None
+    patch_size: Optional[int] = None
+    kwargs: Dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> dict:
+        """Keyword arguments for timm.create_model, without what was left out."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "kwargs")}
+        return {**{k: v for k, v in own.items() if v is not None}, **self.kwargs}
+
+
+@dataclass
+class DataConfig:
+    """The images.
+
+    Args:
+        root: "digits", or a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls).
+        img_size: side in pixels; left out: that of the data (digits) or of the model.
+        augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip".
+        shuffle_shards: shards that are shuffled together.
+        workers: loader processes of each rank.
+    """
+
+    root: str = "digits"
+    img_size: Optional[int] = None
+    augment: Literal["none", "affine", "crop_flip", "flip"] = "none"
+    shuffle_shards: int = 8
+    workers: int = 2
+
+    def __post_init__(self):
+        _check("data.img_size", self.img_size, self.img_size is None or self.img_size >= 1, "at least 1")
+        _check("data.shuffle_shards", self.shuffle_shards, self.shuffle_shards >= 1, "at least 1")
+        _check("data.workers", self.workers, self.workers >= 0, "0 or more")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Args:
+        lr: peak learning rate.
+        weight_decay: not applied to biases, norms and what the model's no_weight_decay() names.
+        betas: of AdamW.
+        batch_size: images per step over all processes and accumulation.
+        accumulation: micro-batches that make up a step.
+        clip_norm: largest gradient norm; 0: no clipping.
+        schedule: "cosine" down to min_lr at max_steps, or "constant".
+        warmup_steps: linear warm-up.
+        min_lr: end of the cosine.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: Tuple[float, float] = (0.9, 0.999)
+    batch_size: int = 128
+    accumulation: int = 1
+    clip_norm: float = 0.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+    def __post_init__(self):
+        _check("optim.lr", self.lr, self.lr > 0, "above 0")
+        _check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        _check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")
+        _check("optim.batch_size", self.batch_size, self.batch_size >= 1, "at least 1")
+        _check("optim.accumulation", self.accumulation, self.accumulation >= 1, "at least 1")
+        _check("optim.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
+        _check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
+        _check("optim.min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, "from 0 to optim.lr")
+
+
+@dataclass
+class EmaConfig:
+    """Exponential moving average of the weights.
+
+    Args:
+        decay: 0: none; the DiT papers use 0.9999.
+        warmup: let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs.
+    """
+
+    decay: float = 0.0
+    warmup: bool = False
+
+    def __post_init__(self):
+        _check("ema.decay", self.decay, 0 <= self.decay < 1, "0 <= decay < 1")
+
+
+@dataclass
+class RunConfig:
+    """What all runs share.
+
+    Args:
+        output: folder of the run; the same command run again resumes what is in it.
+        max_steps: optimiser steps.
+        seed: of weights, order, augmentation, noise.
+        log_every: steps between lines of metrics.jsonl.
+        save_every: steps between checkpoints.
+        keep_checkpoints: how many checkpoints stay.
+        mixed_precision: "no", "bf16" or "fp16".
+        init_from: weights to start from: a run folder, a .safetensors file of a run, or a timm model name.
+        balance_weight: weight of the load-balance loss (0.01 in Jin 2024).
+    """
+
+    output: str = "runs/run"
+    max_steps: int = 1000
+    seed: int = 0
+    log_every: int = 20
+    save_every: int = 1000
+    keep_checkpoints: int = 2
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    init_from: Optional[str] = None
+    balance_weight: float = 0.01
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+    def __post_init__(self):
+        for name in ("max_steps", "log_every", "save_every", "keep_checkpoints"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _check("seed", self.seed, self.seed >= 0, "0 or more")
+        _check("balance_weight", self.balance_weight, self.balance_weight >= 0, "0 or more")
+
+    def tree(self) -> dict:
+        """The configuration as nested plain values, as it is saved."""
+        return _plain(dataclasses.asdict(self))
+
+
+@dataclass
+class ClsConfig(RunConfig):
+    """Classification.
+
+    Args:
+        label_smoothing: of the cross-entropy.
+        eval_every: steps between validations; 0: only at the end.
+    """
+
+    label_smoothing: float = 0.0
+    eval_every: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
+        _check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
+
+
+@dataclass
+class DitConfig(RunConfig):
+    """Diffusion.
+
+    Args:
+        vae: "none": diffusion on pixels.
+        learn_sigma: learn the variance too (hybrid loss).
+        label_drop: share of labels replaced by "no class", for guidance.
+    """
+
+    vae: Literal["none"] = "none"
+    learn_sigma: bool = True
+    label_drop: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
+
+
+@dataclass
+class Flags:
+    """What one call of a script does, and a run does not remember."""
+
+    dry_run: bool
+    fresh: bool
+    allow_change: List[str]
+
+
+# Differences in these do not make a run another run.
+FREE_KEYS = ("output", "max_steps", "log_every", "save_every", "keep_checkpoints", "eval_every", "data.workers")
+
+
+@dataclass
+class SampleConfig:
+    """Sampling from a trained run.
+
+    Args:
+        checkpoint: folder of a diffusion run, or one of its .safetensors files.
+        weights: "ema" (falls back to "model" where the run has none) or "model".
+        num_images: how many; image i has class i modulo the number of classes.
+        sampler: "ddpm" or "ddim".
+        steps: denoising steps.
+        cfg_scale: classifier-free guidance; 1: none.
+        seed: the noise of image i depends on (seed, i) alone.
+        batch_size: images at a time.
+        out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
+        grid: PNG with one class a row.
+        grid_columns: images a row.
+        head_usage: PNG of head usage per layer and class while sampling.
+        score: reference images: "digits" or a folder of shards; their val split is used. Needs `extractor`.
+        extractor: a classification run on the same classes.
+        overwrite: replace what is at the output paths.
+    """
+
+    checkpoint: str
+    weights: Literal["ema", "model"] = "ema"
+    num_images: int = 100
+    sampler: Literal["ddpm", "ddim"] = "ddpm"
+    steps: int = 250
+    cfg_scale: float = 1.0
+    seed: int = 0
+    batch_size: int = 100
+    out: Optional[str] = None
+    grid: Optional[str] = None
+    grid_columns: int = 10
+    head_usage: Optional[str] = None
+    score: Optional[str] = None
+    extractor: Optional[str] = None
+    overwrite: bool = False
+
+    def __post_init__(self):
+        for name in ("num_images", "batch_size", "grid_columns"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        _check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        _check("seed", self.seed, self.seed >= 0, "0 or more")
+        if (self.score is None) != (self.extractor is None):
+            raise ValueError("--score REFERENCE and --extractor RUN belong together; Inception scores come with a later version")
+
+
+def parse_config(kind, argv: List[str], prog: str):
+    """Read `--config FILE` and `--key.sub value` overrides.
+
+    Args:
+        kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change.
+        argv: command line without the program; - and _ are the same in option names.
+        prog: name of the script.
+
+    Returns:
+        (config, Flags or None)
+
+    Raises:
+        ValueError: one line that names the key, the value and what is allowed.
+    """
+    argv = [_underscored(token) for token in argv]
+    is_run = issubclass(kind, RunConfig)
+    known = list(_leaf_keys(kind))
+    flags = ["config", "print_config", "help"] + [f.name for f in dataclasses.fields(Flags) if is_run]
+    _refuse_unknown_options(argv, known, flags)
+    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False, default_env=False)
+    parser.add_argument("--config", action="config", help="YAML file; later options override it")
+    if is_run:
+        parser.add_argument("--dry_run", action="store_true", help="print model, budget, parameters and MACs, and stop")
+        parser.add_argument("--fresh", action="store_true", help="move an earlier run in --output aside and start over")
+        parser.add_argument("--allow_change", action="append", default=[], metavar="KEY", help="resume although KEY has changed")
+    parser.add_class_arguments(kind)
+    for path in _config_files(argv):
+        _refuse_unknown_keys(path, kind)
+    try:
+        namespace = parser.parse_args(argv)
+        built = parser.instantiate(namespace)
+        config = kind(**{f.name: built[f.name] for f in dataclasses.fields(kind)})
+    except (jsonargparse.ArgumentError, TypeError) as error:
+        raise ValueError(" ".join(str(error).replace("Parser key", "key").split())) from None
+    if not is_run:
+        return config, None
+    for key in namespace.allow_change:
+        if key not in known:
+            raise ValueError(f"--allow-change {key}: {_unknown_key(key, known)}")
+    return config, Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change))
+
+
+def load_run_config(kind, path) -> Any:
+    """The config.yaml that a run wrote, as `kind`."""
+    return parse_config(kind, ["--config", str(path)], "config")[0]
+
+
+def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
+    """Keys, with both values, that differ between two saved configurations and may not."""
+    old, new = _flat(old), _flat(new)
+    keys = [k for k in sorted(set(old) | set(new)) if k not in FREE_KEYS and k not in allowed and old.get(k) != new.get(k)]
+    return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix + key in ("model", "data", "optim", "ema"):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _underscored(token: str) -> str:
+    if not token.startswith("--"):
+        return token
+    name, equals, value = token.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _leaf_keys(kind, prefix: str = ""):
+    hints = typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from _leaf_keys(hints[f.name], f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+def _unknown_key(key: str, known: List[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # a right name under a wrong section, or without its section
+        near = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}")
+
+
+def _refuse_unknown_options(argv: List[str], known: List[str], flags: List[str]) -> None:
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    for token in argv:
+        key = token[2:].partition("=")[0]
+        if token.startswith("--") and key not in known and key not in flags and key not in sections:
+            inside = any(key.startswith(k + ".") for k in ("model.kwargs", "model.router_kwargs"))
+            if not inside:
+                raise ValueError(_unknown_key(key, known + flags))
+
+
+def _config_files(argv: List[str]):
+    for i, token in enumerate(argv):
+        if token == "--config" and i + 1 < len(argv):
+            yield argv[i + 1]
+        elif token.startswith("--config="):
+            yield token.partition("=")[2]
+
+
+def _refuse_unknown_keys(path: str, kind) -> None:
+    if not os.path.isfile(path):
+        raise ValueError(f"--config {path}: no such file")
+    try:
+        tree = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"--config {path}: expected keys and values, found {type(tree).__name__}")
+    known = list(_leaf_keys(kind))
+    sections = {k.partition(".")[0] for k in known if "." in k}
+
+    def walk(node: dict, prefix: str):
+        for key, value in node.items():
+            full = f"{prefix}{key}"
+            if full in sections:
+                if not isinstance(value, dict):
+                    raise ValueError(f"{path}: key \"{full}\" is a section of keys, got {value!r}")
+                walk(value, full + ".")
+            elif full not in known:
+                raise ValueError(f"{path}: {_unknown_key(full, known + sorted(sections))}")
+
+    walk(tree, "")

@@ -1,0 +1,87 @@
+"""Which sample comes at which position of a run: a pure function of (seed, position).
+
+Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
+"""
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import lru_cache
+from typing import List, Sequence, Tuple
+
+import numpy as np
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers, well mixed: neighbours give unrelated streams."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, shard_sizes: Tuple[int, ...], group: int) -> np.ndarray:
+    """The order of one epoch: shards are permuted, taken `group` at a time, and shuffled inside a group.
+
+    Args:
+        shard_sizes: samples of each shard; samples are numbered through all shards. One entry: a full shuffle.
+        group: shards shuffled together, which bounds how many must be at hand.
+
+    Returns:
+        sample numbers, a permutation of 0 .. sum(shard_sizes) - 1.
+    """
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch)))
+    starts = np.concatenate([[0], np.cumsum(shard_sizes)])
+    shards = rng.permutation(len(shard_sizes))
+    parts = []
+    for first in range(0, len(shards), group):
+        members = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in shards[first : first + group]])
+        parts.append(rng.permutation(members))
+    return np.concatenate(parts)
+
+
+class StepBatches:
+    """The micro-batches of one rank, step after step, as lists of (position, sample number).
+
+    Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the
+    same step holds the same samples whatever the number of ranks.
+
+    Args:
+        shard_sizes, group, seed: see `epoch_order`.
+        batch_size: samples per step, over all ranks and micro-batches.
+        accumulation: micro-batches per step and rank.
+        rank, world: this process, and how many there are.
+        start, stop: first step, and the one after the last.
+
+    Raises:
+        ValueError: if the batch cannot be divided, or there are no samples.
+    """
+
+    def __init__(self, shard_sizes: Sequence[int], *, group: int, seed: int, batch_size: int, accumulation: int, rank: int, world: int, start: int, stop: int):
+        if sum(shard_sizes) < 1:
+            raise ValueError("there are no training samples")
+        if batch_size % (accumulation * world):
+            raise ValueError(f"optim.batch_size {batch_size} is not a multiple of accumulation {accumulation} x processes {world}")
+        self.shard_sizes, self.group, self.seed = tuple(shard_sizes), group, seed
+        self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
+        self.start, self.stop = start, stop
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start) * self.accumulation
+
+    def __iter__(self):
+        micro = self.batch_size // (self.accumulation * self.world)
+        for step in range(self.start, self.stop):
+            for m in range(self.accumulation):
+                first = step * self.batch_size + (m * self.world + self.rank) * micro
+                yield [(p, self.sample(p)) for p in range(first, first + micro)]
+
+    def sample(self, position: int) -> int:
+        """The sample number at a position."""
+        epoch, place = divmod(position, sum(self.shard_sizes))
+        return int(epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place])
+
+
+def rank_slice(count: int, rank: int, world: int, batch_size: int) -> List[List[int]]:
+    """Batches for evaluation: every number below `count` exactly once over all ranks, nothing padded."""
+    own = list(range(rank, count, world))
+    return [own[i : i + batch_size] for i in range(0, len(own), batch_size)]

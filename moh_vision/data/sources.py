@@ -1,0 +1,180 @@
+"""Labelled images: scikit-learn's digits, and webdataset shards read at random through an index."""
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import tarfile
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+import numpy as np
+from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+INDEX_FORMAT = "1"
+
+
+class Digits:
+    """The 1,797 digits of scikit-learn, 8 x 8 grey pixels; every fifth image of a class is in the test split."""
+
+    channels = 1
+    img_size = 8
+    name = "digits"
+
+    def __init__(self, split: str):
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        test = np.zeros(len(data.target), dtype=bool)
+        for c in range(10):
+            test[np.flatnonzero(data.target == c)[4::5]] = True
+        keep = ~test if split == "train" else test
+        self.pixels = np.rint(data.images[keep] * (255 / 16)).astype(np.uint8)  # [n, 8, 8]
+        self.labels = data.target[keep].astype(np.int64)
+        self.classes = [str(c) for c in range(10)]
+        self.shard_sizes = (len(self.labels),)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
+
+
+class Shards:
+    """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
+
+    webdataset itself only streams; an index of member offsets, built once, makes any sample readable by one pread, so
+    that the order of a run can be a pure function. The index records each shard's size and time; a shard that changed
+    since is refused. Class names come from classes.txt (one a line) or are the numbers 0 .. largest label.
+
+    Args:
+        root: the folder.
+        split: "train" or "val".
+        index_dir: where the index goes if the folder is read-only.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder, shard or member.
+    """
+
+    channels = 3
+    img_size = None  # as large as each image is; the transform decides
+
+    def __init__(self, root: str, split: str, index_dir: Optional[str] = None):
+        folder = Path(root)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, or 'digits')")
+        self.name = folder.name
+        self.paths = sorted(folder.glob(f"{split}-*.tar"))
+        if not self.paths:
+            raise FileNotFoundError(f"data.root {root}: no {split}-*.tar shards in it")
+        meta, arrays = self._index(folder, split, Path(index_dir) if index_dir else None)
+        self.shard_sizes = tuple(meta["samples"])
+        self.shard, self.offset, self.size, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
+        names = folder / "classes.txt"
+        if names.exists():
+            self.classes = [line.strip() for line in names.read_text().splitlines() if line.strip()]
+            if self.labels.max() >= len(self.classes):
+                worst = int(self.labels.argmax())
+                raise ValueError(
+                    f"{self.paths[self.shard[worst]]}: label {self.labels[worst]}, but {names} names {len(self.classes)} classes"
+                )
+        else:
+            self.classes = [str(c) for c in range(int(self.labels.max()) + 1)]
+        self._files: dict = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        shard = int(self.shard[index])
+        key = (os.getpid(), shard)  # a forked worker opens its own
+        if key not in self._files:
+            self._files[key] = os.open(self.paths[shard], os.O_RDONLY)
+        data = os.pread(self._files[key], int(self.size[index]), int(self.offset[index]))
+        try:
+            image = Image.open(io.BytesIO(data))
+            image.load()
+        except Exception as error:
+            raise ValueError(f"{self.paths[shard]}, image at byte {self.offset[index]}: {error}") from None
+        return image
+
+    def _index(self, folder: Path, split: str, index_dir: Optional[Path]):
+        stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.paths]
+        places = [folder / f".{split}.index.safetensors"]
+        if index_dir is not None:
+            places.append(index_dir / f"{folder.name}.{split}.index.safetensors")
+        for place in places:
+            if place.exists():
+                return _read_index(place, stats)
+        arrays, samples = _scan(self.paths)
+        meta = dict(shards=stats, samples=samples)
+        # The mode is asked too, because root may write into folders that are meant to be read-only.
+        writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
+        place = places[0] if writable else places[-1]
+        if writable or index_dir is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            hidden = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+            save_file(arrays, hidden, metadata={"format": INDEX_FORMAT, "meta": json.dumps(meta)})
+            hidden.rename(place)
+        return meta, arrays
+
+
+def _read_index(place: Path, stats: List[Tuple[str, int, int]]):
+    with safe_open(place, "numpy") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != INDEX_FORMAT:
+            raise ValueError(f"{place}: not an index of this version; delete it to build it again")
+        meta = json.loads(metadata["meta"])
+        arrays = {k: file.get_tensor(k) for k in file.keys()}
+    recorded = {name: (size, mtime) for name, size, mtime in meta["shards"]}
+    for name, size, mtime in stats:
+        if recorded.pop(name, None) != (size, mtime):
+            raise ValueError(f"shard {name} was added or changed since the index {place} was made; delete the index to build it again")
+    if recorded:
+        raise ValueError(f"shard {next(iter(recorded))} of the index {place} is gone; delete the index to build it again")
+    return meta, arrays
+
+
+def _scan(paths: List[Path]):
+    rows, samples = [], []
+    for number, path in enumerate(paths):
+        found: dict = {}
+        try:
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    if not member.isreg():
+                        continue
+                    parent, _, base = member.name.rpartition("/")
+                    stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
+                    key = f"{parent}/{stem}"
+                    entry = found.setdefault(key, {})
+                    if extension.lower() in IMAGE_EXTENSIONS:
+                        entry["image"] = (member.offset_data, member.size)
+                    elif extension == "cls":
+                        text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
+                        if not text.isdigit():
+                            raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more")
+                        entry["label"] = int(text)
+        except tarfile.TarError as error:
+            raise ValueError(f"{path}: not a readable tar file ({error})") from None
+        for key, entry in found.items():
+            if set(entry) != {"image", "label"}:
+                missing = "image" if "image" not in entry else ".cls file"
+                raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+            rows.append((number, *entry["image"], entry["label"]))
+        samples.append(len(found))
+    if not rows:
+        raise ValueError(f"{paths[0].parent}: the shards hold no samples")
+    table = np.array(rows, dtype=np.int64)
+    arrays = {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(("shard", "offset", "size", "label"))}
+    return arrays, samples
+
+
+def open_source(root: str, split: str, index_dir: Optional[str] = None):
+    """`Digits` or `Shards`: objects with len(), image(i) -> PIL, labels, classes, channels, img_size, shard_sizes."""
+    return Digits(split) if root == "digits" else Shards(root, split, index_dir)

@@ -1,0 +1,89 @@
+"""metrics.jsonl, and a progress bar on a terminal or plain lines in a log."""
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+
+class RunLog:
+    """Logs a run; on processes other than the main one it does nothing.
+
+    Args:
+        path: metrics.jsonl; lines of steps from `start` on, left by an interrupted run, are dropped.
+        start, total: first step and end of the run.
+        enabled: whether this is the main process.
+    """
+
+    def __init__(self, path: Path, start: int, total: int, enabled: bool, title: str):
+        self.enabled = enabled
+        self.terminal = sys.stderr.isatty()
+        self.title, self.total = title, total
+        self.images, self.since = 0, time.monotonic()
+        if not enabled:
+            return
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) < start]
+            path.write_text("".join(line + "\n" for line in kept))
+        self.file = open(path, "a", buffering=1)
+        self.bar = tqdm(total=total, initial=start, desc=title, unit="step", disable=not self.terminal, dynamic_ncols=True)
+
+    def step(self, images: int) -> None:
+        """One step of `images` images is done."""
+        self.images += images
+        if self.enabled:
+            self.bar.update()
+
+    def metrics(self, step: int, values: dict, show: str) -> None:
+        """Write a line {"step": step, **values} and show `show`, images per second and peak memory."""
+        rate = self.images / max(time.monotonic() - self.since, 1e-9)
+        memory = peak_memory_mib()
+        self.images, self.since = 0, time.monotonic()
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)}) + "\n")
+        text = f"{show}, {rate:.0f} img/s, peak {memory:.0f} MiB"
+        if self.terminal:
+            self.bar.set_postfix_str(text)
+        else:
+            print(f"{self.title} {step + 1}/{self.total}: {text}", flush=True)
+
+    def event(self, step: int, values: dict, show: str) -> None:
+        """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.say(show)
+
+    def say(self, text: str) -> None:
+        if self.enabled:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def pause(self) -> None:
+        """Call after work that is not training, so that it does not count as slow steps."""
+        self.images, self.since = 0, time.monotonic()
+
+    def close(self) -> None:
+        if self.enabled:
+            self.bar.close()
+            self.file.close()
+
+
+def peak_memory_mib() -> float:
+    """Peak memory of this process: of the GPU if there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 2**62  # a torn last line

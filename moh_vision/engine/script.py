@@ -1,0 +1,80 @@
+"""How a script begins and ends: user errors as one line and exit code 2, and a clean shutdown."""
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Callable, List
+
+import torch
+import yaml
+
+
+@contextlib.contextmanager
+def user_errors(script: str):
+    """Turn a user's mistake during set-up (ValueError, a missing file) into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{script}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def index_dir(output: str) -> str:
+    """Where a run keeps what belongs to data in read-only folders: beside its folder, for the runs beside it."""
+    return str(Path(output).with_name(".index"))
+
+
+def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, is_main: bool) -> Path:
+    """Make the folder of a run, or take up the one that is there.
+
+    Args:
+        output: the folder.
+        config: the resolved configuration, written to config.yaml.
+        changed: (saved, new) -> descriptions of differences that make it another run.
+        fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
+        is_main: only this process writes.
+
+    Raises:
+        ValueError: if the folder holds something else, or a run with another configuration.
+    """
+    folder = Path(output)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {output} is a file")
+    saved = folder / "config.yaml"
+    if fresh and is_main and folder.exists():
+        number = 1
+        while folder.with_name(f"{folder.name}.{number}").exists():
+            number += 1
+        folder.rename(folder.with_name(f"{folder.name}.{number}"))
+    if saved.exists() and not fresh:
+        differences = changed(yaml.safe_load(saved.read_text()), config)
+        if differences:
+            raise ValueError(
+                f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
+                "Take another folder, --allow-change KEY, or --fresh to move that run aside"
+            )
+    elif folder.exists() and not fresh and any(folder.iterdir()):
+        raise ValueError(f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder")
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / ".config.yaml"
+        temporary.write_text(yaml.safe_dump(config, sort_keys=False))
+        temporary.rename(saved)
+    return folder
+
+
+def finish(accelerator) -> None:
+    """End a run: wait for all, collect the wrapped task, destroy the process group.
+
+    The caller has dropped its references to the wrapped task and optimiser. gloo with DistributedDataParallel
+    otherwise aborts at exit about once in four times.
+    """
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    gc.collect()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

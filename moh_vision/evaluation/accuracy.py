@@ -1,0 +1,31 @@
+"""Accuracy and loss, exact over processes: every sample counts once, none is padded."""
+from typing import Callable, Dict, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@torch.no_grad()
+def evaluate(predict: Callable[[Tensor, Tensor], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]) -> Dict[str, float]:
+    """Top-1, top-5 and cross-entropy.
+
+    Args:
+        predict: (images [B, C, h, w], labels [B]) -> logits [B, classes]; most models ignore the labels.
+        batches: dicts with images and labels, this process's share.
+        device: where to compute.
+        reduce: sums a tensor over processes.
+
+    Returns:
+        dict(top1, top5, loss, images): the first two in percent.
+    """
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        labels = batch["labels"].to(device)
+        logits = predict(batch["images"].to(device), labels).float()
+        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices  # [B, 5]
+        hit = best == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        totals += torch.stack([hit[:, 0].sum(), hit.sum(), loss, torch.tensor(len(labels), device=device)]).double()
+    top1, top5, loss, images = reduce(totals).tolist()
+    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))

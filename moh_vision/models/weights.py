@@ -1,0 +1,111 @@
+"""Models from runs, and weights for new runs."""
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Callable, Dict, Tuple
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import Tensor, nn
+
+from moh_vision.models.moh_vit import MoHVisionTransformer
+
+# Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
+REMADE = ("head.", "y_embedder.", "pos_embed")
+
+
+def create(name: str, **arguments) -> nn.Module:
+    """timm.create_model with an unknown name reported as a ValueError that suggests near ones."""
+    if not timm.is_model(name.split(".")[0]):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise ValueError(f"model.name '{name}' is not a registered model" + (f", did you mean {' or '.join(near)}?" if near else ""))
+    try:
+        return timm.create_model(name, **arguments)
+    except TypeError as error:
+        if "unexpected keyword" in str(error):
+            raise ValueError(f"{name}: {error}") from None
+        raise
+
+
+def from_run(path: str, weights: str = "ema") -> Tuple[nn.Module, dict]:
+    """The model of a finished or running run, with its weights.
+
+    Args:
+        path: folder of a run, or a .safetensors file that a run wrote.
+        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
+
+    Returns:
+        (model in eval mode, metadata: architecture, arguments, classes, step, config, weights: the file)
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    file = Path(path)
+    if file.is_dir():
+        names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
+        found = [file / n for n in names if (file / n).exists()]
+        if not found:
+            raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
+        file = found[0]
+    state, metadata = read_safetensors(file)
+    if "architecture" not in metadata:
+        raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
+    model = create(metadata["architecture"], **metadata["arguments"])
+    model.load_state_dict(state)
+    return model.eval(), dict(metadata, weights=str(file))
+
+
+def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> None:
+    """Load weights into a new model: a run, a .safetensors file, or the pretrained weights of a timm model name.
+
+    The head or label table is made anew for another class count, position tables are resized or made anew for another
+    image size, and routers start fresh where the source has none; each is named through `say`.
+
+    Raises:
+        ValueError, FileNotFoundError: for a source that does not exist or does not fit.
+    """
+    if Path(source).exists():
+        file = Path(source)
+        if file.is_dir():
+            file = next((file / n for n in ("ema.safetensors", "model.safetensors") if (file / n).exists()), file / "model.safetensors")
+        state, _ = read_safetensors(file)
+    elif timm.is_model(source.split(".")[0]):
+        state = timm.create_model(source, pretrained=True).state_dict()
+    else:
+        raise FileNotFoundError(f"init_from {source}: neither a run, a .safetensors file, nor a registered model name")
+    if isinstance(model, MoHVisionTransformer):
+        state = checkpoint_filter_fn(state, model)
+    own = model.state_dict()
+    for name in [n for n in state if n in own and state[n].shape != own[n].shape]:
+        if not name.startswith(REMADE):
+            raise ValueError(f"init_from {source}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}")
+        say(f"init_from: {name} is made anew, {list(state[name].shape)} -> {list(own[name].shape)}")
+        del state[name]
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    lost = [n for n in missing if ".router." not in n and not n.startswith(REMADE)]
+    if lost or unexpected:
+        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {list(unexpected)[:5]}")
+    routers = sum(".router." in n for n in missing)
+    if routers:
+        say(f"init_from: {routers} router tensors start fresh")
+
+
+def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:
+    """Tensors and JSON metadata of a .safetensors file.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    try:
+        with safe_open(file, "pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}
+            metadata = {k: json.loads(v) for k, v in (opened.metadata() or {}).items() if k != "format"}
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file}: not a readable .safetensors file of a run ({error})") from None
+    return state, metadata

@@ -1,0 +1,71 @@
+"""One module a task: a batch goes in, a dict of losses comes out. This is what accelerate wraps.
+
+The balance loss is computed here from values that the model returns, so it is right under activation checkpointing,
+accumulation and several models in a process.
+"""
+from typing import Dict, List
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention import RoutingStats, head_usage, load_balance_loss
+
+
+class RoutedTask(nn.Module):
+    """Holds a model that has `forward_routed`, and adds `balance_weight` times its load-balance loss."""
+
+    def __init__(self, model: nn.Module, balance_weight: float):
+        super().__init__()
+        self.model = model
+        self.balance_weight = balance_weight
+
+    def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
+        """dict(loss, task_loss, balance_loss, balance_share, head_usage): the share is that of the whole loss."""
+        balance = load_balance_loss(stats, sum_over_processes)
+        loss = task_loss + self.balance_weight * balance
+        return dict(
+            loss=loss,
+            task_loss=task_loss.detach(),
+            balance_loss=balance.detach(),
+            balance_share=(self.balance_weight * balance / loss).detach(),
+            head_usage=[usage.detach() for usage in head_usage(stats)],
+        )
+
+
+class ClassificationTask(RoutedTask):
+    """Cross-entropy."""
+
+    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0):
+        super().__init__(model, balance_weight)
+        self.label_smoothing = label_smoothing
+
+    def forward(self, images: Tensor, labels: Tensor) -> Dict:
+        """images [B, C, h, w], labels [B] -> losses, with logits [B, classes]."""
+        logits, stats = self.model.forward_routed(images)  # [B, classes]
+        task_loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+        return dict(self.losses(task_loss, stats), logits=logits.detach())
+
+
+class DiffusionTask(RoutedTask):
+    """Noise prediction; `diffusion` is a `moh_vision.diffusion.HybridLoss`."""
+
+    def __init__(self, model: nn.Module, balance_weight: float, diffusion: nn.Module):
+        super().__init__(model, balance_weight)
+        self.diffusion = diffusion
+
+    def forward(self, images: Tensor, labels: Tensor, timesteps: Tensor, noise: Tensor) -> Dict:
+        """images x_0, noise [B, C, h, w]; labels, timesteps [B] -> losses, with the mean mse and vb."""
+        xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
+        output, stats = self.model.forward_routed(xt, timesteps, labels)  # [B, C or 2C, h, w]
+        terms = {name: value.mean() for name, value in self.diffusion(output, images, xt, noise, timesteps).items()}
+        task_loss = terms.pop("loss")
+        return dict(self.losses(task_loss, stats), **{name: value.detach() for name, value in terms.items()})
+
+
+def sum_over_processes(counts: Tensor) -> Tensor:
+    """All-reduce without a gradient; the tensor itself where there is one process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        counts = counts.clone()
+        torch.distributed.all_reduce(counts)
+    return counts

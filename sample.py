@@ -1,0 +1,147 @@
+"""Sample from a diffusion run, draw a grid, score.   python sample.py --checkpoint RUN --num-images 500 --grid grid.png
+
+See `python sample.py --help` for every option.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+import moh_vision  # noqa: F401  registers the models
+from moh_vision.analysis import HeadLoad
+from moh_vision.analysis.figures import draw_head_usage, draw_image_grid
+from moh_vision.attention import head_budget
+from moh_vision.config import SampleConfig, parse_config
+from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
+from moh_vision.data.order import derive_seed, rank_slice
+from moh_vision.data.sources import open_source
+from moh_vision.diffusion import make_scheduler, sample_images
+from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.engine.script import index_dir, user_errors
+from moh_vision.evaluation.classifier_scores import extract, frechet_distance, recognised_share
+from moh_vision.models.weights import from_run
+
+
+def main(argv) -> None:
+    # ---------------------------------------------------------------- set-up
+    with user_errors("sample.py"):
+        config, _ = parse_config(SampleConfig, argv, "sample.py")
+        model, about = from_run(config.checkpoint, config.weights)
+        if not hasattr(model, "y_embedder"):
+            raise ValueError(f"--checkpoint {config.checkpoint} is not a diffusion run ({about['architecture']})")
+        classes, size, channels = about["classes"], model.config.sample_size, model.config.in_channels
+        outputs = [Path(p) for p in (config.out, config.grid, config.head_usage) if p]
+        for path in outputs:
+            taken = any(path.iterdir()) if path.is_dir() else path.exists()
+            if taken and not config.overwrite:
+                raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        if config.score:
+            reference = open_source(config.score, "val", index_dir(config.checkpoint))
+            classifier, judge = from_run(config.extractor)
+            if not hasattr(classifier, "forward_head") or judge["classes"] != classes or reference.classes != classes:
+                raise ValueError(f"--extractor {config.extractor} and --score {config.score} need the classes of {config.checkpoint}: {classes}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device)
+
+    # ---------------------------------------------------------------- sample
+    labels = torch.arange(config.num_images) % len(classes)
+    budget = head_budget(model)["layers"]
+    load = HeadLoad([layer["heads"] for layer in budget], len(classes) + 1)  # the last row: "no class"
+
+    def predict(x, t, y):
+        output, stats = model.forward_routed(x, t, y)
+        if config.head_usage:
+            load.add(stats, y)
+        return output
+
+    images = []
+    # The prediction is clipped to the range of pixels.
+    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=True)
+    batches = labels.split(config.batch_size)
+    with tqdm(total=len(batches) * len(scheduler.timesteps), desc="sampling", unit="step", disable=not sys.stderr.isatty()) as bar:
+        for number, batch in enumerate(batches):
+            first = number * config.batch_size
+            seeds = [derive_seed(config.seed, first + i) for i in range(len(batch))]
+            x = sample_images(
+                predict, scheduler, batch.to(device), (channels, size, size), seeds, len(classes), config.cfg_scale, on_step=bar.update
+            )
+            images.append(to_uint8(x).cpu())
+            bar.set_postfix_str(f"{first + len(batch)} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
+    images = torch.cat(images)  # [n, C, h, w] uint8
+    print(f"{len(images)} images, {config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}, {about['weights']}")
+
+    # ---------------------------------------------------------------- write
+    if config.out:
+        write_images(images, labels, Path(config.out))
+        print(f"images: {config.out}")
+    if config.grid:
+        columns = min(config.grid_columns, config.num_images // min(len(classes), 10, config.num_images))
+        rows = [torch.nonzero(labels == c).flatten()[:columns] for c in range(min(len(classes), 10))]
+        draw_image_grid(images[torch.cat(rows)], columns, config.grid)
+        print(f"grid, one class a row: {config.grid}")
+    if config.head_usage:
+        title = f"{about['architecture']}: head usage by class while sampling"
+        rows = [*classes, "none"] if config.cfg_scale != 1 else classes
+        draw_head_usage([s[: len(rows)] for s in load.share()], [layer["shared"] for layer in budget], rows, config.head_usage, title)
+        print(f"head usage: {config.head_usage}")
+
+    # ---------------------------------------------------------------- score
+    if config.score:
+        classifier = classifier.to(device)
+        mean, std = (classifier.pretrained_cfg[k][: reference.channels] for k in ("mean", "std"))
+        side = judge["arguments"].get("img_size", size)
+        transform = image_transform("none", side, reference.channels, mean, std)
+
+        def features(batch):
+            hidden = classifier.forward_head(classifier.forward_features(batch), pre_logits=True)  # [B, C]
+            return dict(features=hidden, logits=classifier.get_classifier()(hidden))
+
+        real = torch.cat([b["images"] for b in evaluation_batches(LabelledImages(reference, transform, 0), rank_slice(len(reference), 0, 1, 256), 0)])
+        fake = torch.stack([transform(as_pil(image)) for image in images])
+        real, fake = (extract(features, x, 256, device) for x in (real, fake))
+        scores = dict(
+            recognised=recognised_share(fake["logits"], labels),
+            recognised_real=recognised_share(real["logits"], torch.from_numpy(reference.labels)),
+            frechet_distance=frechet_distance(fake["features"], real["features"]) if len(images) > fake["features"].shape[1] else None,
+            feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}, {fake['features'].shape[1]} features); not Inception, not FID",
+            num_generated=len(images),
+            num_reference=len(reference),
+            reference=f"{config.score}, test split",
+            weights=about["weights"],
+            sampling=dict(sampler=config.sampler, steps=config.steps, cfg_scale=config.cfg_scale, seed=config.seed),
+        )
+        path = Path(config.checkpoint if Path(config.checkpoint).is_dir() else Path(config.checkpoint).parent) / "scores.json"
+        path.write_text(json.dumps(scores, indent=1) + "\n")
+        print(f"recognised as the class asked for: {100 * scores['recognised']:.1f} % (real test images: {100 * scores['recognised_real']:.1f} %)")
+        distance = scores["frechet_distance"]
+        print("Frechet distance: " + ("needs more images than features" if distance is None else f"{distance:.2f}") + f" in the {scores['feature_space']}")
+        print(f"scores: {path}")
+
+
+def as_pil(image: torch.Tensor) -> Image.Image:
+    """uint8 [C, h, w] -> PIL, grey for one channel."""
+    array = image.permute(1, 2, 0).numpy()
+    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
+
+
+def write_images(images: torch.Tensor, labels: torch.Tensor, out: Path) -> None:
+    """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".npz":
+        hidden = out.with_name(f".{out.name}.tmp.npz")
+        np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
+        os.replace(hidden, out)
+        return
+    out.mkdir(exist_ok=True)
+    for i, image in enumerate(images):
+        as_pil(image).save(out / f"{i:06d}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+import numpy as np
+import timm
+import torch
+from PIL import Image
+
+import moh_vision
+from moh_vision.analysis import HeadLoad, describe
+from moh_vision.analysis.figures import draw_head_usage, draw_image_grid
+
+
+def test_head_load_by_class():
+    model = timm.create_model("moh_vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3).eval()
+    load = HeadLoad([6, 6], 3)
+    x, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 2, 2, 0, 2])
+    for part in (slice(0, 2), slice(2, 5)):
+        load.add(model.forward_routed(x[part])[1], labels[part])
+    share = load.share()
+    weights = model.blocks[0].attn.router(model.blocks[0].norm1(model._pos_embed(model.patch_embed(x)))).weights
+    want = (weights[labels == 2] > 0).double().mean((0, 1))
+    torch.testing.assert_close(share[0][2], want)
+    assert share[0][1].sum() == 0  # no image of class 1
+    budget = moh_vision.head_budget(model)["layers"]
+    assert [s[0].sum().item() for s in share] == [layer["active"] for layer in budget]
+    load.reduce(lambda t: t * 2)
+    torch.testing.assert_close(load.share()[0], share[0])
+
+
+def test_describe_counts_by_hand():
+    """One block of width 8, 2 heads, 4 patches and a class token; router rows: 1 routed candidate of 2, 2 for balance."""
+    model = timm.create_model(
+        "moh_vit_tiny_patch16_224", img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=1, num_heads=2, num_classes=3, head_budget=[(1, 1)]
+    )
+    text = describe("tiny", model, torch.zeros(1, 1, 4, 4))
+    n, c = 5, 8
+    macs = 4 * 4 * c + n * c * 3 * c + 2 * n * n * c + n * c * c + 2 * n * c * 4 * c + n * c * (1 + 2) + c * 3
+    assert f"MACs:         {macs:,} " in text
+    parameters = (4 * c + c) + c + n * c + 2 * c * 3 + (c * 3 * c + 3 * c) + (c * c + c) + (c * 4 * c + 4 * c + 4 * c * c + c) + 3 * c + (3 * c + 3)
+    assert f"parameters:   {parameters:,}" in text
+    assert "active heads: 2 of 2 (100.0 %)" in text
+
+
+def test_grid_places_images_row_by_row(tmp_path):
+    images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    images[2] = 255  # second row, first column
+    draw_image_grid(images, 2, str(tmp_path / "sub" / "grid.png"), cell=16, gap=2)
+    pixels = np.asarray(Image.open(tmp_path / "sub" / "grid.png"))
+    assert pixels.shape == (38, 38)
+    assert (pixels[20:36, 2:18] == 255).all() and (pixels[2:18, 2:18] == 0).all() and (pixels[20:36, 20:36] == 0).all()
+    draw_image_grid(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), 2, str(tmp_path / "rgb.png"))
+    assert Image.open(tmp_path / "rgb.png").size == (134, 134)
+
+
+def test_head_usage_figure_has_a_column_per_head(tmp_path):
+    path = tmp_path / "usage.png"
+    draw_head_usage([torch.rand(3, 6), torch.ones(3, 4)], [2, 4], ["a", "b", "c"], str(path), "title")
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12

@@ -1,0 +1,75 @@
+import re
+
+import pytest
+
+from moh_vision.attention import HeadBudget, resolve_budget
+
+
+def totals(budgets):
+    return sum(b.active for b in budgets), sum(b.heads for b in budgets), sum(b.shared for b in budgets)
+
+
+@pytest.mark.parametrize("heads", [3, 6, 12, 16])
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.75, 0.9, 1.0])
+def test_ramp_total_is_nearest_and_rises_with_depth(heads, share):
+    budgets = resolve_budget(share, 12, heads, 64)
+    active, total, shared = totals(budgets)
+    assert abs(active - share * total) <= 0.5
+    counts = [b.active for b in budgets]
+    assert counts == sorted(counts)
+    # 40 % of the active heads, except where every layer must keep one head to route
+    assert abs(shared - 0.4 * active) <= 0.5 or all(b.routed == 1 for b in budgets if b.shared)
+    assert resolve_budget(f"ramp:{share}", 12, heads, 64) == budgets
+
+
+def test_ramp_of_three_quarters_runs_from_half_to_all():
+    counts = [b.active for b in resolve_budget(0.75, 12, 12, 64)]
+    assert (counts[0], counts[-1], sum(counts)) == (6, 12, 108)
+
+
+def test_uniform_is_the_same_in_every_layer():
+    budgets = resolve_budget("uniform:0.75", 12, 6, 64)
+    assert set(budgets) == {HeadBudget(6, 64, 2, 3)}  # 4.5 of 6 is rounded up
+
+
+def test_list_and_heads_per_layer():
+    budgets = resolve_budget([(8, 0), (10, 2)], 2, [8, 16], 72)
+    assert budgets == (HeadBudget(8, 72, 8, 0), HeadBudget(16, 72, 10, 2))
+
+
+@pytest.mark.parametrize("heads", [[8, 16, 24], [24, 16, 8], [8] * 9 + [16] * 10 + [24] * 9, [2, 4, 6]])
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.9, 1.0])
+def test_ramp_over_unequal_layers_keeps_the_head_weighted_total(heads, share):
+    active, total, _ = totals(resolve_budget(share, len(heads), heads, 64))
+    assert abs(active - share * total) <= 0.5
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        (0, "0 is not understood"),
+        (1.2, "1.2 is not understood"),
+        (float("nan"), "nan is not understood"),
+        (True, "True is not understood"),
+        ("ramp:x", "'ramp:x' is not understood"),
+        ("linear:0.5", "'linear:0.5' is not understood"),
+        ("", "is not understood"),
+        (None, "None is not understood"),
+        ([(1, 1)], "lists 1 layers, the model has 4"),
+        ([(1, 1), (1, 1), (4, 3), (1, 1)], "layer 2: shared=4 + routed=3 = 7 of only 6 heads"),
+        ([(1, 1), (3, 0), (1, 1), (1, 1)], "layer 1: routed=0 with shared=3 of 6"),
+        ([(0, 0)] * 4, "layer 0: shared=0, routed=0: at least 1"),
+        ([(-1, 3)] * 4, "layer 0: shared=-1"),
+        ([(1.5, 3)] * 4, "layer 0: (1.5, 3) is not a pair of whole"),
+        ("uniform:0.01", "layer 0 with 6 heads would run 0"),
+        (0.02, "layer 0 with 6 heads would run 0"),
+    ],
+)
+def test_impossible_specs_name_layer_and_numbers(spec, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        resolve_budget(spec, 4, 6, 64)
+
+
+def test_budget_is_frozen():
+    with pytest.raises(AttributeError):
+        HeadBudget(6, 64, 2, 2).shared = 3

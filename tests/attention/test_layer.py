@@ -1,0 +1,194 @@
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, head_budget, load_balance_loss, run_block
+
+B, N, M, C = 2, 7, 9, 24
+BUDGETS = [(2, 2), (0, 3), (1, 2), (6, 0), (2, 4)]
+
+
+def layer(shared=2, routed=2, **kwargs):
+    return HeadMixtureAttention(C, HeadBudget(6, 4, shared, routed), **kwargs)
+
+
+def grads_of(module, *args, **kwargs):
+    y, _ = module(*args, **kwargs)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    inputs = [a for a in args if a.requires_grad]
+    return y, torch.autograd.grad((y * weight).sum(), [*module.parameters(), *inputs], allow_unused=True)
+
+
+@pytest.mark.parametrize("executor", sorted(set(EXECUTORS) - {"reference"}))
+@pytest.mark.parametrize("shared, routed", BUDGETS)
+@pytest.mark.parametrize("case", ["self", "cross", "causal", "bool mask", "float mask", "gqa", "qk_norm", "sample", "one token", "dense"])
+def test_executors_equal_the_reference(executor, shared, routed, case):
+    kwargs, call, n = {}, {}, N
+    if case == "gqa":
+        kwargs["kv_heads"] = 2
+    elif case == "qk_norm":
+        kwargs["qk_norm"] = True
+    elif case == "sample":
+        kwargs["scope"] = "sample"
+    elif case == "dense":
+        kwargs["router"] = "dense"
+    elif case == "one token":
+        n = 1
+    x = torch.randn(B, n, C, dtype=torch.float64, requires_grad=True)
+    args = [x]
+    if case == "cross":
+        args.append(torch.randn(B, M, C, dtype=torch.float64, requires_grad=True))
+    elif case == "causal":
+        call["is_causal"] = True
+    elif case == "bool mask":
+        call["attn_mask"] = (torch.rand(B, 1, n, n) > 0.4) | torch.eye(n, dtype=torch.bool)
+    elif case == "float mask":
+        call["attn_mask"] = torch.randn(n, n, dtype=torch.float64)
+    fast, slow = (layer(shared, routed, executor=e, **kwargs).double() for e in (executor, "reference"))
+    slow.load_state_dict(fast.state_dict())
+    y, grads = grads_of(fast, *args, **call)
+    y_ref, grads_ref = grads_of(slow, *args, **call)
+    torch.testing.assert_close(y, y_ref, rtol=1e-10, atol=1e-10)
+    for got, want in zip(grads, grads_ref, strict=True):
+        if want is None:
+            assert got is None or got.abs().max() == 0
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_dense_is_multi_head_attention():
+    """Against torch's own module."""
+    ours = layer(6, 0, router="dense")
+    theirs = torch.nn.MultiheadAttention(C, 6, batch_first=True)
+    theirs.load_state_dict(
+        {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias, "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias}
+    )
+    x = torch.randn(B, N, C)
+    torch.testing.assert_close(ours(x)[0], theirs(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_inactive_heads_do_not_matter():
+    """A token's output does not depend on the output projection of a head that is off for it."""
+    module = layer(2, 1)
+    x = torch.randn(1, N, C)
+    y, stats = module(x)
+    off = (module.router(x).weights[0, 0] == 0).nonzero()[0].item()
+    with torch.no_grad():
+        module.proj.weight[:, off * 4 : (off + 1) * 4] += 10
+    assert torch.equal(module(x)[0][0, 0], y[0, 0])
+    assert not torch.equal(module(x)[0], y)
+
+
+def test_sample_scope_chooses_once_per_sequence():
+    module = layer(2, 2, scope="sample")
+    _, stats = module(torch.randn(B, N, C))
+    assert stats.probs.shape == (B, 1, 4)
+    assert stats.counts.sum(1).tolist() == [4, 4]
+
+
+def test_bfloat16_in_and_out():
+    module = layer().to(torch.bfloat16)
+    y, stats = module(torch.randn(B, N, C, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16 and stats.probs.dtype == torch.float32
+
+
+def test_attention_dropout_only_in_training():
+    module = layer(attn_drop=0.5)
+    x = torch.randn(B, N, C)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+@pytest.mark.parametrize("shared, routed", BUDGETS)
+def test_script_trace_and_compile(shared, routed):
+    module = layer(shared, routed).eval()
+    x = torch.randn(B, N, C)
+    y, stats = module(x)
+    for other in (
+        torch.jit.script(module),
+        torch.fx.symbolic_trace(module, concrete_args=dict(context=None, attn_mask=None, is_causal=False)),
+        torch.compile(module, fullgraph=True, backend="aot_eager"),
+    ):
+        y2, stats2 = other(x)
+        torch.testing.assert_close(y2, y)
+        torch.testing.assert_close(tuple(stats2), tuple(stats))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = layer()
+
+    def forward(self, x, stats=None):
+        y, s = self.attn(x)
+        if stats is not None:
+            stats.append(s)
+        return x + y
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_activation_checkpointing_keeps_the_router_gradient(reentrant):
+    block = Block()
+    x = torch.randn(B, N, C, requires_grad=True)
+    grads = []
+    for function in (None, reentrant if reentrant is None else partial(checkpoint, use_reentrant=reentrant)):
+        stats = []
+        y = run_block(block, x, stats=stats, checkpoint=function)
+        block.zero_grad()
+        (y.square().mean() + load_balance_loss(stats)).backward()
+        assert len(stats) == 1
+        grads.append([p.grad.clone() for p in block.parameters()])
+    for (name, _), a, b in zip(block.named_parameters(), *grads, strict=True):
+        assert torch.equal(a, b), name
+        assert "router" not in name or a.norm() > 0
+
+
+def test_balance_loss_alone_trains_the_router_under_checkpointing():
+    """The failure that a list filled inside a reentrant checkpoint has: a gradient of exactly 0, without an error."""
+    block = Block()
+    stats = []
+    run_block(block, torch.randn(B, N, C, requires_grad=True), stats=stats, checkpoint=partial(checkpoint, use_reentrant=True))
+    load_balance_loss(stats).backward()
+    assert block.attn.router.routed.weight.grad.norm() > 1e-6
+
+
+def test_head_budget_report():
+    report = head_budget(torch.nn.Sequential(layer(2, 2), layer(6, 0)))
+    assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
+    assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
+    with pytest.raises(ValueError, match="Linear has no HeadMixtureAttention"):
+        head_budget(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (dict(router="mho"), "router 'mho' is not one of dense, moh"),
+        (dict(executor="fast"), "executor 'fast' is not one of"),
+        (dict(scope="image"), "scope 'image' is not one of sample, token"),
+        (dict(kv_heads=4), "kv_heads=4 does not divide the 6 heads"),
+    ],
+)
+def test_bad_arguments(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        layer(**kwargs)
+
+
+def test_rectangular_heads():
+    """E * D need not be the width."""
+    module = HeadMixtureAttention(C, HeadBudget(5, 8, 2, 2))
+    assert module.qkv.weight.shape == (3 * 40, C) and module.proj.weight.shape == (C, 40)
+    assert module(torch.randn(B, N, C))[0].shape == (B, N, C)
+
+
+def test_reference_against_plain_softmax():
+    """The oracle itself, for one head, in three lines."""
+    module = HeadMixtureAttention(C, HeadBudget(1, 8, 1, 0), router="dense", executor="reference").double()
+    x = torch.randn(1, N, C, dtype=torch.float64)
+    q, k, v = F.linear(x[0], module.qkv.weight, module.qkv.bias).split(8, dim=-1)
+    want = F.linear((q @ k.T / 8**0.5).softmax(-1) @ v, module.proj.weight, module.proj.bias)
+    torch.testing.assert_close(module(x)[0][0], want)

@@ -1,0 +1,76 @@
+import torch
+
+from moh_vision.attention import HeadBudget, RoutingStats, head_usage, load_balance_loss
+from moh_vision.attention.routers import DenseRouter, MoHRouter
+
+
+def stats_of(probs, selected, shared=0):
+    """RoutingStats from probabilities and 0/1 selections, both [B, N, E]."""
+    tokens = torch.full((probs.shape[0], shared), float(probs.shape[1]))
+    return RoutingStats(probs, torch.cat([tokens, selected.sum(1)], -1), probs.log())
+
+
+def test_perfect_balance_gives_k():
+    probs = torch.full((2, 6, 6), 1 / 6)
+    selected = torch.stack([torch.eye(6).roll(1, 1) + torch.eye(6)] * 2)  # 2 of 6, each head equally often
+    torch.testing.assert_close(load_balance_loss([stats_of(probs, selected)]), torch.tensor(2.0))
+
+
+def test_collapse_gives_k_times_more():
+    probs = torch.zeros(1, 4, 4)
+    probs[..., 0] = 1.0
+    torch.testing.assert_close(load_balance_loss([stats_of(probs, probs, shared=2)]), torch.tensor(4.0))  # E instead of k = 1
+
+
+def test_is_equation_7_scaled_by_the_candidates():
+    router = MoHRouter(16, HeadBudget(8, 4, 2, 3))
+    x = torch.randn(3, 5, 16)
+    routing = router(x)
+    p = (x.flatten(0, 1) @ router.routed.weight.T).softmax(-1)  # [T, E]
+    f = torch.zeros_like(p).scatter(1, p.topk(3, 1).indices, 1.0).mean(0)
+    torch.testing.assert_close(load_balance_loss([routing.stats]), 6 * (f * p.mean(0)).sum())
+
+
+def test_layers_are_averaged_and_those_without_routing_left_out():
+    a, b = (MoHRouter(16, HeadBudget(8, 4, 2, 3)) for _ in range(2))
+    dense = DenseRouter(16, HeadBudget(8, 4, 8, 0))
+    x = torch.randn(3, 5, 16)
+    la, lb = (load_balance_loss([r(x).stats]) for r in (a, b))
+    torch.testing.assert_close(load_balance_loss([a(x).stats, dense(x).stats, b(x).stats]), (la + lb) / 2)
+    only_dense = load_balance_loss([dense(x).stats])
+    assert only_dense.item() == 0 and not only_dense.requires_grad
+
+
+def test_two_processes_with_counts_summed_equal_one_batch():
+    router = MoHRouter(16, HeadBudget(8, 4, 2, 3)).double()
+    x = torch.randn(4, 5, 16, dtype=torch.float64)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, router.routed.weight)[0]
+
+    parts = [router(half).stats for half in x.chunk(2)]
+    sent = []
+    for part in parts:
+        load_balance_loss([part], lambda t: sent.append(t) or t)
+    total = sent[0] + sent[1]
+    losses = [load_balance_loss([part], lambda t: total) for part in parts]
+    whole = load_balance_loss([router(x).stats])
+    torch.testing.assert_close((losses[0] + losses[1]) / 2, whole)
+    torch.testing.assert_close((gradient(losses[0]) + gradient(losses[1])) / 2, gradient(whole))
+    assert not total.requires_grad
+
+
+def test_padding_does_not_count():
+    router = MoHRouter(16, HeadBudget(8, 4, 2, 3))
+    x = torch.randn(2, 6, 16)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[:, 4:] = True
+    torch.testing.assert_close(load_balance_loss([router(x, padding_mask=padding).stats]), load_balance_loss([router(x[:, :4]).stats]))
+
+
+def test_head_usage():
+    x = torch.randn(2, 5, 16)
+    for shared, routed in ((2, 3), (0, 2), (8, 0)):
+        usage = head_usage([MoHRouter(16, HeadBudget(8, 4, shared, routed))(x).stats])[0]
+        assert usage[:shared].tolist() == [1.0] * shared
+        torch.testing.assert_close(usage.sum(), torch.tensor(float(shared + routed)))

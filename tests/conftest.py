@@ -1,0 +1,21 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cifar10() -> str:
+    """Folder of CIFAR-10 shards, for tests that say more on real data."""
+    if not CIFAR.is_dir():
+        pytest.skip(f"no CIFAR-10 shards at {CIFAR} (set MOH_VISION_CIFAR10)")
+    return str(CIFAR)

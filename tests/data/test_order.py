@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+
+from moh_vision.data.order import StepBatches, derive_seed, epoch_order, rank_slice
+
+
+def batches(**kwargs):
+    defaults = dict(shard_sizes=[10, 7, 13], group=2, seed=3, batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=12)
+    return StepBatches(**{**defaults, **kwargs})
+
+
+def flat(lists):
+    return [item for items in lists for item in items]
+
+
+def test_every_epoch_is_a_permutation_and_they_differ():
+    orders = [epoch_order(0, epoch, (10, 7, 13), 2) for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(30))
+    assert not np.array_equal(orders[0], orders[1])
+    assert not np.array_equal(orders[0], epoch_order(1, 0, (10, 7, 13), 2))
+
+
+def test_a_group_of_shards_is_finished_before_the_next():
+    sizes = (5,) * 6
+    order = epoch_order(0, 0, sizes, 2)
+    shards = [set((order[i : i + 10] // 5).tolist()) for i in range(0, 30, 10)]
+    assert [len(s) for s in shards] == [2, 2, 2] and set.union(*shards) == set(range(6))
+    assert [s // 5 for s in order[:10]] != sorted(s // 5 for s in order[:10])  # mixed inside the group
+
+
+def test_no_sample_is_missing_or_twice_within_an_epoch():
+    items = flat(batches(stop=15))  # 120 positions: 4 epochs of 30
+    assert [p for p, _ in items] == list(range(120))
+    for epoch in range(4):
+        assert sorted(i for _, i in items[epoch * 30 : epoch * 30 + 30]) == list(range(30))
+
+
+@pytest.mark.parametrize("world, accumulation", [(2, 1), (4, 1), (1, 2), (2, 2), (2, 4)])
+def test_ranks_and_accumulation_share_the_same_steps(world, accumulation):
+    whole = list(batches())
+    parts = [list(batches(rank=r, world=world, accumulation=accumulation)) for r in range(world)]
+    for step in range(12):
+        micro = [parts[r][step * accumulation + m] for m in range(accumulation) for r in range(world)]
+        assert flat(micro) == whole[step]
+
+
+def test_resume_is_arithmetic():
+    assert list(batches(start=7)) == list(batches())[7:]
+    assert len(batches(start=7)) == 5
+
+
+def test_indivisible_batch_is_refused():
+    with pytest.raises(ValueError, match="batch_size 8 is not a multiple of accumulation 3 x processes 1"):
+        batches(accumulation=3)
+    with pytest.raises(ValueError, match="no training samples"):
+        batches(shard_sizes=[])
+
+
+def test_evaluation_sees_each_sample_once():
+    slices = [rank_slice(23, r, 3, 4) for r in range(3)]
+    assert sorted(flat(flat(slices))) == list(range(23))
+    assert max(len(b) for b in flat(slices)) == 4
+
+
+def test_seeds_are_stable_and_spread():
+    assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1)
+    assert len({derive_seed(0, i) & 0xFFFF for i in range(1000)}) > 950
+    assert 0 <= derive_seed(2**40, -1) < 2**63

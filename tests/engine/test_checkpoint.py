@@ -1,0 +1,111 @@
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from timm.utils import ModelEmaV3
+
+from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A model with optimiser and EMA after a few steps, saved at steps 2, 4 and 6; two are kept."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    task, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ema = ModelEmaV3(model, decay=0.9)
+    states = {}
+    for step in range(1, 7):
+        task(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(model, step)
+        if step % 2 == 0:
+            save_training(accelerator, tmp_path, step, model, ema, {"architecture": "linear"}, keep=2)
+            states[step] = [p.detach().clone() for p in (*model.parameters(), *ema.module.parameters())]
+    yield tmp_path, accelerator, model, optimizer, ema, states
+    accelerator.free_memory()
+
+
+def test_layout_and_rotation(trained):
+    run = trained[0]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    newest = run / "checkpoints" / "step_6"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert manifest["step"] == 6 and set(manifest["sha256"]) == {p.name for p in newest.iterdir()} - {"manifest.json"}
+    assert not list(newest.glob("random_states*"))
+    with safe_open(run / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["architecture"]) == "linear" and json.loads(file.metadata()["step"]) == 6
+
+
+def test_loading_restores_weights_optimiser_and_ema(trained):
+    run, accelerator, model, optimizer, ema, states = trained
+    moments = [v["exp_avg"].clone() for v in optimizer.state.values()]
+    for p in (*model.parameters(), *ema.module.parameters()):
+        p.data.zero_()
+    for v in optimizer.state.values():
+        v["exp_avg"].zero_()
+    step, folder = latest_checkpoint(run)
+    load_training(accelerator, folder, ema)
+    assert step == 6
+    assert all(torch.equal(a, b) for a, b in zip((*model.parameters(), *ema.module.parameters()), states[6], strict=True))
+    assert all(torch.equal(v["exp_avg"], m) for v, m in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+
+
+def damage_by(kind, folder):
+    manifest = folder / "manifest.json"
+    if kind == "truncated":
+        (folder / "ema.safetensors").write_bytes((folder / "ema.safetensors").read_bytes()[:-7])
+    elif kind == "flipped":
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-3] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+    elif kind == "file gone":
+        (folder / "optimizer.bin").unlink()
+    elif kind == "no manifest":
+        manifest.unlink()
+    elif kind == "torn manifest":
+        manifest.write_text(manifest.read_text()[:20])
+    elif kind == "future":
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    elif kind == "other step":
+        folder.rename(folder.with_name("step_8"))
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("truncated", "step_6 is skipped: ema.safetensors does not have the sha256"),
+        ("flipped", "step_6 is skipped: model.safetensors does not have the sha256"),
+        ("file gone", "step_6 is skipped: optimizer.bin is missing"),
+        ("no manifest", "step_6 is skipped: manifest.json is missing"),
+        ("torn manifest", "step_6 is skipped: manifest.json is not readable"),
+        ("future", "step_6 is skipped: manifest.json has format 2, this version reads 1"),
+        ("other step", "step_8 is skipped: manifest.json is of step 6"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(trained, kind, reason):
+    run = trained[0]
+    damage_by(kind, run / "checkpoints" / "step_6")
+    said = []
+    assert latest_checkpoint(run, said.append)[0] == 4
+    assert len(said) == 1 and reason in said[0]
+    damage_by("flipped", run / "checkpoints" / "step_4")
+    with pytest.raises(ValueError, match="every checkpoint in .* is damaged; --fresh"):
+        latest_checkpoint(run, said.append)
+
+
+def test_an_unfinished_save_is_never_taken(trained):
+    run, accelerator, model, _, ema, _ = trained
+    hidden = run / "checkpoints" / ".step_8.tmp"
+    hidden.mkdir()
+    (hidden / "model.safetensors").write_bytes(b"torn")
+    assert latest_checkpoint(run)[0] == 6
+    save_training(accelerator, run, 8, model, ema, {}, keep=2)
+    assert latest_checkpoint(run)[0] == 8 and not hidden.exists()

@@ -1,0 +1,101 @@
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from moh_vision.engine.logging import RunLog
+from moh_vision.engine.script import open_run, user_errors
+from moh_vision.engine.steps import Updater, learning_rate, seed_step, set_learning_rate
+
+
+def test_schedule():
+    rates = [learning_rate(s, 1.0, "cosine", 10, 110, 0.1) for s in range(111)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert [learning_rate(s, 2.0, "constant", 2, 5, 0.0) for s in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_groups_keep_their_scale():
+    optimizer = torch.optim.SGD([dict(params=[torch.zeros(1)], lr_scale=0.5), dict(params=[torch.ones(1)])], lr=1.0)
+    set_learning_rate(optimizer, 0.4)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.4]
+
+
+def test_seeds_differ_by_step_and_rank():
+    def draw(*args):
+        seed_step(*args)
+        return torch.rand(1).item()
+
+    assert draw(0, 1, 0) == draw(0, 1, 0)
+    assert len({draw(s, t, r) for s in range(3) for t in range(5) for r in range(3)}) == 45
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    update = Updater(accelerator, clip_norm=1.0)
+    before = model.weight.detach().clone()
+
+    def step(value, number):
+        model(torch.full((1, 2), value)).sum().backward()
+        return update(model, optimizer, number)
+
+    for number in range(9):
+        assert step(math.nan, number)[1] is False
+    assert torch.equal(model.weight, before) and update.skipped == 9
+    norm, updated = step(1.0, 9)
+    assert updated and math.isfinite(norm) and not torch.equal(model.weight, before)
+    for number in range(9):
+        step(math.inf, 10 + number)
+    with pytest.raises(FloatingPointError, match="step 19: 10 steps in a row without finite gradients .*lr 0.1"):
+        step(math.nan, 19)
+
+
+def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "loss": 9}\n{"step": 5, "lo')
+    log = RunLog(path, start=4, total=6, enabled=True, title="t")
+    log.step(8)
+    log.metrics(4, {"loss": 2.0}, "loss 2")
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(e["step"], e["loss"]) for e in lines] == [(3, 1), (4, 2.0)]
+    assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
+    assert "t 5/6: loss 2," in capsys.readouterr().out
+
+
+def same(old, new):
+    return [] if old == new else ["lr: 1 -> 2"]
+
+
+def test_open_run(tmp_path):
+    run = open_run(str(tmp_path / "a" / "run"), {"lr": 1}, same, fresh=False, is_main=True)
+    (run / "weights").write_text("precious")
+    assert open_run(str(run), {"lr": 1}, same, False, True) == run
+    with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
+        open_run(str(run), {"lr": 2}, same, False, True)
+    for number in (1, 2):
+        open_run(str(run), {"lr": 2}, same, True, True)
+        assert (run.with_name(f"run.{number}")).exists()
+    assert (run.with_name("run.1") / "weights").read_text() == "precious"
+    assert [p.name for p in run.iterdir()] == ["config.yaml"]
+
+
+def test_open_run_overwrites_nothing(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file"):
+        open_run(str(tmp_path / "file"), {}, same, False, True)
+    with pytest.raises(ValueError, match="is not empty and holds no run"):
+        open_run(str(tmp_path), {}, same, False, True)
+
+
+def test_user_errors_are_one_line_and_exit_2(capsys):
+    with pytest.raises(SystemExit) as stop, user_errors("train.py"):
+        raise ValueError("first\n   second")
+    assert stop.value.code == 2 and capsys.readouterr().err == "train.py: error: first second\n"
+    with pytest.raises(KeyError), user_errors("train.py"):
+        raise KeyError("a mistake of ours keeps its traceback")

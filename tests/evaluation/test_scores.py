@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+import torch
+
+from moh_vision.evaluation.accuracy import evaluate
+from moh_vision.evaluation.classifier_scores import extract, frechet_distance, recognised_share
+
+
+def test_accuracy_counts_every_sample_once_over_ranks():
+    logits = torch.randn(23, 7)
+    labels = torch.randint(0, 7, (23,))
+
+    def run(ranks):
+        def part(rank):
+            own = torch.arange(rank, 23, ranks)
+            batches = [dict(images=own[i : i + 4], labels=labels[own[i : i + 4]]) for i in range(0, len(own), 4)]
+            sums = []
+            evaluate(lambda images, _: logits[images], batches, "cpu", lambda t: sums.append(t) or t)
+            return sums[0]
+
+        total = sum(part(rank) for rank in range(ranks))
+        return evaluate(lambda images, _: logits[images], [], "cpu", lambda t: total)
+
+    one, three = run(1), run(3)
+    assert one == pytest.approx(three) and one["images"] == 23
+    assert one["top1"] == pytest.approx(100 * (logits.argmax(1) == labels).float().mean().item())
+    top5 = np.mean([label in row for label, row in zip(labels.tolist(), logits.topk(5).indices.tolist(), strict=True)])
+    assert one["top5"] == pytest.approx(100 * top5)
+    assert one["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
+
+
+def test_frechet_distance_of_gaussians_is_the_closed_form():
+    """Features whose sample mean and covariance are set exactly: d^2 = |m|^2 + sum (s1 - s2)^2 for diagonal covariances."""
+    raw = torch.randn(200, 3, dtype=torch.float64)
+    white = raw - raw.mean(0)
+    white = white @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(white.T))).T
+    s1, s2, m = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, 2.0, 0.5], [2.0, 1.0, 0.5], [0.3, 0.0, -0.4]))
+    assert frechet_distance(white * s1, white * s2 + m) == pytest.approx(0.25 + 1 + 1, abs=1e-8)
+    assert abs(frechet_distance(white, white[torch.randperm(200)])) < 1e-8
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(ValueError, match="the second set has 3 samples for 3 features"):
+        frechet_distance(torch.randn(9, 3), torch.randn(3, 3))
+
+
+def test_recognised_share_and_extract():
+    assert recognised_share(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 0.75
+    out = extract(lambda x: dict(double=x * 2), torch.arange(7.0), 3, "cpu")
+    assert out["double"].tolist() == [0, 2, 4, 6, 8, 10, 12]

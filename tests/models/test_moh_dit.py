@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import timm
+import torch
+
+import moh_vision
+from moh_vision.attention import load_balance_loss
+
+# facts of the released code: parameters, active heads, all heads
+RELEASED = {
+    "dit_small_patch2": (32_963_360, 72, 72),
+    "dit_base_patch2": (130_512_416, 144, 144),
+    "dit_large_patch2": (458_102_816, 384, 384),
+    "dit_xlarge_patch2": (675_129_632, 448, 448),
+    "moh_dit_small_patch2_90": (32_997_152, 64, 72),
+    "moh_dit_small_patch2_75": (32_998_688, 54, 72),
+    "moh_dit_base_patch2_90": (130_638_368, 129, 144),
+    "moh_dit_base_patch2_75": (130_638_368, 108, 144),
+    "moh_dit_large_patch2_90": (458_512_416, 344, 384),
+    "moh_dit_large_patch2_75": (458_528_800, 288, 384),
+    "moh_dit_xlarge_patch2_90": (675_666_464, 403, 448),
+    "moh_dit_xlarge_patch2_75": (675_689_504, 336, 448),
+}
+TINY = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4)
+
+
+def tiny(name="moh_dit_small_patch2_75", **kwargs):
+    if name.startswith("moh"):
+        kwargs.setdefault("head_budget", [(1, 2), (2, 2)])
+    return timm.create_model(name, **{**TINY, **kwargs})
+
+
+def awake(model):
+    """A new DiT is the identity with output 0; give every parameter something to do."""
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def inputs(batch=3):
+    return torch.randn(batch, 3, 8, 8), torch.tensor([0, 500, 999])[:batch], torch.tensor([0, 4, 5])[:batch]
+
+
+@pytest.mark.parametrize("name", sorted(RELEASED))
+def test_released_sizes(name):
+    parameters, active, heads = RELEASED[name]
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    budget = moh_vision.head_budget(model)
+    assert (budget["active"], budget["heads"]) == (active, heads)
+
+
+def test_registered():
+    names = [f"dit_{s}_patch{p}" for s in ("base", "large", "small", "xlarge") for p in (2, 4, 8)]
+    assert timm.list_models(module="moh_dit") == sorted(names + [n for n in RELEASED if n.startswith("moh")])
+
+
+def test_xlarge_has_8_16_and_24_heads_of_width_72():
+    with torch.device("meta"):
+        model = timm.create_model("moh_dit_xlarge_patch2_90")
+    shapes = {tuple(b.attn.qkv.weight.shape) for b in model.blocks}
+    assert shapes == {(1728, 1152), (3456, 1152), (5184, 1152)}
+    assert all(b.attn.router.shared is not None for b in model.blocks)
+
+
+def test_official_parameter_names():
+    with torch.device("meta"):
+        names = {n for n, _ in timm.create_model("dit_small_patch2").named_parameters()}
+    block = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
+    layers = [f"blocks.{i}.{m}" for i in range(12) for m in block]
+    layers += ["x_embedder.proj", "t_embedder.mlp.0", "t_embedder.mlp.2", "final_layer.linear", "final_layer.adaLN_modulation.1"]
+    assert names == {f"{m}.{w}" for m in layers for w in ("weight", "bias")} | {"pos_embed", "y_embedder.embedding_table.weight"}
+
+
+def test_a_new_model_outputs_zero_and_its_blocks_are_the_identity():
+    model = tiny()
+    assert model(*inputs()).sample.abs().max() == 0
+    x = torch.randn(2, 16, 32)
+    assert torch.equal(model.blocks[0](x, torch.randn(2, 32)), x)
+
+
+def test_forward_contract():
+    model = awake(tiny())
+    x, t, y = inputs()
+    sample = model(x, t, y).sample
+    assert sample.shape == (3, 6, 8, 8)
+    assert torch.equal(model(x, t, y, return_dict=False)[0], sample)
+    routed, stats = model.forward_routed(x, t, y)
+    assert torch.equal(routed, sample) and len(stats) == 2 and stats[0].counts.shape == (3, 4)
+    assert model(x, torch.tensor(7), y).sample.shape == sample.shape  # one timestep for all
+    assert not torch.equal(model(x, t, torch.tensor([1, 1, 1])).sample, sample)
+    assert not torch.equal(model(x, t * 0, y).sample, sample)
+    assert tiny(learn_sigma=False)(x, t, y).sample.shape == (3, 3, 8, 8)
+
+
+def test_every_parameter_gets_a_gradient():
+    model = awake(tiny())
+    output, stats = model.forward_routed(*inputs())
+    (output.square().mean() + load_balance_loss(stats)).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is not None and p.grad.norm() > 0) == (name != "pos_embed"), name
+
+
+def test_gradient_checkpointing_changes_nothing():
+    model = awake(tiny())
+    grads = []
+    for enable in (False, True):
+        if enable:
+            model.enable_gradient_checkpointing()
+        model.zero_grad()
+        output, stats = model.forward_routed(*FIXED)
+        (output.square().mean() + load_balance_loss(stats)).backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+FIXED = (torch.linspace(-1, 1, 2 * 192).view(2, 3, 8, 8), torch.tensor([10, 900]), torch.tensor([1, 5]))
+
+
+def test_timestep_features_are_the_official_ones():
+    """cos first, frequency i = 10000 ** (-i / 128): divided by half the width, not by half - 1 as in diffusers' DiT."""
+    model = tiny()
+    seen = []
+    model.t_embedder.mlp[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(*inputs())
+    i, t = 5, 999
+    angle = t * 10000 ** (-i / 128)
+    assert seen[0][2, i].item() == pytest.approx(math.cos(angle), abs=1e-4)
+    assert seen[0][2, 128 + i].item() == pytest.approx(math.sin(angle), abs=1e-4)
+
+
+def test_positions_are_2d_sine_cosine():
+    pos = tiny().pos_embed[0]  # 4 x 4 patches, width 32: columns in the first half, rows in the second
+    row, column, k = 2, 3, 1
+    omega = 10000 ** (-k / 8)
+    token = pos[row * 4 + column]
+    for half, place in ((0, column), (16, row)):
+        assert token[half + k].item() == pytest.approx(math.sin(place * omega), abs=1e-6)
+        assert token[half + 8 + k].item() == pytest.approx(math.cos(place * omega), abs=1e-6)
+
+
+def test_patches_go_back_where_they_came_from():
+    """Only the patch at row 1, column 2 is lit by its bias-free token; its pixels must change and no others."""
+    model = tiny()
+    x = torch.zeros(1, 16, 4 * 6)
+    x[0, 1 * 4 + 2] = torch.arange(24.0) + 1
+    image = model._unpatchify(x)
+    assert image.shape == (1, 6, 8, 8)
+    assert image[0, :, 2:4, 4:6].count_nonzero() == 24 == image.count_nonzero()
+    assert image[0, 0, 2:4, 4:6].tolist() == [[1, 7], [13, 19]]  # row, column, channel
+
+
+def test_save_and_load_the_diffusers_way(tmp_path):
+    model = awake(tiny())
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(again(*FIXED).sample, model(*FIXED).sample)
+    assert moh_vision.head_budget(again)["layers"] == moh_vision.head_budget(model)["layers"]
+    assert again.config.out_channels == 6
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, words",
+    [
+        ("moh_dit_small_patch2_75", dict(depth=3), "moh_dit_small_patch2_75 has its own heads per layer: with depth also give head_budget"),
+        ("moh_dit_xlarge_patch2_90", dict(num_heads=4, depth=2), "with depth and num_heads also give head_budget"),
+        ("dit_small_patch2", dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
+        ("dit_small_patch4", dict(img_size=30), "img_size 30 is not a multiple of patch_size 4"),
+        ("dit_small_patch2", dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
+        ("dit_small_patch2", dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
+        ("moh_dit_small_patch2_75", dict(head_budget=2.0), "head_budget 2.0 is not understood"),
+    ],
+)
+def test_impossible_arguments(name, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        timm.create_model(name, **kwargs)
+
+
+def test_fixed_heads_take_a_new_budget():
+    with torch.device("meta"):
+        model = timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5)
+    budget = moh_vision.head_budget(model)
+    assert budget["share"] == 0.5 and {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
+
+
+def test_wrong_input_size_is_named():
+    with pytest.raises(ValueError, match=r"hidden_states \(1, 3, 6, 6\): expected \[batch, 3, 8, 8\]"):
+        tiny()(torch.zeros(1, 3, 6, 6), torch.tensor([0]), torch.tensor([0]))
+
+
+def test_no_pretrained_weights_yet():
+    with pytest.raises(RuntimeError, match="No pretrained weights are named for dit_small_patch2"):
+        timm.create_model("dit_small_patch2", pretrained=True)

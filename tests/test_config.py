@@ -1,0 +1,131 @@
+import pytest
+import yaml
+
+from moh_vision.config import ClsConfig, DitConfig, SampleConfig, _leaf_keys, changed_keys, parse_config
+from conftest import ROOT
+
+
+def parse(*argv, kind=ClsConfig):
+    return parse_config(kind, list(argv), "test")
+
+
+def test_yaml_then_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}\n")
+    config, flags = parse("--config", str(file), "--model.depth", "3", "--optim.lr=1e-4")
+    assert (config.max_steps, config.model.head_budget, config.model.depth, config.optim.lr) == (7, "ramp:0.5", 3, 1e-4)
+    assert (flags.dry_run, flags.fresh, flags.allow_change) == (False, False, [])
+
+
+@pytest.mark.parametrize("text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])])
+def test_budget_forms(text, value):
+    assert parse("--model.head_budget", text)[0].model.head_budget == value
+
+
+def test_hyphens_and_flags():
+    config, flags = parse("--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5")
+    assert config.max_steps == 3 and config.model.head_budget == 0.5
+    assert (flags.dry_run, flags.fresh, flags.allow_change) == (True, True, ["optim.lr"])
+
+
+def test_free_form_arguments():
+    config = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false")[0]
+    assert config.model.arguments() == dict(router_kwargs=dict(two_stage=False), global_pool="avg")
+
+
+def edits(key):
+    for i in range(len(key)):
+        yield key[:i] + key[i + 1 :]
+        yield key[:i] + "q" + key[i:]
+    yield from (key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1))
+
+
+@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, SampleConfig])
+def test_every_key_misspelt_by_one_edit_is_refused_and_corrected(kind):
+    known, tried = set(_leaf_keys(kind)), 0
+    for key in known:
+        for wrong in set(edits(key)) - known:
+            with pytest.raises(ValueError, match="unknown key") as error:
+                parse(f"--{wrong}=1", kind=kind)
+            assert f"did you mean '{key}'?" in str(error.value) and "\n" not in str(error.value)
+            tried += 1
+    assert tried > 200
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--lr", "1"], "unknown key 'lr', did you mean 'optim.lr'"),
+        (["--zebra", "1"], "unknown key 'zebra'; known: "),
+        (["--max-steps", "many"], 'key "max_steps": Expected a .*int.*Got value: many'),
+        (["--max-steps", "0"], "max_steps 0 is out of range: at least 1"),
+        (["--optim.lr", "-1"], "optim.lr -1.0 is out of range: above 0"),
+        (["--optim.schedule", "step"], 'key "optim.schedule": Expected .*cosine.*constant.*Got value: step'),
+        (["--ema.decay", "1"], "ema.decay 1.0 is out of range"),
+        (["--data.workers", "-1"], "data.workers -1 is out of range"),
+        (["--config", "/no/where.yaml"], "--config /no/where.yaml: no such file"),
+        (["--allow-change", "optim.lrr"], "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
+    ],
+)
+def test_mistakes_are_one_line(argv, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parse(*argv)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("modle: {depth: 3}", "unknown key 'modle', did you mean 'model'"),
+        ("model: {dept: 3}", "unknown key 'model.dept', did you mean 'model.depth'"),
+        ("max_steps: [1", "not readable as YAML"),
+        ("- 1", "expected keys and values, found list"),
+        ("optim: {lr: fast}", 'key "optim.lr"'),
+        ("optim: 3", 'key "optim" is a section of keys, got 3'),
+    ],
+)
+def test_mistakes_in_a_file_name_it(tmp_path, text, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        parse("--config", str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_cannot_run_code(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"output: !!python/object/apply:os.system ['touch {tmp_path}/canary']\n")
+    with pytest.raises(ValueError, match="not readable as YAML"):
+        parse("--config", str(file))
+    assert not (tmp_path / "canary").exists()
+
+
+def test_changed_keys():
+    old = parse("--max-steps", "5", "--optim.lr", "0.1")[0].tree()
+    new = parse("--max-steps", "9", "--optim.lr", "0.2", "--data.workers", "0", "--model.depth", "3")[0].tree()
+    assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
+    assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
+    assert changed_keys(old, yaml.safe_load(yaml.safe_dump(old)), []) == []
+
+
+def test_a_saved_configuration_reads_back(tmp_path):
+    config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")[0]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.tree()))
+    assert parse("--config", str(file))[0] == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_shipped_configs_are_valid(path):
+    kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+    parse("--config", str(path), kind=kind)
+    assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
+
+
+def test_sampling_options():
+    config, flags = parse("--checkpoint", "run", "--cfg-scale", "1.5", kind=SampleConfig)
+    assert (config.cfg_scale, flags) == (1.5, None)
+    with pytest.raises(ValueError, match="--score REFERENCE and --extractor RUN belong together"):
+        parse("--checkpoint", "run", "--score", "digits", kind=SampleConfig)
+    with pytest.raises(ValueError, match="checkpoint"):
+        parse("--steps", "5", kind=SampleConfig)

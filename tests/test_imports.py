@@ -1,0 +1,52 @@
+"""The map of the design: imports point one way."""
+import ast
+
+from conftest import ROOT
+
+ALLOWED = {
+    "attention": set(),
+    "engine": set(),
+    "data": set(),
+    "diffusion": set(),
+    "evaluation": set(),
+    "models": {"attention"},
+    "analysis": {"models", "attention"},
+    "tasks": {"attention", "diffusion"},
+    "config": set(),
+    "__init__": {"attention", "models"},
+}
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                yield "a relative import"
+            elif name.startswith("moh_vision."):
+                yield name.split(".")[1]
+            elif name == "moh_vision":
+                yield "__init__"
+
+
+def test_arrows():
+    package, seen = ROOT / "moh_vision", 0
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for target in imported(path):
+            assert target == room or target in ALLOWED[room], f"{path.relative_to(ROOT)} imports {target}"
+            seen += 1
+    assert seen > 20
+
+
+def test_the_core_needs_torch_only():
+    for path in (ROOT / "moh_vision" / "attention").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                root = (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+                assert root in {"torch", "moh_vision", "typing", "math", "dataclasses", "__future__"}, f"{path}: {root}"
+
+
+def test_scripts_stay_short():
+    for name in ("train_cls.py", "train_dit.py", "sample.py"):
+        assert len((ROOT / name).read_text().splitlines()) < 200, name

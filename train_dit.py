@@ -1,0 +1,117 @@
+"""Train a diffusion transformer.   accelerate launch train_dit.py --config configs/dit/NAME.yaml [--key value ...]
+
+The same command run again resumes. See `python train_dit.py --help` for every key.
+"""
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3
+
+import moh_vision  # noqa: F401  registers the models
+from moh_vision.analysis import describe
+from moh_vision.config import DitConfig, changed_keys, parse_config
+from moh_vision.data.batches import NoisedImages, image_transform, training_batches
+from moh_vision.data.order import StepBatches
+from moh_vision.data.sources import open_source
+from moh_vision.diffusion import HybridLoss
+from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
+from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+from moh_vision.engine.logging import RunLog
+from moh_vision.engine.script import finish, index_dir, open_run, user_errors
+from moh_vision.engine.steps import Updater, learning_rate, seed_step, set_learning_rate
+from moh_vision.models.weights import create, init_from
+from moh_vision.tasks import DiffusionTask
+
+
+def main(argv) -> None:
+    # ---------------------------------------------------------------- set-up
+    with user_errors("train_dit.py"):
+        config, flags = parse_config(DitConfig, argv, "train_dit.py")
+        accelerator = Accelerator(mixed_precision=config.mixed_precision)
+        with accelerator.main_process_first():
+            train = open_source(config.data.root, "train", index_dir(config.output))
+        img_size = config.data.img_size or train.img_size
+        if img_size is None:
+            raise ValueError(f"data.img_size is needed for {config.data.root}: the images there have no one size")
+        arguments = dict(
+            config.model.arguments(), img_size=img_size, in_chans=train.channels, num_classes=len(train.classes), learn_sigma=config.learn_sigma
+        )
+        torch.manual_seed(config.seed)
+        model = create(config.model.name, **arguments)
+        if flags.dry_run:
+            zeros = torch.zeros(1, dtype=torch.long)
+            print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size), zeros, zeros))
+            return
+        run = open_run(
+            config.output, config.tree(), lambda old, new: changed_keys(old, new, flags.allow_change), flags.fresh, accelerator.is_main_process
+        )
+        accelerator.wait_for_everyone()
+        resumed = latest_checkpoint(run, accelerator.print)
+        if config.init_from and resumed is None:
+            init_from(model, config.init_from, accelerator.print)
+        batches = StepBatches(
+            train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
+            accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
+            start=resumed[0] if resumed else 0, stop=config.max_steps,
+        )  # fmt: skip
+    to_tensor = image_transform(config.data.augment, img_size, train.channels, [0.5] * train.channels, [0.5] * train.channels)  # -1 .. 1
+    train_set = NoisedImages(train, to_tensor, config.seed, NUM_TIMESTEPS, config.label_drop)
+
+    task = DiffusionTask(model, config.balance_weight, HybridLoss())
+    o = config.optim
+    optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
+    task, optimizer = accelerator.prepare(task, optimizer)
+    model = accelerator.unwrap_model(task).model
+    ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
+    start = batches.start
+    if resumed:
+        load_training(accelerator, resumed[1], ema)
+        accelerator.print(f"resuming {run} at step {start}")
+    update = Updater(accelerator, o.clip_norm)
+    log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "diffusion")
+    metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
+
+    # ---------------------------------------------------------------- the loop
+    stream = training_batches(train_set, batches, config.data.workers)
+    task.train()
+    for step in range(start, config.max_steps):
+        lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
+        set_learning_rate(optimizer, lr)
+        seed_step(config.seed, step, accelerator.process_index)
+        for micro in range(o.accumulation):
+            batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            last = micro == o.accumulation - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(task):
+                losses = task(**batch)
+                accelerator.backward(losses["loss"] / o.accumulation)
+        norm, updated = update(task, optimizer, step)
+        if ema and updated:
+            ema.update(model, step + 1)
+        log.step(o.batch_size)
+
+        if step % config.log_every == 0 or step + 1 == config.max_steps:
+            values = {k: round(v.item(), 6) for k, v in losses.items() if k != "head_usage"}
+            usage = [[round(u, 3) for u in layer.tolist()] for layer in losses["head_usage"]]
+            log.metrics(
+                step,
+                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped, head_usage=usage),
+                f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
+            )
+        done = step + 1
+        if done % config.save_every == 0 or done == config.max_steps:
+            save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
+            log.pause()
+
+    # ---------------------------------------------------------------- the end
+    log.close()
+    accelerator.print(f"{run}: {config.max_steps} steps done; weights in {Path(run, 'ema.safetensors' if ema else 'model.safetensors')}")
+    del task, optimizer, stream, update
+    finish(accelerator)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
