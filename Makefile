@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-slow clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python quickstart.py
 
 test: $(INSTALLED)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-slow: $(INSTALLED)

@@ -3,6 +3,7 @@
 Runs the three commands a user would type, then prints what came out. Run again, it takes up what is there; a finished
 training is not repeated (`rm -r runs/quickstart` starts over).
 """
+
 import json
 import shlex
 import subprocess
@@ -42,7 +43,9 @@ def main() -> int:
     print(f"\n=== quickstart, {sum(seconds):.0f} s ({', '.join(f'{s:.0f}' for s in seconds)})")
     for name, value, goal in checks:
         print(f"{name:36s} {value:6.2f} %   goal {goal:.0f} %   {'reached' if value >= goal else 'MISSED'}")
-    print(f"{'Frechet distance to test images':36s} {scores['frechet_distance']:6.2f}     in the classifier's features, not FID")
+    print(
+        f"{'Frechet distance to test images':36s} {scores['frechet_distance']:6.2f}     in the classifier's features, not FID"
+    )
     for name, path in (
         ("grid, one class a row", OUT / "grid.png"),
         ("head usage, classifier", OUT / "cls" / "head_usage.png"),

@@ -2,6 +2,7 @@
 
 See `python sample.py --help` for every option.
 """
+
 import json
 import os
 import sys
@@ -45,7 +46,9 @@ def main(argv) -> None:
             reference = open_source(config.score, "val", index_dir(config.checkpoint))
             classifier, judge = from_run(config.extractor)
             if not hasattr(classifier, "forward_head") or judge["classes"] != classes or reference.classes != classes:
-                raise ValueError(f"--extractor {config.extractor} and --score {config.score} need the classes of {config.checkpoint}: {classes}")
+                raise ValueError(
+                    f"--extractor {config.extractor} and --score {config.score} need the classes of {config.checkpoint}: {classes}"
+                )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device)
 
@@ -64,17 +67,28 @@ def main(argv) -> None:
     # The prediction is clipped to the range of pixels.
     scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=True)
     batches = labels.split(config.batch_size)
-    with tqdm(total=len(batches) * len(scheduler.timesteps), desc="sampling", unit="step", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=len(batches) * len(scheduler.timesteps), desc="sampling", unit="step", disable=not sys.stderr.isatty()
+    ) as bar:
         for number, batch in enumerate(batches):
             first = number * config.batch_size
             seeds = [derive_seed(config.seed, first + i) for i in range(len(batch))]
             x = sample_images(
-                predict, scheduler, batch.to(device), (channels, size, size), seeds, len(classes), config.cfg_scale, on_step=bar.update
+                predict,
+                scheduler,
+                batch.to(device),
+                (channels, size, size),
+                seeds,
+                len(classes),
+                config.cfg_scale,
+                on_step=bar.update,
             )
             images.append(to_uint8(x).cpu())
             bar.set_postfix_str(f"{first + len(batch)} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
     images = torch.cat(images)  # [n, C, h, w] uint8
-    print(f"{len(images)} images, {config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}, {about['weights']}")
+    print(
+        f"{len(images)} images, {config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}, {about['weights']}"
+    )
 
     # ---------------------------------------------------------------- write
     if config.out:
@@ -88,7 +102,13 @@ def main(argv) -> None:
     if config.head_usage:
         title = f"{about['architecture']}: head usage by class while sampling"
         rows = [*classes, "none"] if config.cfg_scale != 1 else classes
-        draw_head_usage([s[: len(rows)] for s in load.share()], [layer["shared"] for layer in budget], rows, config.head_usage, title)
+        draw_head_usage(
+            [s[: len(rows)] for s in load.share()],
+            [layer["shared"] for layer in budget],
+            rows,
+            config.head_usage,
+            title,
+        )
         print(f"head usage: {config.head_usage}")
 
     # ---------------------------------------------------------------- score
@@ -102,13 +122,22 @@ def main(argv) -> None:
             hidden = classifier.forward_head(classifier.forward_features(batch), pre_logits=True)  # [B, C]
             return dict(features=hidden, logits=classifier.get_classifier()(hidden))
 
-        real = torch.cat([b["images"] for b in evaluation_batches(LabelledImages(reference, transform, 0), rank_slice(len(reference), 0, 1, 256), 0)])
+        real = torch.cat(
+            [
+                b["images"]
+                for b in evaluation_batches(
+                    LabelledImages(reference, transform, 0), rank_slice(len(reference), 0, 1, 256), 0
+                )
+            ]
+        )
         fake = torch.stack([transform(as_pil(image)) for image in images])
         real, fake = (extract(features, x, 256, device) for x in (real, fake))
         scores = dict(
             recognised=recognised_share(fake["logits"], labels),
             recognised_real=recognised_share(real["logits"], torch.from_numpy(reference.labels)),
-            frechet_distance=frechet_distance(fake["features"], real["features"]) if len(images) > fake["features"].shape[1] else None,
+            frechet_distance=frechet_distance(fake["features"], real["features"])
+            if len(images) > fake["features"].shape[1]
+            else None,
             feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}, {fake['features'].shape[1]} features); not Inception, not FID",
             num_generated=len(images),
             num_reference=len(reference),
@@ -116,11 +145,20 @@ def main(argv) -> None:
             weights=about["weights"],
             sampling=dict(sampler=config.sampler, steps=config.steps, cfg_scale=config.cfg_scale, seed=config.seed),
         )
-        path = Path(config.checkpoint if Path(config.checkpoint).is_dir() else Path(config.checkpoint).parent) / "scores.json"
+        path = (
+            Path(config.checkpoint if Path(config.checkpoint).is_dir() else Path(config.checkpoint).parent)
+            / "scores.json"
+        )
         path.write_text(json.dumps(scores, indent=1) + "\n")
-        print(f"recognised as the class asked for: {100 * scores['recognised']:.1f} % (real test images: {100 * scores['recognised_real']:.1f} %)")
+        print(
+            f"recognised as the class asked for: {100 * scores['recognised']:.1f} % (real test images: {100 * scores['recognised_real']:.1f} %)"
+        )
         distance = scores["frechet_distance"]
-        print("Frechet distance: " + ("needs more images than features" if distance is None else f"{distance:.2f}") + f" in the {scores['feature_space']}")
+        print(
+            "Frechet distance: "
+            + ("needs more images than features" if distance is None else f"{distance:.2f}")
+            + f" in the {scores['feature_space']}"
+        )
         print(f"scores: {path}")
 
 

@@ -2,9 +2,12 @@
 
 The same command run again resumes. See `python train_cls.py --help` for every key.
 """
+
 import contextlib
 import json
 import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +39,9 @@ def main(argv) -> None:
         with accelerator.main_process_first():
             train, val = (open_source(config.data.root, split, index_dir(config.output)) for split in ("train", "val"))
         if len(val.classes) != len(train.classes):
-            raise ValueError(f"data.root {config.data.root}: {len(train.classes)} classes in train, {len(val.classes)} in val")
+            raise ValueError(
+                f"data.root {config.data.root}: {len(train.classes)} classes in train, {len(val.classes)} in val"
+            )
         arguments = dict(config.model.arguments(), in_chans=train.channels, num_classes=len(train.classes))
         if config.data.img_size or train.img_size:
             arguments["img_size"] = config.data.img_size or train.img_size
@@ -46,20 +51,23 @@ def main(argv) -> None:
         if flags.dry_run:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
-        run = open_run(
-            config.output, config.tree(), lambda old, new: changed_keys(old, new, flags.allow_change), flags.fresh, accelerator.is_main_process
-        )
-        accelerator.wait_for_everyone()
-        resumed = latest_checkpoint(run, accelerator.print)
-        if config.init_from and resumed is None:
+        resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
+        if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
-        normal = dict(mean=model.pretrained_cfg["mean"][: train.channels], std=model.pretrained_cfg["std"][: train.channels])
+        normal = dict(
+            mean=model.pretrained_cfg["mean"][: train.channels], std=model.pretrained_cfg["std"][: train.channels]
+        )
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
             start=resumed[0] if resumed else 0, stop=config.max_steps,
         )  # fmt: skip
-    train_set = LabelledImages(train, image_transform(config.data.augment, img_size, train.channels, **normal), config.seed)
+        # Last, so that a mistake leaves nothing behind.
+        changed = partial(changed_keys, allowed=flags.allow_change)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+    train_set = LabelledImages(
+        train, image_transform(config.data.augment, img_size, train.channels, **normal), config.seed
+    )
     val_set = LabelledImages(val, image_transform("none", img_size, train.channels, **normal), config.seed)
     val_slices = rank_slice(len(val), accelerator.process_index, accelerator.num_processes, 256)
 
@@ -92,13 +100,18 @@ def main(argv) -> None:
         def total(tensor):
             return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
 
-        scores = evaluate(predict, evaluation_batches(val_set, val_slices, config.data.workers), accelerator.device, total)
+        val_batches = log.progress(evaluation_batches(val_set, val_slices, config.data.workers), "validation")
+        scores = evaluate(predict, val_batches, accelerator.device, total)
         load.reduce(total)
         if accelerator.is_main_process and step >= config.max_steps:
             title = f"{config.model.name}: head usage by class, {config.data.root}, test split"
-            draw_head_usage(load.share(), [layer["shared"] for layer in budget], val.classes, str(run / "head_usage.png"), title)
+            draw_head_usage(
+                load.share(), [layer["shared"] for layer in budget], val.classes, str(run / "head_usage.png"), title
+            )
         shown = f"validation after {step} steps: top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}"
-        log.event(step - 1, {"validation": scores, "weights": "ema" if ema else "model"}, shown + (" (EMA)" if ema else ""))
+        log.event(
+            step - 1, {"validation": scores, "weights": "ema" if ema else "model"}, shown + (" (EMA)" if ema else "")
+        )
         log.pause()
         return scores
 
@@ -126,7 +139,14 @@ def main(argv) -> None:
             usage = [[round(u, 3) for u in layer.tolist()] for layer in losses["head_usage"]]
             log.metrics(
                 step,
-                dict(values, batch_accuracy=round(accuracy, 4), lr=lr, grad_norm=round(norm, 4), skipped=update.skipped, head_usage=usage),
+                dict(
+                    values,
+                    batch_accuracy=round(accuracy, 4),
+                    lr=lr,
+                    grad_norm=round(norm, 4),
+                    skipped=update.skipped,
+                    head_usage=usage,
+                ),
                 f"loss {values['loss']:.4f}, balance {100 * values['balance_share']:.1f} %, acc {100 * accuracy:.0f} %",
             )
         done = step + 1
@@ -139,9 +159,10 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- the end
     scores = validate(config.max_steps)
     if accelerator.is_main_process:
-        (run / "results.json").write_text(json.dumps(dict(scores, step=config.max_steps, weights="ema" if ema else "model"), indent=1) + "\n")
+        results = dict(scores, step=config.max_steps, weights="ema" if ema else "model")
+        (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     log.close()
-    del task, optimizer, stream, update, model
+    del task, optimizer, stream, update
     finish(accelerator)
 
 

@@ -2,8 +2,10 @@
 
 The same command run again resumes. See `python train_dit.py --help` for every key.
 """
+
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +40,11 @@ def main(argv) -> None:
         if img_size is None:
             raise ValueError(f"data.img_size is needed for {config.data.root}: the images there have no one size")
         arguments = dict(
-            config.model.arguments(), img_size=img_size, in_chans=train.channels, num_classes=len(train.classes), learn_sigma=config.learn_sigma
+            config.model.arguments(),
+            img_size=img_size,
+            in_chans=train.channels,
+            num_classes=len(train.classes),
+            learn_sigma=config.learn_sigma,
         )
         torch.manual_seed(config.seed)
         model = create(config.model.name, **arguments)
@@ -46,19 +52,20 @@ def main(argv) -> None:
             zeros = torch.zeros(1, dtype=torch.long)
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size), zeros, zeros))
             return
-        run = open_run(
-            config.output, config.tree(), lambda old, new: changed_keys(old, new, flags.allow_change), flags.fresh, accelerator.is_main_process
-        )
-        accelerator.wait_for_everyone()
-        resumed = latest_checkpoint(run, accelerator.print)
-        if config.init_from and resumed is None:
+        resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
+        if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
             start=resumed[0] if resumed else 0, stop=config.max_steps,
         )  # fmt: skip
-    to_tensor = image_transform(config.data.augment, img_size, train.channels, [0.5] * train.channels, [0.5] * train.channels)  # -1 .. 1
+        # Last, so that a mistake leaves nothing behind.
+        changed = partial(changed_keys, allowed=flags.allow_change)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+    to_tensor = image_transform(
+        config.data.augment, img_size, train.channels, [0.5] * train.channels, [0.5] * train.channels
+    )  # -1 .. 1
     train_set = NoisedImages(train, to_tensor, config.seed, NUM_TIMESTEPS, config.label_drop)
 
     task = DiffusionTask(model, config.balance_weight, HybridLoss())
@@ -108,7 +115,9 @@ def main(argv) -> None:
 
     # ---------------------------------------------------------------- the end
     log.close()
-    accelerator.print(f"{run}: {config.max_steps} steps done; weights in {Path(run, 'ema.safetensors' if ema else 'model.safetensors')}")
+    accelerator.print(
+        f"{run}: {config.max_steps} steps done; weights in {Path(run, 'ema.safetensors' if ema else 'model.safetensors')}"
+    )
     del task, optimizer, stream, update
     finish(accelerator)
 

@@ -1,4 +1,5 @@
 """The dataclasses behind configs/*.yaml, and the parser that turns YAML and dotted overrides into them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -267,7 +268,9 @@ class SampleConfig:
         _check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         _check("seed", self.seed, self.seed >= 0, "0 or more")
         if (self.score is None) != (self.extractor is None):
-            raise ValueError("--score REFERENCE and --extractor RUN belong together; Inception scores come with a later version")
+            raise ValueError(
+                "--score REFERENCE and --extractor RUN belong together; Inception scores come with a later version"
+            )
 
 
 def parse_config(kind, argv: List[str], prog: str):
@@ -294,7 +297,9 @@ def parse_config(kind, argv: List[str], prog: str):
     if is_run:
         parser.add_argument("--dry_run", action="store_true", help="print model, budget, parameters and MACs, and stop")
         parser.add_argument("--fresh", action="store_true", help="move an earlier run in --output aside and start over")
-        parser.add_argument("--allow_change", action="append", default=[], metavar="KEY", help="resume although KEY has changed")
+        parser.add_argument(
+            "--allow_change", action="append", default=[], metavar="KEY", help="resume although KEY has changed"
+        )
     parser.add_class_arguments(kind)
     for path in _config_files(argv):
         _refuse_unknown_keys(path, kind)
@@ -320,7 +325,9 @@ def load_run_config(kind, path) -> Any:
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
     """Keys, with both values, that differ between two saved configurations and may not."""
     old, new = _flat(old), _flat(new)
-    keys = [k for k in sorted(set(old) | set(new)) if k not in FREE_KEYS and k not in allowed and old.get(k) != new.get(k)]
+    keys = [
+        k for k in sorted(set(old) | set(new)) if k not in FREE_KEYS and k not in allowed and old.get(k) != new.get(k)
+    ]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
 
@@ -402,7 +409,7 @@ def _refuse_unknown_keys(path: str, kind) -> None:
             full = f"{prefix}{key}"
             if full in sections:
                 if not isinstance(value, dict):
-                    raise ValueError(f"{path}: key \"{full}\" is a section of keys, got {value!r}")
+                    raise ValueError(f'{path}: key "{full}" is a section of keys, got {value!r}')
                 walk(value, full + ".")
             elif full not in known:
                 raise ValueError(f"{path}: {_unknown_key(full, known + sorted(sections))}")

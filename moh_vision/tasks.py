@@ -3,6 +3,7 @@
 The balance loss is computed here from values that the model returns, so it is right under activation checkpointing,
 accumulation and several models in a process.
 """
+
 from typing import Dict, List
 
 import torch

@@ -1,8 +1,8 @@
 import pytest
 import yaml
+from conftest import ROOT
 
 from moh_vision.config import ClsConfig, DitConfig, SampleConfig, _leaf_keys, changed_keys, parse_config
-from conftest import ROOT
 
 
 def parse(*argv, kind=ClsConfig):
@@ -17,13 +17,17 @@ def test_yaml_then_command_line(tmp_path):
     assert (flags.dry_run, flags.fresh, flags.allow_change) == (False, False, [])
 
 
-@pytest.mark.parametrize("text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])])
+@pytest.mark.parametrize(
+    "text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])]
+)
 def test_budget_forms(text, value):
     assert parse("--model.head_budget", text)[0].model.head_budget == value
 
 
 def test_hyphens_and_flags():
-    config, flags = parse("--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5")
+    config, flags = parse(
+        "--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5"
+    )
     assert config.max_steps == 3 and config.model.head_budget == 0.5
     assert (flags.dry_run, flags.fresh, flags.allow_change) == (True, True, ["optim.lr"])
 

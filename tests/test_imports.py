@@ -1,4 +1,5 @@
 """The map of the design: imports point one way."""
+
 import ast
 
 from conftest import ROOT
@@ -19,7 +20,13 @@ ALLOWED = {
 
 def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
         for name in names:
             if isinstance(node, ast.ImportFrom) and node.level:
                 yield "a relative import"

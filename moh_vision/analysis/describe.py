@@ -1,4 +1,5 @@
 """A model in a few lines: sizes, budget of every layer, parameters, MACs."""
+
 import copy
 
 import torch
@@ -16,7 +17,11 @@ def describe(name: str, model: nn.Module, *inputs: Tensor) -> str:
         inputs: of one forward, batch 1; only their shapes matter.
     """
     budget = head_budget(model)
-    lines = [f"{name} ({type(model).__name__}), input {' '.join(str(list(i.shape)) for i in inputs)}", "", "layer  heads  width  shared  routed  active"]
+    lines = [
+        f"{name} ({type(model).__name__}), input {' '.join(str(list(i.shape)) for i in inputs)}",
+        "",
+        "layer  heads  width  shared  routed  active",
+    ]
     for number, layer in enumerate(budget["layers"]):
         lines.append(
             f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  {layer['active']:6d}"
@@ -35,7 +40,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_macs(model: nn.Module, *inputs: Tensor) -> int:
-    """Multiply-accumulates of one forward with every head computed (linears, convolutions and both attention products)."""
+    """Multiply-accumulates of one forward with every head computed: linears, convolutions, both attention products."""
     shadow = copy.deepcopy(model).to("meta").eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(*(i.to("meta") for i in inputs))

@@ -1,4 +1,5 @@
 """Pictures: grids of images, head usage per layer and class."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -48,7 +49,9 @@ def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequenc
         middles.append((column + (heads - 1) / 2, layer))
         column += heads + 1
     grid = np.concatenate(table[:-1], axis=1)
-    figure, axes = plt.subplots(figsize=(max(6.0, 2.2 + 0.2 * grid.shape[1]), max(2.8, 1.5 + 0.24 * len(classes))), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(max(6.0, 2.2 + 0.2 * grid.shape[1]), max(2.8, 1.5 + 0.24 * len(classes))), layout="constrained"
+    )
     colours = plt.get_cmap("viridis").with_extremes(bad="white")
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     axes.set_xticks(ticks, names, fontsize=7)
@@ -57,7 +60,15 @@ def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequenc
     axes.set_xlabel("head (s: shared, always on)")
     axes.set_title(title, fontsize=10, pad=20)
     for middle, layer in middles:
-        axes.annotate(f"layer {layer}", (middle, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            f"layer {layer}",
+            (middle, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     for side in axes.spines.values():
         side.set_visible(False)
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)

@@ -1,4 +1,5 @@
 """Head load: how often each head of each layer runs, by class."""
+
 from __future__ import annotations
 
 from typing import Callable, List, Sequence
@@ -19,7 +20,9 @@ class HeadLoad:
 
     def __init__(self, layers: Sequence[int], num_classes: int):
         self.layers = list(layers)
-        self.counts = [torch.zeros(num_classes, heads, dtype=torch.float64) for heads in layers]  # tokens that ran the head
+        self.counts = [
+            torch.zeros(num_classes, heads, dtype=torch.float64) for heads in layers
+        ]  # tokens that ran the head
         self.tokens = [torch.zeros(num_classes, dtype=torch.float64) for _ in layers]
 
     def add(self, stats: List[RoutingStats], labels: Tensor) -> None:

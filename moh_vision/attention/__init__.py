@@ -6,6 +6,7 @@
 Letters used in every file: B batch, N query tokens, M key tokens, C model width, H heads,
 E routed candidates, K active heads, D head width.
 """
+
 from moh_vision.attention.budget import HeadBudget, resolve_budget
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention, head_budget

@@ -1,4 +1,5 @@
 """How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model."""
+
 from __future__ import annotations
 
 import math
@@ -32,7 +33,9 @@ class HeadBudget:
 
     def __post_init__(self):
         if self.heads < 1 or self.head_dim < 1:
-            raise ValueError(f"a layer needs at least 1 head of width 1, got heads={self.heads}, head_dim={self.head_dim}")
+            raise ValueError(
+                f"a layer needs at least 1 head of width 1, got heads={self.heads}, head_dim={self.head_dim}"
+            )
         if self.shared < 0 or self.routed < 0:
             raise ValueError(f"shared={self.shared}, routed={self.routed}: neither may be negative")
         if self.active < 1:
@@ -93,7 +96,9 @@ def resolve_budget(
             shared = [_shared_of([a], [h])[0] for a, h in zip(active, heads)]
         for layer, (a, h) in enumerate(zip(active, heads)):
             if a < 1:
-                raise ValueError(f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run")
+                raise ValueError(
+                    f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run"
+                )
         pairs = [(s, a - s) for s, a in zip(shared, active)]
 
     budgets = []
@@ -118,7 +123,11 @@ def _explicit_pairs(spec, depth: int) -> list[tuple[int, int]]:
         raise ValueError(f"head_budget lists {len(spec)} layers, the model has {depth}")
     pairs = []
     for layer, pair in enumerate(spec):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
+        if (
+            not isinstance(pair, (list, tuple))
+            or len(pair) != 2
+            or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
+        ):
             raise ValueError(f"head_budget, layer {layer}: {pair!r} is not a pair of whole numbers (shared, routed)")
         pairs.append((pair[0], pair[1]))
     return pairs

@@ -1,4 +1,5 @@
 """`HeadMixtureAttention`: a router and an executor around one set of projections."""
+
 from typing import Optional, Tuple, Type
 
 import torch
@@ -52,7 +53,11 @@ class HeadMixtureAttention(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        for what, value, allowed in (("router", router, ROUTERS), ("executor", executor, EXECUTORS), ("scope", scope, SCOPES)):
+        for what, value, allowed in (
+            ("router", router, ROUTERS),
+            ("executor", executor, EXECUTORS),
+            ("scope", scope, SCOPES),
+        ):
             if value not in allowed:
                 raise ValueError(f"{what} {value!r} is not one of {', '.join(sorted(allowed))}")
         kv_heads = budget.heads if kv_heads is None else kv_heads
@@ -127,7 +132,9 @@ def head_budget(model: nn.Module) -> dict:
     for name, module in model.named_modules():
         if isinstance(module, HeadMixtureAttention):
             b = module.budget
-            layers.append(dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active))
+            layers.append(
+                dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active)
+            )
     if not layers:
         raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
     active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)

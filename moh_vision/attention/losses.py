@@ -1,4 +1,5 @@
 """Losses and summaries computed from `RoutingStats`, always as values."""
+
 from typing import Callable, List, Optional, Sequence
 
 import torch

@@ -2,6 +2,7 @@
 
 A router knows nothing of attention kernels; it looks at tokens and says which heads run and with what weight.
 """
+
 from typing import Callable, Dict, List, Optional
 
 import torch
@@ -37,7 +38,15 @@ class MoHRouter(nn.Module):
 
     needs_query = False
 
-    def __init__(self, dim: int, budget: HeadBudget, gate_scale: str = "released", two_stage: bool = True, device=None, dtype=None):
+    def __init__(
+        self,
+        dim: int,
+        budget: HeadBudget,
+        gate_scale: str = "released",
+        two_stage: bool = True,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         if gate_scale not in GATE_SCALES:
             raise ValueError(f"gate_scale {gate_scale!r} is not one of {', '.join(GATE_SCALES)}")

@@ -1,4 +1,5 @@
 """What a router says and how a block passes it on: `Routing`, `RoutingStats`, `run_block`."""
+
 from typing import Callable, List, NamedTuple, Optional
 
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ def run_block(
         x: tokens [B, N, C].
         *args: further arguments of the block.
         stats: list to extend, or None.
-        checkpoint: `checkpoint(function, *args)` such as partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
+        checkpoint: called as `checkpoint(function, *args)`, such as torch.utils.checkpoint.checkpoint with its
+            use_reentrant bound.
     """
     if checkpoint is None:
         return block(x, *args, stats=stats)

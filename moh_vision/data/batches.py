@@ -1,4 +1,5 @@
 """From labelled images to the tensors of a step. Every random number depends on (seed, position) alone."""
+
 from __future__ import annotations
 
 from typing import Callable, Iterable, List, Sequence, Tuple
@@ -11,7 +12,9 @@ from torchvision.transforms import InterpolationMode, v2
 from moh_vision.data.order import StepBatches, derive_seed
 
 
-def image_transform(augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float]) -> Callable:
+def image_transform(
+    augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float]
+) -> Callable:
     """PIL image -> normalised float tensor [channels, img_size, img_size].
 
     Args:
@@ -21,7 +24,9 @@ def image_transform(augment: str, img_size: int, channels: int, mean: Sequence[f
     steps: List[Callable] = [v2.Grayscale(channels) if channels == 1 else v2.RGB()]
     steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))  # nothing if it fits
     if augment == "affine":
-        steps.append(v2.RandomAffine(10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=InterpolationMode.BILINEAR))
+        steps.append(
+            v2.RandomAffine(10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=InterpolationMode.BILINEAR)
+        )
     if augment == "crop_flip":
         steps.append(v2.RandomCrop(img_size, padding=max(1, img_size // 8)))
     if augment in ("crop_flip", "flip"):

@@ -2,6 +2,7 @@
 
 Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -56,11 +57,25 @@ class StepBatches:
         ValueError: if the batch cannot be divided, or there are no samples.
     """
 
-    def __init__(self, shard_sizes: Sequence[int], *, group: int, seed: int, batch_size: int, accumulation: int, rank: int, world: int, start: int, stop: int):
+    def __init__(
+        self,
+        shard_sizes: Sequence[int],
+        *,
+        group: int,
+        seed: int,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        world: int,
+        start: int,
+        stop: int,
+    ):
         if sum(shard_sizes) < 1:
             raise ValueError("there are no training samples")
         if batch_size % (accumulation * world):
-            raise ValueError(f"optim.batch_size {batch_size} is not a multiple of accumulation {accumulation} x processes {world}")
+            raise ValueError(
+                f"optim.batch_size {batch_size} is not a multiple of accumulation {accumulation} x processes {world}"
+            )
         self.shard_sizes, self.group, self.seed = tuple(shard_sizes), group, seed
         self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
         self.start, self.stop = start, stop

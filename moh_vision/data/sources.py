@@ -1,4 +1,5 @@
 """Labelled images: scikit-learn's digits, and webdataset shards read at random through an index."""
+
 from __future__ import annotations
 
 import io
@@ -67,7 +68,9 @@ class Shards:
     def __init__(self, root: str, split: str, index_dir: Optional[str] = None):
         folder = Path(root)
         if not folder.is_dir():
-            raise FileNotFoundError(f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, or 'digits')")
+            raise FileNotFoundError(
+                f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, or 'digits')"
+            )
         self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.tar"))
         if not self.paths:
@@ -134,9 +137,13 @@ def _read_index(place: Path, stats: List[Tuple[str, int, int]]):
     recorded = {name: (size, mtime) for name, size, mtime in meta["shards"]}
     for name, size, mtime in stats:
         if recorded.pop(name, None) != (size, mtime):
-            raise ValueError(f"shard {name} was added or changed since the index {place} was made; delete the index to build it again")
+            raise ValueError(
+                f"shard {name} was added or changed since the index {place} was made; delete the index to build it again"
+            )
     if recorded:
-        raise ValueError(f"shard {next(iter(recorded))} of the index {place} is gone; delete the index to build it again")
+        raise ValueError(
+            f"shard {next(iter(recorded))} of the index {place} is gone; delete the index to build it again"
+        )
     return meta, arrays
 
 
@@ -158,7 +165,9 @@ def _scan(paths: List[Path]):
                     elif extension == "cls":
                         text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
                         if not text.isdigit():
-                            raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more")
+                            raise ValueError(
+                                f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more"
+                            )
                         entry["label"] = int(text)
         except tarfile.TarError as error:
             raise ValueError(f"{path}: not a readable tar file ({error})") from None

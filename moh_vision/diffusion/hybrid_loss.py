@@ -3,6 +3,7 @@
 Ho 2020 (q and L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15, and L_hybrid, eq. 16). diffusers has the
 samplers but no such loss.
 """
+
 import math
 from typing import Dict
 
@@ -16,8 +17,8 @@ BETA_START, BETA_END = 1e-4, 0.02  # linear in t
 class HybridLoss(nn.Module):
     """L_simple + L_t per image, over 1000 steps with linear betas from 1e-4 to 0.02.
 
-    L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t], hence the plain sum. L_t is in
-    bits per dimension, and its mean is detached: the bound trains the variance only.
+    L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t], hence the plain sum. L_t is
+    in bits per dimension, and its mean is detached: the bound trains the variance only.
     """
 
     def __init__(self):
@@ -86,7 +87,7 @@ def gaussian_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor
 
 
 def discretised_nll(x: Tensor, mean: Tensor, log_var: Tensor) -> Tensor:
-    """-log of the Gaussian mass of the 8-bit bin around x in [-1, 1]; the outer bins reach to infinity (Ho 2020 eq. 13)."""
+    """-log of the Gaussian mass of the 8-bit bin around x in [-1, 1]; outer bins reach to infinity (Ho 2020 eq. 13)."""
     scale = (-0.5 * log_var).exp()
     above = torch.special.ndtr((x - mean + 1 / 255) * scale)
     below = torch.special.ndtr((x - mean - 1 / 255) * scale)

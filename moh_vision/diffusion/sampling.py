@@ -1,4 +1,5 @@
 """Class-conditional sampling with classifier-free guidance, on diffusers' schedulers."""
+
 from typing import Callable, Iterable, Optional, Sequence
 
 import torch
@@ -27,7 +28,13 @@ def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: b
         raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
     if not 1 <= num_steps <= NUM_TIMESTEPS:
         raise ValueError(f"steps {num_steps} is out of range: 1 to {NUM_TIMESTEPS}")
-    common = dict(num_train_timesteps=NUM_TIMESTEPS, beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END, clip_sample=clip)
+    common = dict(
+        num_train_timesteps=NUM_TIMESTEPS,
+        beta_schedule="linear",
+        beta_start=BETA_START,
+        beta_end=BETA_END,
+        clip_sample=clip,
+    )
     if sampler == "ddpm":
         variance = "learned_range" if learned_variance else "fixed_small"
         scheduler = DDPMScheduler(**common, variance_type=variance, timestep_spacing="linspace")

@@ -7,6 +7,7 @@
 A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. Loading walks from
 the newest to the oldest and takes the first whose files have the sums of its manifest.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -33,7 +34,9 @@ def save_training(accelerator, run: Path, step: int, model, ema, metadata: Dict[
         ema: timm's ModelEmaV3 around its average, or None.
         metadata: what is needed to build the model again; the step is added.
     """
-    save_checkpoint(accelerator, run, step, lambda folder: ema and save_file(ema.module.state_dict(), folder / EMA), keep)
+    save_checkpoint(
+        accelerator, run, step, lambda folder: ema and save_file(ema.module.state_dict(), folder / EMA), keep
+    )
     if accelerator.is_main_process:
         export_weights(model, run / "model.safetensors", dict(metadata, step=step))
         if ema:
@@ -97,7 +100,9 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
             return step, folder
         say(f"checkpoint {folder} is skipped: {reason}")
     if candidates:
-        raise ValueError(f"every checkpoint in {run / 'checkpoints'} is damaged; --fresh moves the run aside and starts over")
+        raise ValueError(
+            f"every checkpoint in {run / 'checkpoints'} is damaged; --fresh moves the run aside and starts over"
+        )
     return None
 
 

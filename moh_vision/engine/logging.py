@@ -1,4 +1,5 @@
 """metrics.jsonl, and a progress bar on a terminal or plain lines in a log."""
+
 from __future__ import annotations
 
 import json
@@ -31,7 +32,9 @@ class RunLog:
             kept = [line for line in path.read_text().splitlines() if _step_of(line) < start]
             path.write_text("".join(line + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)
-        self.bar = tqdm(total=total, initial=start, desc=title, unit="step", disable=not self.terminal, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=total, initial=start, desc=title, unit="step", disable=not self.terminal, dynamic_ncols=True
+        )
 
     def step(self, images: int) -> None:
         """One step of `images` images is done."""
@@ -46,7 +49,10 @@ class RunLog:
         self.images, self.since = 0, time.monotonic()
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)}) + "\n")
+        self.file.write(
+            json.dumps({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
+            + "\n"
+        )
         text = f"{show}, {rate:.0f} img/s, peak {memory:.0f} MiB"
         if self.terminal:
             self.bar.set_postfix_str(text)
@@ -64,6 +70,10 @@ class RunLog:
         if self.enabled:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+    def progress(self, batches, title: str):
+        """`batches` behind a bar of its own, for work beside training."""
+        return tqdm(batches, desc=title, disable=not (self.enabled and self.terminal), leave=False, dynamic_ncols=True)
 
     def pause(self) -> None:
         """Call after work that is not training, so that it does not count as slow steps."""

@@ -1,4 +1,5 @@
 """How a script begins and ends: user errors as one line and exit code 2, and a clean shutdown."""
+
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +29,7 @@ def index_dir(output: str) -> str:
     return str(Path(output).with_name(".index"))
 
 
-def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, is_main: bool) -> Path:
+def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, accelerator) -> Path:
     """Make the folder of a run, or take up the one that is there.
 
     Args:
@@ -36,20 +37,15 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
         config: the resolved configuration, written to config.yaml.
         changed: (saved, new) -> descriptions of differences that make it another run.
         fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
-        is_main: only this process writes.
+        accelerator: its main process writes, the others wait.
 
     Raises:
         ValueError: if the folder holds something else, or a run with another configuration.
     """
     folder = Path(output)
+    saved = folder / "config.yaml"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file")
-    saved = folder / "config.yaml"
-    if fresh and is_main and folder.exists():
-        number = 1
-        while folder.with_name(f"{folder.name}.{number}").exists():
-            number += 1
-        folder.rename(folder.with_name(f"{folder.name}.{number}"))
     if saved.exists() and not fresh:
         differences = changed(yaml.safe_load(saved.read_text()), config)
         if differences:
@@ -58,12 +54,21 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
                 "Take another folder, --allow-change KEY, or --fresh to move that run aside"
             )
     elif folder.exists() and not fresh and any(folder.iterdir()):
-        raise ValueError(f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder")
-    if is_main:
+        raise ValueError(
+            f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
+        )
+    accelerator.wait_for_everyone()  # all have looked before one writes
+    if accelerator.is_main_process:
+        if fresh and folder.exists():
+            number = 1
+            while folder.with_name(f"{folder.name}.{number}").exists():
+                number += 1
+            folder.rename(folder.with_name(f"{folder.name}.{number}"))
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / ".config.yaml"
         temporary.write_text(yaml.safe_dump(config, sort_keys=False))
         temporary.rename(saved)
+    accelerator.wait_for_everyone()
     return folder
 
 

@@ -1,4 +1,5 @@
 """One optimiser step: its learning rate, its random numbers, its safety."""
+
 from __future__ import annotations
 
 import math
@@ -68,4 +69,6 @@ class Updater:
         self.in_a_row += 1
         if self.in_a_row >= MAX_BAD_STEPS:
             lr = optimizer.param_groups[0]["lr"]
-            raise FloatingPointError(f"step {step}: {self.in_a_row} steps in a row without finite gradients (norm {norm}, lr {lr:g})")
+            raise FloatingPointError(
+                f"step {step}: {self.in_a_row} steps in a row without finite gradients (norm {norm}, lr {lr:g})"
+            )

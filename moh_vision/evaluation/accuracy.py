@@ -1,4 +1,5 @@
 """Accuracy and loss, exact over processes: every sample counts once, none is padded."""
+
 from typing import Callable, Dict, Iterable
 
 import torch
@@ -7,7 +8,9 @@ from torch.nn import functional as F
 
 
 @torch.no_grad()
-def evaluate(predict: Callable[[Tensor, Tensor], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]) -> Dict[str, float]:
+def evaluate(
+    predict: Callable[[Tensor, Tensor], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]
+) -> Dict[str, float]:
     """Top-1, top-5 and cross-entropy.
 
     Args:

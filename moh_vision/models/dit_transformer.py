@@ -3,6 +3,7 @@
 The path of this class is a promise: saved pipelines name it. Parameter names and shapes follow the official DiT.
 The timestep frequencies are the official ones, which diffusers' own DiT does not have (its spacing is off by one).
 """
+
 import math
 from typing import List, Optional, Sequence, Tuple, Union
 
@@ -152,7 +153,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """As in the paper: Xavier-uniform linears (routers too), zero adaLN and output, so that blocks start as the identity."""
+        """As in the paper: Xavier-uniform linears (routers too); zero adaLN and output, so blocks start as the identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -160,9 +161,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                     nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place: a patch is one input vector
         nn.init.zeros_(self.x_embedder.proj.bias)
-        for weight in (self.y_embedder.embedding_table.weight, self.t_embedder.mlp[0].weight, self.t_embedder.mlp[2].weight):
+        for weight in (
+            self.y_embedder.embedding_table.weight,
+            self.t_embedder.mlp[0].weight,
+            self.t_embedder.mlp[2].weight,
+        ):
             nn.init.normal_(weight, std=0.02)
-        for linear in [self.final_layer.linear, self.final_layer.adaLN_modulation[1]] + [b.adaLN_modulation[1] for b in self.blocks]:
+        for linear in [self.final_layer.linear, self.final_layer.adaLN_modulation[1]] + [
+            b.adaLN_modulation[1] for b in self.blocks
+        ]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
@@ -178,7 +185,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         stats: List[RoutingStats] = []
         x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
         c = self.t_embedder(timestep.expand(x.shape[0])) + self.y_embedder(class_labels)  # [B, C]
-        checkpoint = self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else None
+        checkpoint = (
+            self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else None
+        )
         for block in self.blocks:
             x = run_block(block, x, c, stats=stats, checkpoint=checkpoint)  # [B, N, C]
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]

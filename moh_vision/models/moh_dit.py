@@ -4,6 +4,7 @@ The class is diffusers' kind of model and is imported when a model is built, so 
 Heads, shared and routed heads per layer are those of the released MoH-DiT code. Its L and XL models have 8, 16 and 24
 heads of one width in their three parts, which the paper does not say; the sum of heads is that of the dense model.
 """
+
 from typing import Optional
 
 from timm.models import generate_default_cfgs, register_model
@@ -21,19 +22,31 @@ VARIANTS = {
     **{f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)},
     # (shared, routed) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
-    "moh_dit_small_patch2_75": dict(SIZES["small"], head_budget=[(2, 1)] * 2 + [(3, 1)] * 4 + [(3, 2)] * 4 + [(6, 0)] * 2),
+    "moh_dit_small_patch2_75": dict(
+        SIZES["small"], head_budget=[(2, 1)] * 2 + [(3, 1)] * 4 + [(3, 2)] * 4 + [(6, 0)] * 2
+    ),
     "moh_dit_base_patch2_90": dict(SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2),
     "moh_dit_base_patch2_75": dict(SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2),
-    "moh_dit_large_patch2_90": dict(SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8),
-    "moh_dit_large_patch2_75": dict(SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8),
-    "moh_dit_xlarge_patch2_90": dict(SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9),
-    "moh_dit_xlarge_patch2_75": dict(SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9),
+    "moh_dit_large_patch2_90": dict(
+        SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8
+    ),
+    "moh_dit_large_patch2_75": dict(
+        SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8
+    ),
+    "moh_dit_xlarge_patch2_90": dict(
+        SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9
+    ),
+    "moh_dit_xlarge_patch2_75": dict(
+        SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9
+    ),
 }
 
 default_cfgs = generate_default_cfgs(
     {
         # The size is that of SD VAE latents of 256-pixel images.
-        f"{name}.untrained": dict(num_classes=1000, input_size=(4, 32, 32), mean=(0.0,) * 4, std=(1.0,) * 4, license="apache-2.0")
+        f"{name}.untrained": dict(
+            num_classes=1000, input_size=(4, 32, 32), mean=(0.0,) * 4, std=(1.0,) * 4, license="apache-2.0"
+        )
         for name in VARIANTS
     }
 )
@@ -54,8 +67,8 @@ def _create_dit(
 
     Args:
         img_size, in_chans: of the latents, or of the images in pixel space.
-        overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router, executor,
-            router_kwargs.
+        overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router,
+            executor, router_kwargs.
 
     Raises:
         ValueError: for an impossible size or budget.
@@ -66,7 +79,9 @@ def _create_dit(
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 
     if pretrained:
-        raise RuntimeError(f"No pretrained weights are named for {variant} yet. Use pretrained=False, or checkpoint_path=FILE.")
+        raise RuntimeError(
+            f"No pretrained weights are named for {variant} yet. Use pretrained=False, or checkpoint_path=FILE."
+        )
     args = dict(VARIANTS[variant])
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
     if "head_budget" in args and reshaped and "head_budget" not in overrides:

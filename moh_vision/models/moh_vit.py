@@ -2,6 +2,7 @@
 
 `moh_vit_*` is a plain ViT, which Jin 2024 does not report. The paper's MoH-ViT-S and -B are TransNeXts.
 """
+
 from functools import partial
 from typing import List, Optional, Tuple
 
@@ -22,7 +23,9 @@ class MoHBlock(Block):
         # Identity: timm builds its own attention here, which the next statement replaces.
         super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
         passed = ("qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer", "device", "dtype")
-        self.attn = HeadMixtureAttention(dim, budgets[depth], **attn_kwargs, **{k: kwargs[k] for k in passed if k in kwargs})
+        self.attn = HeadMixtureAttention(
+            dim, budgets[depth], **attn_kwargs, **{k: kwargs[k] for k in passed if k in kwargs}
+        )
 
     def forward(
         self,

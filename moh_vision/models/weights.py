@@ -1,4 +1,5 @@
 """Models from runs, and weights for new runs."""
+
 from __future__ import annotations
 
 import difflib
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Callable, Dict, Tuple
 
 import timm
-import torch
 from safetensors import SafetensorError, safe_open
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ REMADE = ("head.", "y_embedder.", "pos_embed")
 def create(name: str, **arguments) -> nn.Module:
     """timm.create_model with an unknown name reported as a ValueError that suggests near ones."""
     if not timm.is_model(name.split(".")[0]):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise ValueError(f"model.name '{name}' is not a registered model" + (f", did you mean {' or '.join(near)}?" if near else ""))
+        models = timm.list_models()
+        near = [m for m in models if m.startswith(name)][:3] or difflib.get_close_matches(name, models, n=3)
+        raise ValueError(
+            f"model.name '{name}' is not a registered model" + (f", did you mean {' or '.join(near)}?" if near else "")
+        )
     try:
         return timm.create_model(name, **arguments)
     except TypeError as error:
@@ -71,7 +74,10 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     if Path(source).exists():
         file = Path(source)
         if file.is_dir():
-            file = next((file / n for n in ("ema.safetensors", "model.safetensors") if (file / n).exists()), file / "model.safetensors")
+            file = next(
+                (file / n for n in ("ema.safetensors", "model.safetensors") if (file / n).exists()),
+                file / "model.safetensors",
+            )
         state, _ = read_safetensors(file)
     elif timm.is_model(source.split(".")[0]):
         state = timm.create_model(source, pretrained=True).state_dict()
@@ -82,7 +88,9 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     own = model.state_dict()
     for name in [n for n in state if n in own and state[n].shape != own[n].shape]:
         if not name.startswith(REMADE):
-            raise ValueError(f"init_from {source}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}")
+            raise ValueError(
+                f"init_from {source}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}"
+            )
         say(f"init_from: {name} is made anew, {list(state[name].shape)} -> {list(own[name].shape)}")
         del state[name]
     missing, unexpected = model.load_state_dict(state, strict=False)

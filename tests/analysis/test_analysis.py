@@ -9,7 +9,9 @@ from moh_vision.analysis.figures import draw_head_usage, draw_image_grid
 
 
 def test_head_load_by_class():
-    model = timm.create_model("moh_vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3).eval()
+    model = timm.create_model(
+        "moh_vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3
+    ).eval()
     load = HeadLoad([6, 6], 3)
     x, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 2, 2, 0, 2])
     for part in (slice(0, 2), slice(2, 5)):
@@ -28,13 +30,31 @@ def test_head_load_by_class():
 def test_describe_counts_by_hand():
     """One block of width 8, 2 heads, 4 patches and a class token; router rows: 1 routed candidate of 2, 2 for balance."""
     model = timm.create_model(
-        "moh_vit_tiny_patch16_224", img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=1, num_heads=2, num_classes=3, head_budget=[(1, 1)]
+        "moh_vit_tiny_patch16_224",
+        img_size=4,
+        patch_size=2,
+        in_chans=1,
+        embed_dim=8,
+        depth=1,
+        num_heads=2,
+        num_classes=3,
+        head_budget=[(1, 1)],
     )
     text = describe("tiny", model, torch.zeros(1, 1, 4, 4))
     n, c = 5, 8
     macs = 4 * 4 * c + n * c * 3 * c + 2 * n * n * c + n * c * c + 2 * n * c * 4 * c + n * c * (1 + 2) + c * 3
     assert f"MACs:         {macs:,} " in text
-    parameters = (4 * c + c) + c + n * c + 2 * c * 3 + (c * 3 * c + 3 * c) + (c * c + c) + (c * 4 * c + 4 * c + 4 * c * c + c) + 3 * c + (3 * c + 3)
+    parameters = (
+        (4 * c + c)
+        + c
+        + n * c
+        + 2 * c * 3
+        + (c * 3 * c + 3 * c)
+        + (c * c + c)
+        + (c * 4 * c + 4 * c + 4 * c * c + c)
+        + 3 * c
+        + (3 * c + 3)
+    )
     assert f"parameters:   {parameters:,}" in text
     assert "active heads: 2 of 2 (100.0 %)" in text
 

@@ -24,7 +24,9 @@ def grads_of(module, *args, **kwargs):
 
 @pytest.mark.parametrize("executor", sorted(set(EXECUTORS) - {"reference"}))
 @pytest.mark.parametrize("shared, routed", BUDGETS)
-@pytest.mark.parametrize("case", ["self", "cross", "causal", "bool mask", "float mask", "gqa", "qk_norm", "sample", "one token", "dense"])
+@pytest.mark.parametrize(
+    "case", ["self", "cross", "causal", "bool mask", "float mask", "gqa", "qk_norm", "sample", "one token", "dense"]
+)
 def test_executors_equal_the_reference(executor, shared, routed, case):
     kwargs, call, n = {}, {}, N
     if case == "gqa":
@@ -64,7 +66,12 @@ def test_dense_is_multi_head_attention():
     ours = layer(6, 0, router="dense")
     theirs = torch.nn.MultiheadAttention(C, 6, batch_first=True)
     theirs.load_state_dict(
-        {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias, "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias}
+        {
+            "in_proj_weight": ours.qkv.weight,
+            "in_proj_bias": ours.qkv.bias,
+            "out_proj.weight": ours.proj.weight,
+            "out_proj.bias": ours.proj.bias,
+        }
     )
     x = torch.randn(B, N, C)
     torch.testing.assert_close(ours(x)[0], theirs(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-6)
@@ -151,7 +158,9 @@ def test_balance_loss_alone_trains_the_router_under_checkpointing():
     """The failure that a list filled inside a reentrant checkpoint has: a gradient of exactly 0, without an error."""
     block = Block()
     stats = []
-    run_block(block, torch.randn(B, N, C, requires_grad=True), stats=stats, checkpoint=partial(checkpoint, use_reentrant=True))
+    run_block(
+        block, torch.randn(B, N, C, requires_grad=True), stats=stats, checkpoint=partial(checkpoint, use_reentrant=True)
+    )
     load_balance_loss(stats).backward()
     assert block.attn.router.routed.weight.grad.norm() > 1e-6
 

@@ -1,4 +1,5 @@
 """The MoH router against the formulas of the paper and of the released code, written out with numpy for one token."""
+
 import numpy as np
 import pytest
 import torch
@@ -126,7 +127,9 @@ def test_contract(name):
         assert torch.equal(router(later).weights[:, :3], first.weights[:, :3])
 
 
-@pytest.mark.parametrize("dtype, wanted", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "dtype, wanted", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
 def test_routing_is_computed_in_float32_or_better(dtype, wanted):
     router = MoHRouter(C, HeadBudget(6, 8, 2, 2)).to(dtype)
     routing = router(torch.randn(1, 3, C, dtype=dtype))

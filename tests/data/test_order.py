@@ -5,7 +5,9 @@ from moh_vision.data.order import StepBatches, derive_seed, epoch_order, rank_sl
 
 
 def batches(**kwargs):
-    defaults = dict(shard_sizes=[10, 7, 13], group=2, seed=3, batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=12)
+    defaults = dict(
+        shard_sizes=[10, 7, 13], group=2, seed=3, batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=12
+    )
     return StepBatches(**{**defaults, **kwargs})
 
 

@@ -17,7 +17,9 @@ def write_shards(folder, count=23, per_shard=10, classes=3, split="train", exten
     folder.mkdir(exist_ok=True)
     with webdataset.ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as sink:
         for i in range(count):
-            sink.write({"__key__": f"{i:04d}", extension: Image.new("RGB", (6, 4), (i, 0, 255 - i)), "cls": i % classes})
+            sink.write(
+                {"__key__": f"{i:04d}", extension: Image.new("RGB", (6, 4), (i, 0, 255 - i)), "cls": i % classes}
+            )
     return folder
 
 
@@ -33,7 +35,10 @@ def test_digits_split_is_fixed_and_complete():
     assert (len(train), len(test)) == (1442, 355)
     assert np.bincount(test.labels).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
     assert train.pixels.max() == 255 and train.pixels.min() == 0
-    assert (test.labels[:5].tolist(), int(test.pixels.astype(int).sum())) == (Digits("val").labels[:5].tolist(), int(Digits("val").pixels.astype(int).sum()))
+    assert (test.labels[:5].tolist(), int(test.pixels.astype(int).sum())) == (
+        Digits("val").labels[:5].tolist(),
+        int(Digits("val").pixels.astype(int).sum()),
+    )
     seen = {p.tobytes() for p in train.pixels}
     assert sum(p.tobytes() in seen for p in test.pixels) == 0
 
@@ -132,7 +137,9 @@ def test_augmentation_depends_on_seed_and_position_alone(augment):
 
 def test_diffusion_draws():
     source = Digits("train")
-    data = NoisedImages(source, image_transform("none", 8, 1, (0.5,), (0.5,)), seed=0, num_timesteps=1000, label_drop=0.25)
+    data = NoisedImages(
+        source, image_transform("none", 8, 1, (0.5,), (0.5,)), seed=0, num_timesteps=1000, label_drop=0.25
+    )
     items = [data[(p, p % len(source))] for p in range(2000)]
     assert torch.equal(data[(5, 5)]["noise"], items[5]["noise"])
     noise = torch.stack([i["noise"] for i in items])
@@ -150,7 +157,9 @@ def test_order_does_not_depend_on_workers(tmp_path):
     data = LabelledImages(source, image_transform("crop_flip", 4, 3, (0.5,) * 3, (0.5,) * 3), seed=0)
 
     def run(workers):
-        batches = StepBatches(source.shard_sizes, group=2, seed=0, batch_size=6, accumulation=1, rank=0, world=1, start=2, stop=9)
+        batches = StepBatches(
+            source.shard_sizes, group=2, seed=0, batch_size=6, accumulation=1, rank=0, world=1, start=2, stop=9
+        )
         return torch.stack([b["images"] for b in training_batches(data, batches, workers)])
 
     alone = run(0)

@@ -1,4 +1,5 @@
 """The loss term by term against closed forms that are computed another way."""
+
 import math
 
 import pytest
@@ -22,7 +23,9 @@ def test_noise_level_is_the_product_of_the_single_steps():
     loss, x0, noise, xt, t = batch(torch.tensor([0, 250, 999]))
     for i, step in enumerate(t.tolist()):
         keep = math.prod(1 - b for b in BETA[: step + 1].tolist())
-        torch.testing.assert_close(xt[i], math.sqrt(keep) * x0[i] + math.sqrt(1 - keep) * noise[i], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            xt[i], math.sqrt(keep) * x0[i] + math.sqrt(1 - keep) * noise[i], atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("t", [1, 10, 500, 999])

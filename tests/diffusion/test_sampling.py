@@ -70,7 +70,14 @@ def test_the_official_step_sets():
     assert (len(steps), steps[0], steps[-1]) == (250, 999, 0)
 
 
-@pytest.mark.parametrize("sampler, steps, words", [("euler", 5, "sampler 'euler' is not one of ddpm, ddim"), ("ddim", 0, "steps 0 is out of range"), ("ddim", 1001, "1 to 1000")])
+@pytest.mark.parametrize(
+    "sampler, steps, words",
+    [
+        ("euler", 5, "sampler 'euler' is not one of ddpm, ddim"),
+        ("ddim", 0, "steps 0 is out of range"),
+        ("ddim", 1001, "1 to 1000"),
+    ],
+)
 def test_bad_arguments(sampler, steps, words):
     with pytest.raises(ValueError, match=words):
         make_scheduler(sampler, steps, True, False)

@@ -50,7 +50,9 @@ def test_loading_restores_weights_optimiser_and_ema(trained):
     step, folder = latest_checkpoint(run)
     load_training(accelerator, folder, ema)
     assert step == 6
-    assert all(torch.equal(a, b) for a, b in zip((*model.parameters(), *ema.module.parameters()), states[6], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((*model.parameters(), *ema.module.parameters()), states[6], strict=True)
+    )
     assert all(torch.equal(v["exp_avg"], m) for v, m in zip(optimizer.state.values(), moments, strict=True))
 
 

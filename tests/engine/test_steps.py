@@ -1,5 +1,6 @@
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,18 +69,21 @@ def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
+ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+
+
 def same(old, new):
     return [] if old == new else ["lr: 1 -> 2"]
 
 
 def test_open_run(tmp_path):
-    run = open_run(str(tmp_path / "a" / "run"), {"lr": 1}, same, fresh=False, is_main=True)
+    run = open_run(str(tmp_path / "a" / "run"), {"lr": 1}, same, False, ACCELERATOR)
     (run / "weights").write_text("precious")
-    assert open_run(str(run), {"lr": 1}, same, False, True) == run
+    assert open_run(str(run), {"lr": 1}, same, False, ACCELERATOR) == run
     with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
-        open_run(str(run), {"lr": 2}, same, False, True)
+        open_run(str(run), {"lr": 2}, same, False, ACCELERATOR)
     for number in (1, 2):
-        open_run(str(run), {"lr": 2}, same, True, True)
+        open_run(str(run), {"lr": 2}, same, True, ACCELERATOR)
         assert (run.with_name(f"run.{number}")).exists()
     assert (run.with_name("run.1") / "weights").read_text() == "precious"
     assert [p.name for p in run.iterdir()] == ["config.yaml"]
@@ -88,9 +92,9 @@ def test_open_run(tmp_path):
 def test_open_run_overwrites_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
-        open_run(str(tmp_path / "file"), {}, same, False, True)
+        open_run(str(tmp_path / "file"), {}, same, False, ACCELERATOR)
     with pytest.raises(ValueError, match="is not empty and holds no run"):
-        open_run(str(tmp_path), {}, same, False, True)
+        open_run(str(tmp_path), {}, same, False, ACCELERATOR)
 
 
 def test_user_errors_are_one_line_and_exit_2(capsys):

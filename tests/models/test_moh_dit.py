@@ -71,8 +71,17 @@ def test_official_parameter_names():
         names = {n for n, _ in timm.create_model("dit_small_patch2").named_parameters()}
     block = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
     layers = [f"blocks.{i}.{m}" for i in range(12) for m in block]
-    layers += ["x_embedder.proj", "t_embedder.mlp.0", "t_embedder.mlp.2", "final_layer.linear", "final_layer.adaLN_modulation.1"]
-    assert names == {f"{m}.{w}" for m in layers for w in ("weight", "bias")} | {"pos_embed", "y_embedder.embedding_table.weight"}
+    layers += [
+        "x_embedder.proj",
+        "t_embedder.mlp.0",
+        "t_embedder.mlp.2",
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+    ]
+    assert names == {f"{m}.{w}" for m in layers for w in ("weight", "bias")} | {
+        "pos_embed",
+        "y_embedder.embedding_table.weight",
+    }
 
 
 def test_a_new_model_outputs_zero_and_its_blocks_are_the_identity():
@@ -165,7 +174,11 @@ def test_save_and_load_the_diffusers_way(tmp_path):
 @pytest.mark.parametrize(
     "name, kwargs, words",
     [
-        ("moh_dit_small_patch2_75", dict(depth=3), "moh_dit_small_patch2_75 has its own heads per layer: with depth also give head_budget"),
+        (
+            "moh_dit_small_patch2_75",
+            dict(depth=3),
+            "moh_dit_small_patch2_75 has its own heads per layer: with depth also give head_budget",
+        ),
         ("moh_dit_xlarge_patch2_90", dict(num_heads=4, depth=2), "with depth and num_heads also give head_budget"),
         ("dit_small_patch2", dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
         ("dit_small_patch4", dict(img_size=30), "img_size 30 is not a multiple of patch_size 4"),

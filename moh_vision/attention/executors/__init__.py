@@ -3,6 +3,7 @@
 An executor owns the query projection, the attention and the output projection, because those are what routing
 lets it skip. It knows nothing of papers.
 """
+
 from moh_vision.attention.executors.masked import masked
 from moh_vision.attention.executors.reference import reference
 

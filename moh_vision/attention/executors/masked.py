@@ -1,7 +1,7 @@
 """All heads with one fused attention call, then the weights: never wrong, skips nothing."""
+
 from typing import NamedTuple, Optional
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -1,4 +1,5 @@
 """The oracle: equation (*) as a loop over heads, without any fused kernel. Slow, for tests."""
+
 from typing import Optional
 
 import torch

@@ -1,0 +1,260 @@
+"""The scripts as a user runs them, on the quickstart's configurations made small."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(ROOT))
+import sample  # noqa: E402
+import train_cls  # noqa: E402
+import train_dit  # noqa: E402
+
+SMALL = "--optim.batch_size 16 --optim.schedule constant --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 2".split()
+
+
+def start(script, output, steps, *more):
+    config = "cls" if "cls" in script else "dit"
+    command = [
+        sys.executable,
+        script,
+        "--config",
+        f"configs/quickstart/{config}.yaml",
+        "--output",
+        str(output),
+        "--max-steps",
+        str(steps),
+    ]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    return subprocess.Popen(
+        [*command, *SMALL, *more], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*processes):
+    outputs = []
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        outputs.append(out)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Both trainings for 5 steps, whole, and stopped after 3 and resumed."""
+    folder = tmp_path_factory.mktemp("runs")
+    printed = finish(start("train_cls.py", folder / "cls", 5), start("train_dit.py", folder / "dit", 5))
+    finish(start("train_cls.py", folder / "cls2", 3), start("train_dit.py", folder / "dit2", 3))
+    resumed = finish(start("train_cls.py", folder / "cls2", 5), start("train_dit.py", folder / "dit2", 5))
+    return folder, printed, resumed
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("number, kind", [(0, "cls"), (1, "dit")])
+def test_training_writes_what_it_promises(runs, number, kind):
+    folder, printed, _ = runs
+    run = folder / kind
+    assert {"config.yaml", "metrics.jsonl", "model.safetensors", "ema.safetensors", "checkpoints"} <= {
+        p.name for p in run.iterdir()
+    }
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_4", "step_5"]
+    steps = [e for e in lines(run) if "loss" in e]
+    assert [e["step"] for e in steps] == [0, 1, 2, 3, 4]
+    for e in steps:
+        assert e["loss"] == pytest.approx(e["task_loss"] + 0.01 * e["balance_loss"], abs=1e-5)
+        assert e["balance_share"] == pytest.approx(0.01 * e["balance_loss"] / e["loss"], abs=1e-5)
+        assert e["images_per_s"] > 0 and e["peak_memory_mib"] > 100 and e["skipped"] == 0
+        active = sum(sum(layer) for layer in e["head_usage"])
+        assert active == pytest.approx(12, abs=0.02)  # 75 % of 2 layers x 8 heads
+    assert "img/s, peak" in printed[number] and "balance" in printed[number]
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_resuming_by_the_same_command_gives_the_same_bits(runs, kind):
+    folder, _, resumed = runs
+    assert "resuming" in resumed[0] and "at step 3" in resumed[0]
+    for name in ("model.safetensors", "ema.safetensors"):
+        whole, parts = load_file(folder / kind / name), load_file(folder / f"{kind}2" / name)
+        assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
+    losses = [[e["loss"] for e in lines(folder / k) if "loss" in e] for k in (kind, f"{kind}2")]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+
+
+def test_validation_is_reported(runs):
+    run = runs[0] / "cls"
+    results = json.loads((run / "results.json").read_text())
+    assert results["images"] == 355 and 0 <= results["top1"] <= results["top5"] <= 100
+    assert Image.open(run / "head_usage.png").size[0] > 300
+
+
+def refused(capsys, main, *argv):
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in argv])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "error: " in error, error
+    return error
+
+
+def test_a_changed_configuration_is_refused(runs, capsys):
+    config = ROOT / "configs" / "quickstart" / "cls.yaml"
+    error = refused(
+        capsys, train_cls.main, "--config", config, "--output", runs[0] / "cls", *SMALL, "--optim.lr", "0.5"
+    )
+    assert "another configuration" in error and "optim.lr: 0.003 -> 0.5" in error and "--allow-change" in error
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--model.head_budget", "1.5"], "head_budget 1.5 is not understood"),
+        (["--model.head_bugdet", "0.5"], "unknown key 'model.head_bugdet', did you mean 'model.head_budget'?"),
+        (["--data.root", "/no/where"], "data.root /no/where: no such folder"),
+        (["--data.img_size", "9"], "img_size 9 is not a multiple of patch_size 2"),
+        (["--model.name", "moh_vit_smal"], "'moh_vit_smal' is not a registered model, did you mean moh_vit_"),
+        (["--model.name", "resnet18"], "resnet18"),
+        (["--model.kwargs", "{headz: 3}"], "headz"),
+        (
+            ["--optim.batch_size", "7", "--optim.accumulation", "2"],
+            "optim.batch_size 7 is not a multiple of accumulation 2",
+        ),
+        (["--init-from", "/no/where"], "init_from /no/where: neither a run"),
+        (["--config", "/no/where.yaml"], "--config /no/where.yaml: no such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, argv, words):
+    config = ROOT / "configs" / "quickstart" / "cls.yaml"
+    error = refused(capsys, train_cls.main, "--config", config, "--output", tmp_path / "run", *argv)
+    assert words in error
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_diffusion_mistakes(tmp_path, capsys, cifar10):
+    config = ROOT / "configs" / "quickstart" / "dit.yaml"
+    error = refused(capsys, train_dit.main, "--config", config, "--output", tmp_path / "run", "--data.root", cifar10)
+    assert f"data.img_size is needed for {cifar10}" in error
+    error = refused(
+        capsys,
+        train_dit.main,
+        "--output",
+        tmp_path / "run",
+        "--model.name",
+        "moh_vit_tiny_patch16_224",
+        "--model.kwargs",
+        "{patch_size: 2}",
+    )
+    assert "learn_sigma" in error
+
+
+@pytest.mark.parametrize("main, config", [(train_cls.main, "cls"), (train_dit.main, "dit")])
+def test_dry_run_prints_and_stops(tmp_path, capsys, main, config):
+    main(
+        [
+            "--config",
+            str(ROOT / "configs" / "quickstart" / f"{config}.yaml"),
+            "--output",
+            str(tmp_path / "run"),
+            "--dry-run",
+        ]
+    )
+    out = capsys.readouterr().out
+    assert "active heads: 24 of 32 (75.0 %)" in out and "parameters:" in out and "MACs:" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_sampling_writes_grid_images_and_scores(runs, tmp_path, capsys):
+    folder = runs[0]
+
+    def run(out, *more):
+        args = f"--checkpoint {folder}/dit --num-images 70 --sampler ddim --steps 4 --cfg-scale 1.5 --batch-size 35 --out {out}".split()
+        sample.main([*args, *more])
+        return capsys.readouterr().out
+
+    out = run(
+        tmp_path / "a.npz", "--grid", str(tmp_path / "grid.png"), "--head-usage", str(tmp_path / "usage.png"), "--score", "digits",
+        "--extractor", str(folder / "cls"),
+    )  # fmt: skip
+    assert "recognised as the class asked for" in out and "not Inception, not FID" in out
+    first = np.load(tmp_path / "a.npz")
+    assert first["arr_0"].shape == (70, 8, 8, 1) and first["arr_0"].dtype == np.uint8
+    assert first["arr_1"].tolist() == [i % 10 for i in range(70)]
+    assert Image.open(tmp_path / "grid.png").size == (7 * 50 + 2, 10 * 50 + 2)
+    assert (tmp_path / "usage.png").stat().st_size > 5000
+    scores = json.loads((folder / "dit" / "scores.json").read_text())
+    assert 0 <= scores["recognised"] <= 1 and scores["frechet_distance"] > 0 and scores["num_reference"] == 355
+
+    run(tmp_path / "b.npz")
+    assert np.array_equal(np.load(tmp_path / "b.npz")["arr_0"], first["arr_0"])
+    run(tmp_path / "c.npz", "--seed", "1")
+    assert not np.array_equal(np.load(tmp_path / "c.npz")["arr_0"], first["arr_0"])
+    run(tmp_path / "folder", "--weights", "model")
+    assert len(list((tmp_path / "folder").glob("*.png"))) == 70
+    assert "exists; give another path, or --overwrite" in refused(capsys, lambda argv: run(*argv), tmp_path / "folder")
+
+
+def test_sampling_mistakes(runs, tmp_path, capsys):
+    folder = runs[0]
+    assert "no such file" in refused(capsys, sample.main, "--checkpoint", tmp_path / "nothing.safetensors")
+    assert "holds no ema.safetensors or model.safetensors" in refused(capsys, sample.main, "--checkpoint", tmp_path)
+    assert "is not a diffusion run" in refused(capsys, sample.main, "--checkpoint", folder / "cls")
+    (tmp_path / "torn.safetensors").write_bytes((folder / "dit" / "ema.safetensors").read_bytes()[:1000])
+    assert "not a readable .safetensors" in refused(capsys, sample.main, "--checkpoint", tmp_path / "torn.safetensors")
+
+
+def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
+    from moh_vision.models.weights import create, from_run, init_from
+
+    source, about = from_run(str(runs[0] / "cls"))
+    model = create(about["architecture"], **{**about["arguments"], "num_classes": 7, "img_size": 12})
+    init_from(model, str(runs[0] / "cls"))
+    out = capsys.readouterr().out
+    assert "head.weight is made anew, [10, 64] -> [7, 64]" in out
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, source.blocks[1].mlp.fc1.weight)
+    assert model.pos_embed.shape == (1, 37, 64) and model(torch.zeros(1, 1, 12, 12)).shape == (1, 7)
+
+    dense = create(
+        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=8
+    )
+    with pytest.raises(ValueError, match="does not fit: missing .*, unexpected .*router"):
+        init_from(dense, str(runs[0] / "cls"))
+    with pytest.raises(ValueError, match="has shape .*, the model needs"):
+        init_from(create(about["architecture"], **{**about["arguments"], "embed_dim": 128}), str(runs[0] / "cls"))
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_model(tmp_path):
+    """float32, 5 steps: the data are the same, the sums are ordered differently."""
+    for kind in ("cls", "dit"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29533"]
+        args = [f"train_{kind}.py", "--config", f"configs/quickstart/{kind}.yaml", "--max-steps", "5", *SMALL]
+        env = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+        subprocess.run(
+            [*torchrun, *args, "--output", str(tmp_path / f"{kind}2")], cwd=ROOT, env=env, check=True, timeout=300
+        )
+        subprocess.run(
+            [sys.executable, *args, "--output", str(tmp_path / kind)], cwd=ROOT, env=env, check=True, timeout=300
+        )
+        one, two = (load_file(tmp_path / k / "model.safetensors") for k in (kind, f"{kind}2"))
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, kind):
+    subprocess.run(
+        [sys.executable, f"train_{kind}.py", "--config", f"configs/{kind}/cifar10_small_cpu.yaml", "--data.root", cifar10, "--output", str(tmp_path / "run")],
+        cwd=ROOT, check=True, timeout=900,
+    )  # fmt: skip
+    losses = [e["task_loss"] for e in lines(tmp_path / "run") if "loss" in e]
+    assert np.mean(losses[-3:]) < 0.85 * losses[0]
