@@ -139,6 +139,11 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, argv, 
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_model_without_routing_is_refused(tmp_path, capsys):
+    argv = "--model.name vit_tiny_patch16_224 --data.img_size 16 --output".split()
+    assert "'vit_tiny_patch16_224' has no head routing" in refused(capsys, train_cls.main, *argv, tmp_path / "run")
+
+
 def test_diffusion_mistakes(tmp_path, capsys, cifar10):
     config = ROOT / "configs" / "quickstart" / "dit.yaml"
     error = refused(capsys, train_dit.main, "--config", config, "--output", tmp_path / "run", "--data.root", cifar10)
@@ -222,9 +227,7 @@ def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
     assert torch.equal(model.blocks[1].mlp.fc1.weight, source.blocks[1].mlp.fc1.weight)
     assert model.pos_embed.shape == (1, 37, 64) and model(torch.zeros(1, 1, 12, 12)).shape == (1, 7)
 
-    dense = create(
-        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=8
-    )
+    dense = create(about["architecture"], **{**about["arguments"], "head_budget": None, "router": "dense"})
     with pytest.raises(ValueError, match="does not fit: missing .*, unexpected .*router"):
         init_from(dense, str(runs[0] / "cls"))
     with pytest.raises(ValueError, match="has shape .*, the model needs"):

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:
-    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged by whole factors."""
+    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic)."""
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
     rows = -(-n // columns)
@@ -23,7 +23,9 @@ def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap
     canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8)
     for i, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
         top, left = gap + (i // columns) * (height + gap), gap + (i % columns) * (width + gap)
-        canvas[top : top + height, left : left + width] = image.repeat(factor, 0).repeat(factor, 1)
+        picture = Image.fromarray(image if channels == 3 else image[..., 0])
+        enlarged = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+        canvas[top : top + height, left : left + width] = enlarged.reshape(height, width, channels)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(canvas if channels == 3 else canvas[..., 0]).save(path, format="PNG")
 

@@ -108,12 +108,16 @@ class MoHRouter(nn.Module):
 
 
 class DenseRouter(nn.Module):
-    """Plain multi-head attention: every head of every token, weight 1, nothing computed."""
+    """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
 
     needs_query = False
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
         super().__init__()
+        if budget.shared < budget.heads:
+            raise ValueError(
+                f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
+            )
         self.num_heads = budget.heads
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:

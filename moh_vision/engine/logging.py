@@ -33,7 +33,12 @@ class RunLog:
             path.write_text("".join(line + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(
-            total=total, initial=start, desc=title, unit="step", disable=not self.terminal, dynamic_ncols=True
+            total=total,
+            initial=start,
+            desc=title,
+            disable=not self.terminal,
+            dynamic_ncols=True,
+            bar_format="{desc} {n}/{total} |{bar:20}| {elapsed}<{remaining}{postfix}",
         )
 
     def step(self, images: int) -> None:

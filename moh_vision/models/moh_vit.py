@@ -47,7 +47,7 @@ class MoHVisionTransformer(VisionTransformer):
     """A ViT with a budget of attention heads per layer.
 
     Args:
-        head_budget: see `moh_vision.attention.resolve_budget`.
+        head_budget: see `moh_vision.attention.resolve_budget`; 0.75 if left out, or all heads with the dense router.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
@@ -64,7 +64,7 @@ class MoHVisionTransformer(VisionTransformer):
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
-        head_budget=0.75,
+        head_budget=None,
         router: str = "moh",
         scope: str = "token",
         executor: str = "auto",
@@ -80,6 +80,8 @@ class MoHVisionTransformer(VisionTransformer):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if not dynamic_img_pad:
             check_image_size(img_size, patch_size)
+        if head_budget is None:
+            head_budget = [(num_heads, 0)] * depth if router == "dense" else 0.75
         budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)

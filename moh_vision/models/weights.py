@@ -19,7 +19,7 @@ REMADE = ("head.", "y_embedder.", "pos_embed")
 
 
 def create(name: str, **arguments) -> nn.Module:
-    """timm.create_model with an unknown name reported as a ValueError that suggests near ones."""
+    """timm.create_model for models with head routing; a wrong name or argument is a ValueError that helps."""
     if not timm.is_model(name.split(".")[0]):
         models = timm.list_models()
         near = [m for m in models if m.startswith(name)][:3] or difflib.get_close_matches(name, models, n=3)
@@ -27,11 +27,14 @@ def create(name: str, **arguments) -> nn.Module:
             f"model.name '{name}' is not a registered model" + (f", did you mean {' or '.join(near)}?" if near else "")
         )
     try:
-        return timm.create_model(name, **arguments)
+        model = timm.create_model(name, **arguments)
     except TypeError as error:
         if "unexpected keyword" in str(error):
             raise ValueError(f"{name}: {error}") from None
         raise
+    if not hasattr(model, "forward_routed"):
+        raise ValueError(f"model.name '{name}' has no head routing; a dense ViT is moh_vit_* with model.router dense")
+    return model
 
 
 def from_run(path: str, weights: str = "ema") -> Tuple[nn.Module, dict]:

@@ -36,7 +36,7 @@ def test_executors_equal_the_reference(executor, shared, routed, case):
     elif case == "sample":
         kwargs["scope"] = "sample"
     elif case == "dense":
-        kwargs["router"] = "dense"
+        kwargs["router"], shared, routed = "dense", 6, 0
     elif case == "one token":
         n = 1
     x = torch.randn(B, n, C, dtype=torch.float64, requires_grad=True)

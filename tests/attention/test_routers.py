@@ -162,5 +162,7 @@ def test_one_routed_head_gets_no_gradient_from_its_weight():
 
 
 def test_bad_options():
+    with pytest.raises(ValueError, match="router 'dense' runs all 6 heads, the budget only 4"):
+        ROUTERS["dense"](C, HeadBudget(6, 8, 2, 2))
     with pytest.raises(ValueError, match="gate_scale 'half' is not one of released, paper"):
         MoHRouter(C, HeadBudget(6, 8, 2, 2), gate_scale="half")

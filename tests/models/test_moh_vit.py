@@ -126,6 +126,12 @@ def test_impossible_arguments(kwargs, words):
         tiny(**kwargs)
 
 
+def test_dense_router_runs_all_heads():
+    model = tiny(router="dense")
+    assert moh_vision.head_budget(model)["share"] == 1.0
+    assert not any(".router." in name for name, _ in model.named_parameters())
+
+
 def test_unknown_argument_is_a_type_error():
     with pytest.raises(TypeError, match="head_bugdet"):
         tiny(head_bugdet=0.5)
