@@ -25,7 +25,7 @@ from moh_vision.diffusion import make_scheduler, sample_images
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.script import index_dir, user_errors
-from moh_vision.evaluation.classifier_scores import extract, frechet_distance, recognised_share
+from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.models.weights import from_run
 
 
@@ -86,9 +86,8 @@ def main(argv) -> None:
             images.append(to_uint8(x).cpu())
             bar.set_postfix_str(f"{first + len(batch)} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
     images = torch.cat(images)  # [n, C, h, w] uint8
-    print(
-        f"{len(images)} images, {config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}, {about['weights']}"
-    )
+    how = f"{config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
+    print(f"{len(images)} images, {how}, {about['weights']}")
 
     # ---------------------------------------------------------------- write
     if config.out:
@@ -113,52 +112,25 @@ def main(argv) -> None:
 
     # ---------------------------------------------------------------- score
     if config.score:
-        classifier = classifier.to(device)
         mean, std = (classifier.pretrained_cfg[k][: reference.channels] for k in ("mean", "std"))
-        side = judge["arguments"].get("img_size", size)
-        transform = image_transform("none", side, reference.channels, mean, std)
-
-        def features(batch):
-            hidden = classifier.forward_head(classifier.forward_features(batch), pre_logits=True)  # [B, C]
-            return dict(features=hidden, logits=classifier.get_classifier()(hidden))
-
-        real = torch.cat(
-            [
-                b["images"]
-                for b in evaluation_batches(
-                    LabelledImages(reference, transform, 0), rank_slice(len(reference), 0, 1, 256), 0
-                )
-            ]
-        )
+        transform = image_transform("none", judge["arguments"].get("img_size", size), reference.channels, mean, std)
+        slices = rank_slice(len(reference), 0, 1, 256)
+        real = evaluation_batches(LabelledImages(reference, transform, 0), slices, 0)
         fake = torch.stack([transform(as_pil(image)) for image in images])
-        real, fake = (extract(features, x, 256, device) for x in (real, fake))
-        scores = dict(
-            recognised=recognised_share(fake["logits"], labels),
-            recognised_real=recognised_share(real["logits"], torch.from_numpy(reference.labels)),
-            frechet_distance=frechet_distance(fake["features"], real["features"])
-            if len(images) > fake["features"].shape[1]
-            else None,
-            feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}, {fake['features'].shape[1]} features); not Inception, not FID",
-            num_generated=len(images),
-            num_reference=len(reference),
+        scores = score_with_classifier(classifier.to(device), fake, labels, real, device)
+        scores.update(
+            feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}); not Inception, not FID",
             reference=f"{config.score}, test split",
             weights=about["weights"],
             sampling=dict(sampler=config.sampler, steps=config.steps, cfg_scale=config.cfg_scale, seed=config.seed),
         )
-        path = (
-            Path(config.checkpoint if Path(config.checkpoint).is_dir() else Path(config.checkpoint).parent)
-            / "scores.json"
-        )
+        path = Path(about["weights"]).with_name("scores.json")
         path.write_text(json.dumps(scores, indent=1) + "\n")
-        print(
-            f"recognised as the class asked for: {100 * scores['recognised']:.1f} % (real test images: {100 * scores['recognised_real']:.1f} %)"
-        )
+        recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
+        print(f"recognised as the class asked for: {recognised:.1f} % (real test images: {on_real:.1f} %)")
         distance = scores["frechet_distance"]
-        print(
-            "Frechet distance: "
-            + ("needs more images than features" if distance is None else f"{distance:.2f}")
-            + f" in the {scores['feature_space']}"
-        )
+        shown = "needs more images than features" if distance is None else f"{distance:.2f}"
+        print(f"Frechet distance: {shown}; {scores['num_features']} features, {scores['feature_space']}")
         print(f"scores: {path}")
 
 

@@ -3,7 +3,7 @@
 They are no FID: the features are the classifier's, and they are named after it.
 """
 
-from typing import Callable, Dict
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -33,9 +33,36 @@ def frechet_distance(features1: Tensor, features2: Tensor) -> float:
 
 
 @torch.no_grad()
-def extract(
-    forward: Callable[[Tensor], Dict[str, Tensor]], images: Tensor, batch_size: int, device
-) -> Dict[str, Tensor]:
-    """Run `forward` (images -> dict of tensors) over [N, C, h, w] in batches; results on the CPU."""
-    parts = [forward(batch.to(device)) for batch in images.split(batch_size)]
-    return {name: torch.cat([p[name].cpu() for p in parts]) for name in parts[0]}
+def score_with_classifier(classifier, images: Tensor, labels: Tensor, reference: Iterable[dict], device) -> dict:
+    """Score samples.
+
+    Args:
+        classifier: a timm model in eval mode, trained on the same classes.
+        images: samples [N, C, h, w], normalised for the classifier.
+        labels: [N], the classes asked for.
+        reference: batches of real images, dicts with images and labels.
+        device: where to compute.
+
+    Returns:
+        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features); the distance is
+        None where there are not more images than features.
+    """
+
+    def run(batch: Tensor):
+        hidden = classifier.forward_features(batch.to(device))
+        features = classifier.forward_head(hidden, pre_logits=True)  # [B, F]
+        return features.cpu(), classifier.get_classifier()(features).cpu()
+
+    fake, fake_logits = (torch.cat(parts) for parts in zip(*(run(batch) for batch in images.split(256))))
+    real, real_logits, real_labels = (
+        torch.cat(parts) for parts in zip(*((*run(batch["images"]), batch["labels"]) for batch in reference))
+    )
+    enough = min(len(fake), len(real)) > fake.shape[1]
+    return dict(
+        recognised=recognised_share(fake_logits, labels),
+        recognised_real=recognised_share(real_logits, real_labels),
+        frechet_distance=frechet_distance(fake, real) if enough else None,
+        num_generated=len(fake),
+        num_reference=len(real),
+        num_features=fake.shape[1],
+    )

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from moh_vision.evaluation.accuracy import evaluate
-from moh_vision.evaluation.classifier_scores import extract, frechet_distance, recognised_share
+from moh_vision.evaluation.classifier_scores import frechet_distance, recognised_share, score_with_classifier
 
 
 def test_accuracy_counts_every_sample_once_over_ranks():
@@ -44,7 +44,37 @@ def test_too_few_samples_are_refused():
         frechet_distance(torch.randn(9, 3), torch.randn(3, 3))
 
 
-def test_recognised_share_and_extract():
+def test_recognised_share():
     assert recognised_share(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 0.75
-    out = extract(lambda x: dict(double=x * 2), torch.arange(7.0), 3, "cpu")
-    assert out["double"].tolist() == [0, 2, 4, 6, 8, 10, 12]
+
+
+class Brightest(torch.nn.Module):
+    """Features are the three channel means, the class is the brightest."""
+
+    def forward_features(self, x):
+        return x.mean((2, 3))
+
+    def forward_head(self, x, pre_logits=False):
+        assert pre_logits
+        return x
+
+    def get_classifier(self):
+        return torch.nn.Identity()
+
+
+def test_score_with_classifier():
+    def images(labels):
+        x = torch.rand(len(labels), 3, 4, 4)
+        x[torch.arange(len(labels)), labels] += 2
+        return x
+
+    labels, asked = torch.arange(300) % 3, torch.arange(300) % 3
+    asked[:30] = (asked[:30] + 1) % 3
+    reference = [dict(images=images(part), labels=part) for part in labels.split(100)]
+    fake = images(labels)
+    scores = score_with_classifier(Brightest(), fake, asked, reference, "cpu")
+    assert (scores["recognised"], scores["recognised_real"]) == (pytest.approx(0.9), 1.0)
+    want = frechet_distance(fake.mean((2, 3)), torch.cat([b["images"] for b in reference]).mean((2, 3)))
+    assert scores["frechet_distance"] == pytest.approx(want) and 0 < want < 0.01
+    assert (scores["num_generated"], scores["num_reference"], scores["num_features"]) == (300, 300, 3)
+    assert score_with_classifier(Brightest(), fake[:3], asked[:3], reference, "cpu")["frechet_distance"] is None
