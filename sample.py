@@ -33,19 +33,18 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("sample.py"):
         config, _ = parse_config(SampleConfig, argv, "sample.py")
-        model, about = from_run(config.checkpoint, config.weights)
-        if not hasattr(model, "y_embedder"):
-            raise ValueError(f"--checkpoint {config.checkpoint} is not a diffusion run ({about['architecture']})")
+        model, about = from_run(config.checkpoint, "diffusion", config.weights)
         classes, size, channels = about["classes"], model.config.sample_size, model.config.in_channels
-        outputs = [Path(p) for p in (config.out, config.grid, config.head_usage) if p]
-        for path in outputs:
-            taken = any(path.iterdir()) if path.is_dir() else path.exists()
-            if taken and not config.overwrite:
-                raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        if config.cfg_scale != 1 and about["config"]["label_drop"] == 0:
+            raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
+        scores_path = (
+            Path(config.score_file or Path(about["weights"]).with_name("scores.json")) if config.score else None
+        )
+        claim_outputs([config.out, config.grid, config.head_usage, scores_path], config.overwrite)
         if config.score:
             reference = open_source(config.score, "val", index_dir(config.checkpoint))
-            classifier, judge = from_run(config.extractor)
-            if not hasattr(classifier, "forward_head") or judge["classes"] != classes or reference.classes != classes:
+            classifier, judge = from_run(config.extractor, "classifier")
+            if judge["classes"] != classes or reference.classes != classes:
                 raise ValueError(
                     f"--extractor {config.extractor} and --score {config.score} need the classes of {config.checkpoint}: {classes}"
                 )
@@ -94,7 +93,7 @@ def main(argv) -> None:
         write_images(images, labels, Path(config.out))
         print(f"images: {config.out}")
     if config.grid:
-        columns = min(config.grid_columns, config.num_images // min(len(classes), 10, config.num_images))
+        columns = max(1, min(config.grid_columns, config.num_images // len(classes)))
         rows = [torch.nonzero(labels == c).flatten()[:columns] for c in range(min(len(classes), 10))]
         draw_image_grid(images[torch.cat(rows)], columns, config.grid)
         print(f"grid, one class a row: {config.grid}")
@@ -113,7 +112,7 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- score
     if config.score:
         mean, std = (classifier.pretrained_cfg[k][: reference.channels] for k in ("mean", "std"))
-        transform = image_transform("none", judge["arguments"].get("img_size", size), reference.channels, mean, std)
+        transform = image_transform("none", judge["arguments"]["img_size"], reference.channels, mean, std)
         slices = rank_slice(len(reference), 0, 1, 256)
         real = evaluation_batches(LabelledImages(reference, transform, 0), slices, 0)
         fake = torch.stack([transform(as_pil(image)) for image in images])
@@ -124,14 +123,26 @@ def main(argv) -> None:
             weights=about["weights"],
             sampling=dict(sampler=config.sampler, steps=config.steps, cfg_scale=config.cfg_scale, seed=config.seed),
         )
-        path = Path(about["weights"]).with_name("scores.json")
-        path.write_text(json.dumps(scores, indent=1) + "\n")
+        scores_path.write_text(json.dumps(scores, indent=1) + "\n")
         recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
         print(f"recognised as the class asked for: {recognised:.1f} % (real test images: {on_real:.1f} %)")
         distance = scores["frechet_distance"]
         shown = "needs more images than features" if distance is None else f"{distance:.2f}"
         print(f"Frechet distance: {shown}; {scores['num_features']} features, {scores['feature_space']}")
-        print(f"scores: {path}")
+        print(f"scores: {scores_path}")
+
+
+def claim_outputs(paths, overwrite: bool) -> None:
+    """Raise ValueError, before any work, for an output that exists already or cannot be written."""
+    for path in (Path(p) for p in paths if p):
+        taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if taken and not overwrite:
+            raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        if path.is_file() and not path.suffix:
+            raise ValueError(f"{path} is a file, expected a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written")
 
 
 def as_pil(image: torch.Tensor) -> Image.Image:
@@ -142,13 +153,14 @@ def as_pil(image: torch.Tensor) -> Image.Image:
 
 def write_images(images: torch.Tensor, labels: torch.Tensor, out: Path) -> None:
     """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".npz":
         hidden = out.with_name(f".{out.name}.tmp.npz")
         np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
         os.replace(hidden, out)
         return
     out.mkdir(exist_ok=True)
+    for stale in out.glob("*.png"):
+        stale.unlink()
     for i, image in enumerate(images):
         as_pil(image).save(out / f"{i:06d}.png")
 

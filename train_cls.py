@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 
@@ -20,12 +19,12 @@ from moh_vision.analysis.figures import draw_head_usage
 from moh_vision.attention import head_budget
 from moh_vision.config import ClsConfig, changed_keys, parse_config
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform, training_batches
-from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.order import StepBatches, derive_seed, rank_slice
 from moh_vision.data.sources import open_source
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import finish, index_dir, open_run, user_errors
-from moh_vision.engine.steps import Updater, learning_rate, seed_step, set_learning_rate
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.evaluation.accuracy import evaluate
 from moh_vision.models.weights import create, init_from
 from moh_vision.tasks import ClassificationTask
@@ -35,7 +34,7 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_cls.py"):
         config, flags = parse_config(ClsConfig, argv, "train_cls.py")
-        accelerator = Accelerator(mixed_precision=config.mixed_precision)
+        accelerator = make_accelerator(config.mixed_precision)
         with accelerator.main_process_first():
             train, val = (open_source(config.data.root, split, index_dir(config.output)) for split in ("train", "val"))
         if len(val.classes) != len(train.classes):
@@ -46,12 +45,14 @@ def main(argv) -> None:
         if config.data.img_size or train.img_size:
             arguments["img_size"] = config.data.img_size or train.img_size
         torch.manual_seed(config.seed)
-        model = create(config.model.name, **arguments)
-        img_size = arguments.get("img_size") or model.pretrained_cfg["input_size"][-1]
+        model = create(config.model.name, "classifier", **arguments)
+        img_size = arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
         if flags.dry_run:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
         resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
+        if resumed and resumed[0] > config.max_steps:
+            raise ValueError(f"--max-steps {config.max_steps}: {config.output} has already done {resumed[0]} steps")
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         normal = dict(
@@ -79,7 +80,7 @@ def main(argv) -> None:
     ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
     start = batches.start
     if resumed:
-        load_training(accelerator, resumed[1], ema)
+        load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm)
     log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "classification")
@@ -98,6 +99,8 @@ def main(argv) -> None:
             return logits
 
         def total(tensor):
+            if accelerator.num_processes == 1:
+                return tensor
             return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
 
         val_batches = log.progress(evaluation_batches(val_set, val_slices, config.data.workers), "validation")
@@ -120,34 +123,28 @@ def main(argv) -> None:
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
         set_learning_rate(optimizer, lr)
-        seed_step(config.seed, step, accelerator.process_index)
+        losses = []
         task.train()
         for micro in range(o.accumulation):
             batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
+            torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
             last = micro == o.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(task):
-                losses = task(**batch)
-                accelerator.backward(losses["loss"] / o.accumulation)
+                losses.append(task(**batch))
+                accelerator.backward(losses[-1]["loss"] / o.accumulation)
         norm, updated = update(task, optimizer, step)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
 
         if step % config.log_every == 0 or step + 1 == config.max_steps:
-            values = {k: round(losses[k].item(), 6) for k in ("loss", "task_loss", "balance_loss", "balance_share")}
-            accuracy = (losses["logits"].argmax(-1) == batch["labels"]).float().mean().item()
-            usage = [[round(u, 3) for u in layer.tolist()] for layer in losses["head_usage"]]
+            values = average_over_step(accelerator, losses)
             log.metrics(
                 step,
-                dict(
-                    values,
-                    batch_accuracy=round(accuracy, 4),
-                    lr=lr,
-                    grad_norm=round(norm, 4),
-                    skipped=update.skipped,
-                    head_usage=usage,
-                ),
-                f"loss {values['loss']:.4f}, balance {100 * values['balance_share']:.1f} %, acc {100 * accuracy:.0f} %",
+                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped),
+                f"loss {values['loss']:.4f}, balance {100 * values['balance_share']:.1f} %, "
+                f"acc {100 * values['batch_accuracy']:.0f} %",
             )
         done = step + 1
         if done % config.save_every == 0 or done == config.max_steps:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 
@@ -17,14 +16,14 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
 from moh_vision.config import DitConfig, changed_keys, parse_config
 from moh_vision.data.batches import NoisedImages, image_transform, training_batches
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.sources import open_source
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import finish, index_dir, open_run, user_errors
-from moh_vision.engine.steps import Updater, learning_rate, seed_step, set_learning_rate
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.weights import create, init_from
 from moh_vision.tasks import DiffusionTask
 
@@ -33,7 +32,7 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
-        accelerator = Accelerator(mixed_precision=config.mixed_precision)
+        accelerator = make_accelerator(config.mixed_precision)
         with accelerator.main_process_first():
             train = open_source(config.data.root, "train", index_dir(config.output))
         img_size = config.data.img_size or train.img_size
@@ -47,12 +46,14 @@ def main(argv) -> None:
             learn_sigma=config.learn_sigma,
         )
         torch.manual_seed(config.seed)
-        model = create(config.model.name, **arguments)
+        model = create(config.model.name, "diffusion", **arguments)
         if flags.dry_run:
             zeros = torch.zeros(1, dtype=torch.long)
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size), zeros, zeros))
             return
         resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
+        if resumed and resumed[0] > config.max_steps:
+            raise ValueError(f"--max-steps {config.max_steps}: {config.output} has already done {resumed[0]} steps")
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         batches = StepBatches(
@@ -76,7 +77,7 @@ def main(argv) -> None:
     ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
     start = batches.start
     if resumed:
-        load_training(accelerator, resumed[1], ema)
+        load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm)
     log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "diffusion")
@@ -88,24 +89,25 @@ def main(argv) -> None:
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
         set_learning_rate(optimizer, lr)
-        seed_step(config.seed, step, accelerator.process_index)
+        losses = []
         for micro in range(o.accumulation):
             batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
+            torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
             last = micro == o.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(task):
-                losses = task(**batch)
-                accelerator.backward(losses["loss"] / o.accumulation)
+                losses.append(task(**batch))
+                accelerator.backward(losses[-1]["loss"] / o.accumulation)
         norm, updated = update(task, optimizer, step)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
 
         if step % config.log_every == 0 or step + 1 == config.max_steps:
-            values = {k: round(v.item(), 6) for k, v in losses.items() if k != "head_usage"}
-            usage = [[round(u, 3) for u in layer.tolist()] for layer in losses["head_usage"]]
+            values = average_over_step(accelerator, losses)
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped, head_usage=usage),
+                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped),
                 f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
             )
         done = step + 1

@@ -47,12 +47,12 @@ class ModelConfig:
     depth: Optional[int] = None
     num_heads: Optional[int] = None
     patch_size: Optional[int] = None
-    kwargs: Dict[str, Any] = field(default_factory=dict)
+    kwargs: Optional[Dict[str, Any]] = None
 
     def arguments(self) -> dict:
         """Keyword arguments for timm.create_model, without what was left out."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "kwargs")}
-        return {**{k: v for k, v in own.items() if v is not None}, **self.kwargs}
+        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {})}
 
 
 @dataclass
@@ -165,7 +165,7 @@ class RunConfig:
     def __post_init__(self):
         for name in ("max_steps", "log_every", "save_every", "keep_checkpoints"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _check("seed", self.seed, self.seed >= 0, "0 or more")
+        _check("seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         _check("balance_weight", self.balance_weight, self.balance_weight >= 0, "0 or more")
 
     def tree(self) -> dict:
@@ -202,6 +202,7 @@ class DitConfig(RunConfig):
     """
 
     vae: Literal["none"] = "none"
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     learn_sigma: bool = True
     label_drop: float = 0.1
 
@@ -242,6 +243,7 @@ class SampleConfig:
         head_usage: PNG of head usage per layer and class while sampling.
         score: reference images: "digits" or a folder of shards; their val split is used. Needs `extractor`.
         extractor: a classification run on the same classes.
+        score_file: where the scores go; left out: scores.json beside the weights.
         overwrite: replace what is at the output paths.
     """
 
@@ -259,6 +261,7 @@ class SampleConfig:
     head_usage: Optional[str] = None
     score: Optional[str] = None
     extractor: Optional[str] = None
+    score_file: Optional[str] = None
     overwrite: bool = False
 
     def __post_init__(self):
@@ -267,6 +270,9 @@ class SampleConfig:
         _check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         _check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         _check("seed", self.seed, self.seed >= 0, "0 or more")
+        for name in ("grid", "head_usage"):
+            path = getattr(self, name)
+            _check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
         if (self.score is None) != (self.extractor is None):
             raise ValueError(
                 "--score REFERENCE and --extractor RUN belong together; Inception scores come with a later version"
@@ -302,7 +308,7 @@ def parse_config(kind, argv: List[str], prog: str):
         )
     parser.add_class_arguments(kind)
     for path in _config_files(argv):
-        _refuse_unknown_keys(path, kind)
+        _refuse_unknown_keys(path, kind, flags)
     try:
         namespace = parser.parse_args(argv)
         built = parser.instantiate(namespace)
@@ -390,7 +396,7 @@ def _config_files(argv: List[str]):
             yield token.partition("=")[2]
 
 
-def _refuse_unknown_keys(path: str, kind) -> None:
+def _refuse_unknown_keys(path: str, kind, flags: List[str]) -> None:
     if not os.path.isfile(path):
         raise ValueError(f"--config {path}: no such file")
     try:
@@ -403,6 +409,8 @@ def _refuse_unknown_keys(path: str, kind) -> None:
         raise ValueError(f"--config {path}: expected keys and values, found {type(tree).__name__}")
     known = list(_leaf_keys(kind))
     sections = {k.partition(".")[0] for k in known if "." in k}
+    for flag in flags:  # --print_config writes them too
+        tree.pop(flag, None)
 
     def walk(node: dict, prefix: str):
         for key, value in node.items():

@@ -42,10 +42,11 @@ class ClassificationTask(RoutedTask):
         self.label_smoothing = label_smoothing
 
     def forward(self, images: Tensor, labels: Tensor) -> Dict:
-        """images [B, C, h, w], labels [B] -> losses, with logits [B, classes]."""
+        """images [B, C, h, w], labels [B] -> losses, with batch_accuracy."""
         logits, stats = self.model.forward_routed(images)  # [B, classes]
         task_loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
-        return dict(self.losses(task_loss, stats), logits=logits.detach())
+        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
+        return dict(self.losses(task_loss, stats), batch_accuracy=accuracy)
 
 
 class DiffusionTask(RoutedTask):

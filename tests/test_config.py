@@ -126,6 +126,14 @@ def test_shipped_configs_are_valid(path):
     assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
 
 
+def test_print_config_prints_a_config(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse("--max-steps", "7", "--print_config")
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse("--config", str(file))[0] == parse("--max-steps", "7")[0]
+
+
 def test_sampling_options():
     config, flags = parse("--checkpoint", "run", "--cfg-scale", "1.5", kind=SampleConfig)
     assert (config.cfg_scale, flags) == (1.5, None)

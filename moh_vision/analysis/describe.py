@@ -26,6 +26,9 @@ def describe(name: str, model: nn.Module, *inputs: Tensor) -> str:
         lines.append(
             f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  {layer['active']:6d}"
         )
+    single = [n for n, layer in enumerate(budget["layers"]) if layer["routed"] == 1]
+    if single:
+        lines.append(f"one routed head in layers {single}: only the balance loss trains those routers")
     lines += [
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",

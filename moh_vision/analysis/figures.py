@@ -75,5 +75,5 @@ def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequenc
         side.set_visible(False)
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
     plt.close(figure)

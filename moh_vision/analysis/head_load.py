@@ -29,7 +29,7 @@ class HeadLoad:
         """Statistics of a batch whose labels are [B]; padding-free, every sample with the same number of tokens."""
         labels = labels.cpu()
         for counts, tokens, layer in zip(self.counts, self.tokens, stats):
-            counts.index_add_(0, labels, layer.counts.double().cpu())
+            counts.index_add_(0, labels, layer.counts.cpu().double())
             tokens.index_add_(0, labels, torch.full((len(labels),), layer.probs.shape[1], dtype=torch.float64))
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:

@@ -74,7 +74,9 @@ def resolve_budget(
                 d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
             "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
             [(shared, routed), ...]: one pair per layer.
-            For the first two, 40 % of the active heads over the model are shared (Jin 2024, section 5).
+            For the first two, 40 % of the active heads over the model are shared (Jin 2024, section 5). With few heads
+            that leaves layers with one routed head, as in the released S/2-75: its renormalised weight is constant, so
+            only the balance loss trains that router.
         depth: layers.
         heads: heads per layer, one number or one per layer.
         head_dim: width of a head, one number or one per layer.

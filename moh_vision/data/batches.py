@@ -43,8 +43,8 @@ class LabelledImages(Dataset):
 
     def __getitem__(self, item: Tuple[int, int]) -> dict:
         position, index = item
-        # The transforms draw from torch's CPU generator. A step seeds it again before it uses it (engine.steps), so
-        # nothing is restored; torch.manual_seed, which also visits every accelerator, would cost 100 us a sample.
+        # The transforms draw from torch's CPU generator. The training loop seeds it again after it has fetched a batch,
+        # so nothing is restored; torch.manual_seed, which also visits every accelerator, would cost 100 us a sample.
         torch.default_generator.manual_seed(derive_seed(self.seed, position))
         image = self.transform(self.source.image(index))
         return dict(images=image, labels=int(self.source.labels[index]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import stat
 import tarfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -17,6 +19,7 @@ from safetensors.numpy import save_file
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 INDEX_FORMAT = "1"
+MAX_OPEN_SHARDS = 16
 
 
 class Digits:
@@ -88,17 +91,14 @@ class Shards:
                 )
         else:
             self.classes = [str(c) for c in range(int(self.labels.max()) + 1)]
-        self._files: dict = {}
+        self._files: OrderedDict = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
         shard = int(self.shard[index])
-        key = (os.getpid(), shard)  # a forked worker opens its own
-        if key not in self._files:
-            self._files[key] = os.open(self.paths[shard], os.O_RDONLY)
-        data = os.pread(self._files[key], int(self.size[index]), int(self.offset[index]))
+        data = os.pread(self._file(shard), int(self.size[index]), int(self.offset[index]))
         try:
             image = Image.open(io.BytesIO(data))
             image.load()
@@ -106,11 +106,22 @@ class Shards:
             raise ValueError(f"{self.paths[shard]}, image at byte {self.offset[index]}: {error}") from None
         return image
 
+    def _file(self, shard: int) -> int:
+        """An open descriptor, among the last few: there may be more shards than a process may open."""
+        if shard in self._files:
+            self._files.move_to_end(shard)
+        else:
+            if len(self._files) >= MAX_OPEN_SHARDS:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[shard] = os.open(self.paths[shard], os.O_RDONLY)
+        return self._files[shard]
+
     def _index(self, folder: Path, split: str, index_dir: Optional[Path]):
         stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.paths]
         places = [folder / f".{split}.index.safetensors"]
         if index_dir is not None:
-            places.append(index_dir / f"{folder.name}.{split}.index.safetensors")
+            which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
+            places.append(index_dir / f"{folder.name}-{which}.{split}.index.safetensors")
         for place in places:
             if place.exists():
                 return _read_index(place, stats)

@@ -41,12 +41,17 @@ def save_training(accelerator, run: Path, step: int, model, ema, metadata: Dict[
         export_weights(model, run / "model.safetensors", dict(metadata, step=step))
         if ema:
             export_weights(ema.module, run / EMA, dict(metadata, step=step))
+        elif (run / EMA).exists():
+            (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
 
 
-def load_training(accelerator, folder: Path, ema) -> None:
-    """Restore what `save_training` saved into the prepared model and optimiser, and into `ema`."""
+def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
+    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`."""
     accelerator.load_state(str(folder))
-    if ema:
+    if ema and not (folder / EMA).exists():
+        say(f"{folder} has no EMA; it starts from the weights of that step")
+        ema.module.load_state_dict(model.state_dict())
+    elif ema:
         ema.module.load_state_dict(load_file(folder / EMA))
 
 
@@ -81,7 +86,8 @@ def save_checkpoint(accelerator, run: Path, step: int, write_extra: Callable[[Pa
             shutil.rmtree(final)
         hidden.rename(final)
         _fsync(parent)
-        for _, old in _steps(parent)[keep:]:
+        # Only steps up to this one: newer folders are damaged ones that this run passed over, and take no place.
+        for old in [path for number, path in _steps(parent) if number <= step][keep:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final

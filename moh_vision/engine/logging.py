@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -29,8 +30,11 @@ class RunLog:
         if not enabled:
             return
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) < start]
-            path.write_text("".join(line + "\n" for line in kept))
+            finished = start == total  # then only the last validation is done again
+            kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) < start]
+            hidden = path.with_name(f".{path.name}.tmp")
+            hidden.write_text("".join(line + "\n" for line in kept))
+            hidden.rename(path)
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(
             total=total,
@@ -54,10 +58,7 @@ class RunLog:
         self.images, self.since = 0, time.monotonic()
         if not self.enabled:
             return
-        self.file.write(
-            json.dumps({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
-            + "\n"
-        )
+        self._write({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
         text = f"{show}, {rate:.0f} img/s, peak {memory:.0f} MiB"
         if self.terminal:
             self.bar.set_postfix_str(text)
@@ -68,8 +69,13 @@ class RunLog:
         """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self._write({"step": step, **values})
         self.say(show)
+
+    def _write(self, values: dict) -> None:
+        # JSON has no NaN; a skipped step has one.
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.file.write(json.dumps(plain) + "\n")
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -97,8 +103,9 @@ def peak_memory_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: str, finished: bool) -> float:
     try:
-        return int(json.loads(line)["step"])
+        entry = json.loads(line)
+        return int(entry["step"]) + (finished and "validation" in entry)
     except (ValueError, KeyError, TypeError):
-        return 2**62  # a torn last line
+        return math.inf  # a torn last line

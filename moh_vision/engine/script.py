@@ -11,6 +11,8 @@ from typing import Callable, List
 
 import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 
 
 @contextlib.contextmanager
@@ -19,14 +21,30 @@ def user_errors(script: str):
     try:
         yield
     except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{script}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine: a folder may be missing on one of them
+            rank = os.environ.get("RANK", "0")
+            where = "" if rank == "0" else f"(rank {rank}) "
+            print(f"{script}: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def index_dir(output: str) -> str:
     """Where a run keeps what belongs to data in read-only folders: beside its folder, for the runs beside it."""
-    return str(Path(output).with_name(".index"))
+    return str(Path(output).resolve().with_name(".index"))
+
+
+def make_accelerator(mixed_precision: str) -> Accelerator:
+    """accelerate's Accelerator; accumulation is the script's own.
+
+    Raises:
+        ValueError: if `accelerate launch` was told another precision than the configuration.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", mixed_precision):
+        raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
+    # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
+    accumulation = GradientAccumulationPlugin(num_steps=1)
+    return Accelerator(mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation)
 
 
 def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, accelerator) -> Path:
@@ -42,7 +60,7 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
     Raises:
         ValueError: if the folder holds something else, or a run with another configuration.
     """
-    folder = Path(output)
+    folder = Path(output).resolve()
     saved = folder / "config.yaml"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file")
@@ -69,7 +87,7 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
         temporary.write_text(yaml.safe_dump(config, sort_keys=False))
         temporary.rename(saved)
     accelerator.wait_for_everyone()
-    return folder
+    return Path(output)
 
 
 def finish(accelerator) -> None:

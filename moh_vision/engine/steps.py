@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import List
 
 import torch
 
@@ -28,9 +29,23 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Dropout and stochastic depth of a step depend on (seed, step, rank) alone."""
-    torch.manual_seed((seed * 1_000_003 + step) * 1_009 + rank)
+def average_over_step(accelerator, losses: List[dict]) -> dict:
+    """Mean of the losses of a step over its micro-batches and all processes; every process calls it.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        losses: what the task returned for each micro-batch: scalars, and head_usage as a list of [H] tensors.
+
+    Returns:
+        dict of floats, and head_usage as lists.
+    """
+    names = [name for name in losses[0] if name != "head_usage"]
+    layers = [len(usage) for usage in losses[0]["head_usage"]]
+    rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_usage"]]) for r in losses]
+    mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu()
+    scalars, *usage = mean.split([len(names), *layers])
+    values = {name: round(value, 6) for name, value in zip(names, scalars.tolist())}
+    return dict(values, head_usage=[[round(share, 3) for share in layer.tolist()] for layer in usage])
 
 
 class Updater:

@@ -22,13 +22,13 @@ def evaluate(
     Returns:
         dict(top1, top5, loss, images): the first two in percent.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
         labels = batch["labels"].to(device)
         logits = predict(batch["images"].to(device), labels).float()
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices  # [B, 5]
         hit = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        totals += torch.stack([hit[:, 0].sum(), hit.sum(), loss, torch.tensor(len(labels), device=device)]).double()
+        totals += torch.tensor([hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels)])
     top1, top5, loss, images = reduce(totals).tolist()
     return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))

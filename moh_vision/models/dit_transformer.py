@@ -98,8 +98,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         num_attention_heads: H, one number or one per layer.
         attention_head_dim: D; None: hidden_size / H, which H must then divide.
         mlp_ratio: width of the MLP over C.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, no router (the dense DiT).
-        router: name in `moh_vision.attention.ROUTERS`, used with a head_budget.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, or 0.75 if a router is named.
+        router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
         out_channels: follows from learn_sigma; stored because diffusers' pipelines read it.
@@ -122,7 +122,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         attention_head_dim: Optional[int] = None,
         mlp_ratio: float = 4.0,
         head_budget=None,
-        router: str = "moh",
+        router: Optional[str] = None,
         executor: str = "auto",
         router_kwargs: Optional[dict] = None,
         out_channels: Optional[int] = None,
@@ -132,10 +132,12 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(f"img_size {sample_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
+        if router is None:
+            router = "dense" if head_budget is None else "moh"
+        if head_budget is None and router != "dense":
+            head_budget = 0.75
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
-        attn_kwargs = dict(router="dense" if head_budget is None else router, executor=executor)
-        if head_budget is not None:
-            attn_kwargs["router_kwargs"] = router_kwargs
+        attn_kwargs = dict(router=router, executor=executor, router_kwargs=router_kwargs)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.register_to_config(out_channels=self.out_channels)
         self.gradient_checkpointing = False

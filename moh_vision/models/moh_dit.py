@@ -84,10 +84,13 @@ def _create_dit(
         )
     args = dict(VARIANTS[variant])
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
-    if "head_budget" in args and reshaped and "head_budget" not in overrides:
+    dense = overrides.get("router") == "dense"
+    if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
         raise ValueError(f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget")
     if "num_heads" in overrides and "head_dim" not in overrides:
         args["head_dim"] = None
+    if dense:
+        args.pop("head_budget", None)
     args.update(overrides)
     model = MoHDiTTransformer2DModel(
         sample_size=img_size,

@@ -54,7 +54,7 @@ class MoHVisionTransformer(VisionTransformer):
         router_kwargs: options of the router, such as dict(gate_scale="paper").
         pos_embed_std: initial spread of the position table; timm's 0.02 is slow to learn from where patches hold only
             a few pixels (8 x 8 digits: 86 against 97 % after 400 steps).
-        **kwargs: those of timm's VisionTransformer.
+        **kwargs: those of timm's VisionTransformer, but block_fn, attn_layer and scale_attn_norm.
     """
 
     def __init__(
@@ -73,6 +73,9 @@ class MoHVisionTransformer(VisionTransformer):
         dynamic_img_pad: bool = False,
         **kwargs,
     ):
+        for name in ("block_fn", "attn_layer"):
+            if name in kwargs:
+                raise ValueError(f"{name} is not supported: the blocks are what makes this model")
         for name, size in (("embed_dim", embed_dim), ("depth", depth), ("num_heads", num_heads)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} {size!r} must be a whole number of at least 1")

@@ -18,8 +18,11 @@ from moh_vision.models.moh_vit import MoHVisionTransformer
 REMADE = ("head.", "y_embedder.", "pos_embed")
 
 
-def create(name: str, **arguments) -> nn.Module:
-    """timm.create_model for models with head routing; a wrong name or argument is a ValueError that helps."""
+def create(name: str, kind: str, **arguments) -> nn.Module:
+    """timm.create_model for models with head routing; a wrong name or argument is a ValueError that helps.
+
+    `kind` is "classifier" or "diffusion".
+    """
     if not timm.is_model(name.split(".")[0]):
         models = timm.list_models()
         near = [m for m in models if m.startswith(name)][:3] or difflib.get_close_matches(name, models, n=3)
@@ -34,14 +37,18 @@ def create(name: str, **arguments) -> nn.Module:
         raise
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing; a dense ViT is moh_vit_* with model.router dense")
+    actual = "classifier" if hasattr(model, "get_classifier") else "diffusion"
+    if actual != kind:
+        raise ValueError(f"model.name '{name}' is a {actual} model, a {kind} model is needed")
     return model
 
 
-def from_run(path: str, weights: str = "ema") -> Tuple[nn.Module, dict]:
+def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dict]:
     """The model of a finished or running run, with its weights.
 
     Args:
         path: folder of a run, or a .safetensors file that a run wrote.
+        kind: "classifier" or "diffusion"; the other is refused.
         weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
 
     Returns:
@@ -60,7 +67,10 @@ def from_run(path: str, weights: str = "ema") -> Tuple[nn.Module, dict]:
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
-    model = create(metadata["architecture"], **metadata["arguments"])
+    try:
+        model = create(metadata["architecture"], kind, **metadata["arguments"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
 
@@ -83,7 +93,10 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
             )
         state, _ = read_safetensors(file)
     elif timm.is_model(source.split(".")[0]):
-        state = timm.create_model(source, pretrained=True).state_dict()
+        try:
+            state = timm.create_model(source, pretrained=True).state_dict()
+        except RuntimeError as error:  # timm: no weights are named for it
+            raise ValueError(f"init_from {source}: {error}") from None
     else:
         raise FileNotFoundError(f"init_from {source}: neither a run, a .safetensors file, nor a registered model name")
     if isinstance(model, MoHVisionTransformer):

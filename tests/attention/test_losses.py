@@ -1,7 +1,8 @@
 import torch
 
 from moh_vision.attention import HeadBudget, RoutingStats, head_usage, load_balance_loss
-from moh_vision.attention.routers import DenseRouter, MoHRouter
+from moh_vision.attention.routers.dense import DenseRouter
+from moh_vision.attention.routers.moh import MoHRouter
 
 
 def stats_of(probs, selected, shared=0):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moh_vision.attention import ROUTERS, HeadBudget
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention.routers.moh import MoHRouter
 
 C = 16
 

@@ -48,12 +48,29 @@ def test_loading_restores_weights_optimiser_and_ema(trained):
     for v in optimizer.state.values():
         v["exp_avg"].zero_()
     step, folder = latest_checkpoint(run)
-    load_training(accelerator, folder, ema)
+    load_training(accelerator, folder, model, ema)
     assert step == 6
     assert all(
         torch.equal(a, b) for a, b in zip((*model.parameters(), *ema.module.parameters()), states[6], strict=True)
     )
     assert all(torch.equal(v["exp_avg"], m) for v, m in zip(optimizer.state.values(), moments, strict=True))
+
+
+def test_rotation_keeps_the_good_one_and_passes_over_damaged_newer_ones(trained):
+    run, accelerator, model, _, ema, _ = trained
+    damage_by("flipped", run / "checkpoints" / "step_6")
+    assert latest_checkpoint(run, lambda text: None)[0] == 4
+    save_training(accelerator, run, 5, model, ema, {}, keep=1)
+    assert latest_checkpoint(run, lambda text: None)[0] == 5
+
+
+def test_ema_switched_on_and_off(trained):
+    run, accelerator, model, _, ema, _ = trained
+    save_training(accelerator, run, 8, model, None, {}, keep=2)
+    assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
+    said = []
+    load_training(accelerator, run / "checkpoints" / "step_8", model, ema, said.append)
+    assert "has no EMA" in said[0] and torch.equal(ema.module.weight, model.weight)
 
 
 def test_no_checkpoint_is_none(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import open_run, user_errors
-from moh_vision.engine.steps import Updater, learning_rate, seed_step, set_learning_rate
+from moh_vision.engine.script import make_accelerator, open_run, user_errors
+from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 
 
 def test_schedule():
@@ -25,13 +25,22 @@ def test_groups_keep_their_scale():
     assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.4]
 
 
-def test_seeds_differ_by_step_and_rank():
-    def draw(*args):
-        seed_step(*args)
-        return torch.rand(1).item()
+def test_losses_are_averaged_over_micro_batches():
+    accelerator = SimpleNamespace(reduce=lambda tensor, how: tensor)
+    micro = [
+        dict(loss=torch.tensor(v), mse=torch.tensor(2 * v), head_usage=[torch.tensor([1.0, v]), torch.tensor([v])])
+        for v in (0.25, 0.75)
+    ]
+    assert average_over_step(accelerator, micro) == dict(loss=0.5, mse=1.0, head_usage=[[1.0, 0.5], [0.5]])
 
-    assert draw(0, 1, 0) == draw(0, 1, 0)
-    assert len({draw(s, t, r) for s in range(3) for t in range(5) for r in range(3)}) == 45
+
+def test_accelerate_told_otherwise_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="launched with bf16, but mixed_precision is no"):
+        make_accelerator("no")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert make_accelerator("no").gradient_accumulation_steps == 1
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
@@ -70,6 +79,15 @@ def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
 
 
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+
+
+def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        log = RunLog(path, start=2, total=2, enabled=True, title="t")
+        log.event(1, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
+        log.close()
+    assert path.read_text() == '{"step": 1, "validation": {"top1": 1.0}, "grad_norm": null}\n'
 
 
 def same(old, new):

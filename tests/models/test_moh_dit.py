@@ -199,6 +199,15 @@ def test_fixed_heads_take_a_new_budget():
     assert budget["share"] == 0.5 and {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
 
 
+def test_routers_by_name():
+    assert moh_vision.head_budget(tiny("dit_small_patch2", router="moh"))["share"] == 0.75
+    assert moh_vision.head_budget(tiny("moh_dit_small_patch2_75", router="dense", head_budget=None))["share"] == 1.0
+    with pytest.raises(ValueError, match="router 'mohh' is not one of"):
+        tiny("dit_small_patch2", router="mohh")
+    with pytest.raises(TypeError, match="nonsense"):
+        tiny("dit_small_patch2", router_kwargs=dict(nonsense=1))
+
+
 def test_wrong_input_size_is_named():
     with pytest.raises(ValueError, match=r"hidden_states \(1, 3, 6, 6\): expected \[batch, 3, 8, 8\]"):
         tiny()(torch.zeros(1, 3, 6, 6), torch.tensor([0]), torch.tensor([0]))

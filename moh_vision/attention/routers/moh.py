@@ -1,17 +1,16 @@
-"""Routers: `router(x, q=None, padding_mask=None) -> Routing`. A new one is a class here and a line in ROUTERS.
+"""Mixture-of-Head attention, Jin 2024."""
 
-A router knows nothing of attention kernels; it looks at tokens and says which heads run and with what weight.
-"""
-
-from typing import Callable, Dict, List, Optional
+from typing import List, Optional
 
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routing import Routing, RoutingStats
+from moh_vision.attention.routers.common import active_heads, gate_logits, no_logits, select_top_k, top_k_stats
+from moh_vision.attention.routing import Routing
+
+torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
 
 GATE_SCALES = ("released", "paper")
 
@@ -70,8 +69,7 @@ class MoHRouter(nn.Module):
         B, N, _ = x.shape
         logits = no_logits(x) if self.routed is None else gate_logits(x, self.routed.weight)  # [B, N, E]
         probs = logits.softmax(-1)  # [B, N, E]
-        chosen = probs.topk(self.num_routed, dim=-1).indices  # [B, N, k]
-        selected = torch.zeros_like(probs).scatter(-1, chosen, 1.0)  # [B, N, E] of 0 and 1
+        chosen, selected = select_top_k(probs, self.num_routed)  # [B, N, k], [B, N, E]
 
         parts: List[Tensor] = []
         if self.num_shared > 0:
@@ -95,58 +93,5 @@ class MoHRouter(nn.Module):
             elif not self.released:
                 parts = [parts[0] * 0.5, parts[1] * 0.5]
 
-        shared_index = torch.arange(self.num_shared, device=x.device).expand(B, N, -1)
-        active = torch.cat([shared_index, chosen + self.num_shared], dim=-1)  # [B, N, K]
-        if padding_mask is not None:
-            real = ~padding_mask.unsqueeze(-1)  # [B, N, 1]
-            probs, selected = probs * real, selected * real
-            tokens = real.sum(1)  # [B, 1]
-        else:
-            tokens = torch.full((B, 1), N, device=x.device)
-        counts = torch.cat([tokens.expand(-1, self.num_shared).to(selected.dtype), selected.sum(1)], dim=-1)  # [B, H]
-        return Routing(torch.cat(parts, dim=-1), active, RoutingStats(probs, counts.detach(), logits))
-
-
-class DenseRouter(nn.Module):
-    """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
-
-    needs_query = False
-
-    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
-        super().__init__()
-        if budget.shared < budget.heads:
-            raise ValueError(
-                f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
-            )
-        self.num_heads = budget.heads
-
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
-        """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        B, N, _ = x.shape
-        none = no_logits(x)
-        if padding_mask is None:
-            counts = torch.full((B, self.num_heads), float(N), device=x.device)
-        else:
-            counts = (~padding_mask).sum(1, keepdim=True).expand(-1, self.num_heads).float()
-        return Routing(None, None, RoutingStats(none, counts, none))
-
-
-@torch.fx.wrap  # a leaf while tracing: the device of a proxy is not known
-def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32 or better, also under autocast: rounding must not decide which head wins."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
-        return F.linear(x.to(dtype), weight.to(dtype))
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight.to(dtype))
-
-
-def no_logits(x: Tensor) -> Tensor:
-    """[B, N, 0], for a layer that routes nothing."""
-    return torch.zeros((x.shape[0], x.shape[1], 0), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-ROUTERS: Dict[str, Callable[..., nn.Module]] = {
-    "moh": MoHRouter,
-    "dense": DenseRouter,
-}
+        stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
+        return Routing(torch.cat(parts, dim=-1), active_heads(self.num_shared, chosen), stats)

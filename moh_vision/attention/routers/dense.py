@@ -1,0 +1,34 @@
+"""No routing."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.routers.common import no_logits
+from moh_vision.attention.routing import Routing, RoutingStats
+
+
+class DenseRouter(nn.Module):
+    """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
+
+    needs_query = False
+
+    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
+        super().__init__()
+        if budget.shared < budget.heads:
+            raise ValueError(
+                f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
+            )
+        self.num_heads = budget.heads
+
+    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+        """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
+        B, N, _ = x.shape
+        none = no_logits(x)
+        if padding_mask is None:
+            counts = torch.full((B, self.num_heads), float(N), device=x.device)
+        else:
+            counts = (~padding_mask).sum(1, keepdim=True).expand(-1, self.num_heads).float()
+        return Routing(None, None, RoutingStats(none, counts, none))
