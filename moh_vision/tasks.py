@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.attention import RoutingStats, head_usage, load_balance_loss
+from moh_vision.attention import HeadMixtureAttention, RoutingStats, head_usage, load_balance_loss
 
 
 class RoutedTask(nn.Module):
@@ -20,10 +20,13 @@ class RoutedTask(nn.Module):
         super().__init__()
         self.model = model
         self.balance_weight = balance_weight
+        layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+        self.balanced = [layer.router.balanced for layer in layers]  # in the order of the statistics
 
     def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
         """dict(loss, task_loss, balance_loss, balance_share, head_usage): the share is that of the whole loss."""
-        balance = load_balance_loss(stats, sum_over_processes)
+        routed = [s for s, balanced in zip(stats, self.balanced, strict=True) if balanced]
+        balance = load_balance_loss(routed, sum_over_processes)
         loss = task_loss + self.balance_weight * balance
         return dict(
             loss=loss,

@@ -11,6 +11,7 @@ CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.compiler.reset()  # compiled variants of one test do not count against another's limit
 
 
 @pytest.fixture

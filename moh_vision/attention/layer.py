@@ -10,6 +10,7 @@ from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.executors import EXECUTORS, NEEDS_ALL_QUERIES, masked
 from moh_vision.attention.executors.masked import Projections
 from moh_vision.attention.routers import ROUTERS
+from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routing import RoutingStats
 
 SCOPES = ("token", "sample")
@@ -87,8 +88,21 @@ class HeadMixtureAttention(nn.Module):
         context: Optional[Tensor] = None,
         attn_mask: Optional[Tensor] = None,
         is_causal: bool = False,
+        padding_mask: Optional[Tensor] = None,
     ) -> Tuple[Tensor, RoutingStats]:
-        """x [B, N, C], context [B, M, C] (keys and values; None: x) -> y [B, N, C] and the routing statistics."""
+        """Attend.
+
+        Args:
+            x: query tokens [B, N, C].
+            context: keys and values come from it, [B, M, C]; None: from x.
+            attn_mask: [.., N, M], True (attend) or an additive float.
+            is_causal: token n attends to 0 .. n.
+            padding_mask: [B, N], True where x is padding: left out of the statistics and, in self-attention, of the keys.
+                (Padding of a context goes into attn_mask.)
+
+        Returns:
+            y [B, N, C] and the routing statistics.
+        """
         q: Optional[Tensor] = None
         qkv_bias = self.qkv.bias
         q_bias = None if qkv_bias is None else qkv_bias[: self.q_dim]
@@ -103,9 +117,19 @@ class HeadMixtureAttention(nn.Module):
         kv = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).permute(2, 0, 3, 1, 4)  # [2, B, G, M, D]
         k, v = self.k_norm(kv[0]), kv[1]
         if q is not None:
-            q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2))  # [B, H, N, D]
+            q = q.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
 
-        routing = self.router(x.mean(1, keepdim=True) if self.scope == "sample" else x, q)
+        if self.scope == "sample":
+            mean_query = None if q is None else masked_mean(q.transpose(1, 2).flatten(2), padding_mask)  # [B, 1, H*D]
+            if mean_query is not None:
+                mean_query = mean_query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            routing = self.router(masked_mean(x, padding_mask), mean_query)
+        else:
+            routing = self.router(x, q, padding_mask)
+        if q is not None:
+            q = self.q_norm(q)
+        if padding_mask is not None and context is None:
+            attn_mask, is_causal = with_padding(attn_mask, is_causal, padding_mask), False
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
             y = masked(x, k, v, routing, projections, q, attn_mask, is_causal, dropout_p)
@@ -116,6 +140,20 @@ class HeadMixtureAttention(nn.Module):
     def extra_repr(self) -> str:
         b = self.budget
         return f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed), scope={self.scope}"
+
+
+def with_padding(attn_mask: Optional[Tensor], is_causal: bool, padding_mask: Tensor) -> Tensor:
+    """One mask [B, 1, N, N] for self-attention that hides padded keys; a token always sees itself, so no row is empty."""
+    N = padding_mask.shape[1]
+    itself = torch.eye(N, dtype=torch.bool, device=padding_mask.device)
+    visible = ~padding_mask[:, None, None, :] | itself  # [B, 1, N, N]
+    if is_causal:
+        visible = visible & torch.ones(N, N, dtype=torch.bool, device=padding_mask.device).tril()
+    if attn_mask is None:
+        return visible
+    if attn_mask.dtype == torch.bool:
+        return (attn_mask & visible) | itself
+    return attn_mask.masked_fill(~visible, float("-inf"))
 
 
 def head_budget(model: nn.Module) -> dict:

@@ -40,6 +40,35 @@ def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callab
     return torch.stack(losses).mean()
 
 
+def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
+    """MoA's load-balance loss L_a (Zhang 2022, eq. 13), summed over modules (eq. 17).
+
+    One module: E * sum_i f_i P_i with the counts f and the summed probabilities P each divided by their sum over the
+    experts; 1 at balance.
+
+    Args:
+        stats: one entry per module with router "moa".
+        all_reduce: sums a tensor over processes and returns it, so that f counts the tokens of all of them.
+    """
+    losses = []
+    for s in stats:
+        counts = s.counts.sum(0)  # [E]
+        if all_reduce is not None:
+            counts = all_reduce(counts)
+        P = s.probs.sum((0, 1))  # [E]
+        losses.append(P.shape[0] * (counts / counts.sum() * P / P.sum()).sum())
+    return torch.stack(losses).sum()
+
+
+def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
+    """Mean squared logsumexp of the router's logits over unpadded tokens (Zhang 2022, eq. 16), summed over modules."""
+    losses = []
+    for s in stats:
+        real = s.probs.detach().sum(-1)  # [B, N] 1, and 0 at padding
+        losses.append((s.logits.logsumexp(-1).square() * real).sum() / real.sum())
+    return torch.stack(losses).sum()
+
+
 def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
     """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
     usage = []

@@ -9,6 +9,8 @@ from typing import Optional
 
 from timm.models import generate_default_cfgs, register_model
 
+from moh_vision.attention import ROUTERS
+
 SIZES = {
     "small": dict(embed_dim=384, depth=12, num_heads=6),
     "base": dict(embed_dim=768, depth=12, num_heads=12),
@@ -84,7 +86,8 @@ def _create_dit(
         )
     args = dict(VARIANTS[variant])
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
-    dense = overrides.get("router") == "dense"
+    router = overrides.get("router")
+    dense = router in ROUTERS and ROUTERS[router].all_heads
     if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
         raise ValueError(f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget")
     if "num_heads" in overrides and "head_dim" not in overrides:

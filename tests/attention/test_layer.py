@@ -117,7 +117,9 @@ def test_script_trace_and_compile(shared, routed):
     y, stats = module(x)
     for other in (
         torch.jit.script(module),
-        torch.fx.symbolic_trace(module, concrete_args=dict(context=None, attn_mask=None, is_causal=False)),
+        torch.fx.symbolic_trace(
+            module, concrete_args=dict(context=None, attn_mask=None, is_causal=False, padding_mask=None)
+        ),
         torch.compile(module, fullgraph=True, backend="aot_eager"),
     ):
         y2, stats2 = other(x)
@@ -176,7 +178,7 @@ def test_head_budget_report():
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        (dict(router="mho"), "router 'mho' is not one of dense, moh"),
+        (dict(router="mho"), "router 'mho' is not one of dense, mae, moa, moh, query_norm"),
         (dict(executor="fast"), "executor 'fast' is not one of"),
         (dict(scope="image"), "scope 'image' is not one of sample, token"),
         (dict(kv_heads=4), "kv_heads=4 does not divide the 6 heads"),

@@ -1,168 +1,349 @@
-"""The MoH router against the formulas of the paper and of the released code, written out with numpy for one token."""
+"""One contract for every router, and what the papers say of query_norm, moa and mae."""
 
-import numpy as np
+from itertools import combinations
+
 import pytest
 import torch
 
-from moh_vision.attention import ROUTERS, HeadBudget
-from moh_vision.attention.routers.moh import MoHRouter
+from moh_vision.attention import (
+    ROUTERS,
+    HeadBudget,
+    HeadMixtureAttention,
+    RoutingStats,
+    moa_balance_loss,
+    router_z_loss,
+)
+from moh_vision.attention.routers.mae import MAERouter
+from moh_vision.attention.routers.moa import MoARouter
+from moh_vision.attention.routers.query_norm import QueryNormRouter
 
-C = 16
-
-
-def softmax(z):
-    e = np.exp(z - z.max())
-    return e / e.sum()
-
-
-def expected_weights(router, x, heads, shared, routed, released, two_stage):
-    """Jin 2024 eq. 5 and 6 for one token, or the released code's scales."""
-    get = lambda layer: layer.weight.detach().double().numpy() @ x  # noqa: E731
-    w = np.zeros(heads)
-    alpha = np.array([0.5, 0.5])
-    if shared and shared < heads:
-        if two_stage:
-            alpha = softmax(get(router.balance))
-    else:
-        alpha = np.array([0.5, 0.5]) if released else np.array([1.0, 1.0])  # nothing to balance
-    if shared:
-        s = softmax(get(router.shared)) if shared > 1 else np.ones(1)
-        w[:shared] = 2 * alpha[0] * shared * s if released else alpha[0] * s
-    if shared < heads:
-        p = softmax(get(router.routed))
-        top = np.argsort(-p)[:routed]
-        w[shared + top] = 2 * alpha[1] * routed * p[top] / p[top].sum() if released else alpha[1] * p[top]
-    return w
+B, N, C, H, D = 3, 6, 16, 6, 4
+ALL = HeadBudget(H, D, H, 0)
+# name -> budget, options, sum of a token's weights (None: not fixed), active heads
+CASES = {
+    "moh": (HeadBudget(H, D, 2, 3), dict(two_stage=False), 5.0, 5),
+    "query_norm": (HeadBudget(H, D, 2, 3), {}, 5.0, 5),
+    "moa": (HeadBudget(H, D, 0, 3), {}, 1.0, 3),
+    "mae": (ALL, {}, float(H), H),
+    "dense": (ALL, {}, None, H),
+}
 
 
-@pytest.mark.parametrize("shared, routed", [(2, 2), (2, 4), (0, 3), (0, 6), (1, 2), (1, 5), (6, 0), (5, 1)])
-@pytest.mark.parametrize("gate_scale", ["released", "paper"])
-@pytest.mark.parametrize("two_stage", [True, False])
-def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
-    router = MoHRouter(C, HeadBudget(6, 8, shared, routed), gate_scale, two_stage).double()
+def build(name, **options):
+    budget, defaults, _, _ = CASES[name]
+    router = ROUTERS[name](C, budget, **{**defaults, **options})
     for p in router.parameters():
-        torch.nn.init.normal_(p)
-    x = torch.randn(2, 5, C, dtype=torch.float64)
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
+    return router
+
+
+def inputs(name, batch=B, tokens=N):
+    return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[name].needs_query else None
+
+
+def part(value, *index):
+    return None if value is None else value[index]
+
+
+def test_every_router_has_a_case():
+    assert CASES.keys() == ROUTERS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_weights_and_counts(name):
+    router, (_, _, total, active) = build(name).eval(), CASES[name]
+    x, q = inputs(name)
+    routing = router(x, q)
+    for tensor in routing.stats:
+        assert isinstance(tensor, torch.Tensor)
+    assert routing.stats.counts.shape == (B, H) and not routing.stats.counts.requires_grad
+    tokens = N if name != "mae" else 1  # mae decides once for the sequence
+    assert routing.stats.counts.sum(1).tolist() == [tokens * active] * B
+    if total is None:
+        assert routing.weights is None
+        return
+    assert routing.weights.shape == (B, tokens, H) and routing.weights.dtype == torch.float32
+    torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), total))
+    assert (routing.weights > 0).sum(-1).unique().tolist() == [active]
+    if routing.active is not None:
+        chosen = torch.zeros(B, tokens, H, dtype=torch.bool).scatter(-1, routing.active, True)
+        assert torch.equal(chosen, routing.weights > 0)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_deterministic_and_no_sequence_sees_another(name):
+    router = build(name).eval()
+    x, q = inputs(name)
+    first, again, alone = router(x, q), router(x, q), router(x[1:2], part(q, slice(1, 2)))
+    assert torch.equal(again.stats.counts, first.stats.counts)
+    assert torch.equal(alone.stats.counts[0], first.stats.counts[1])
+    if first.weights is not None:
+        assert torch.equal(again.weights, first.weights)
+        torch.testing.assert_close(alone.weights[0], first.weights[1])
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("pool", ["sequence", "running", "window"])
+def test_padding_changes_nothing(name, pool):
+    if name != "mae" and pool != "sequence":
+        pytest.skip("pools belong to mae")
+    router = build(name, **(dict(pool=pool) if name == "mae" else {})).eval()
+    x, q = inputs(name)
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[:, 4:] = True
+    padded = router(x, q, padding)
+    cut = router(x[:, :4], part(q, slice(None), slice(None), slice(0, 4)))
+    if padded.weights is not None:
+        torch.testing.assert_close(padded.weights[:, :4], cut.weights)
+    if name != "mae" or pool == "sequence":
+        torch.testing.assert_close(padded.stats.counts, cut.stats.counts)
+
+
+@pytest.mark.parametrize("name", ["moh", "query_norm", "moa", "mae"])
+def test_causal_in_eval_mode(name):
+    router = build(name, **(dict(pool="running") if name == "mae" else {})).eval()
+    x, q = inputs(name)
+    before = router(x, q).weights
+    x[:, 4:] = torch.randn(B, 2, C)
+    if q is not None:
+        q[:, :, 4:] = torch.randn(B, H, 2, D)
+    after = router(x, q).weights
+    assert torch.equal(after[:, :4], before[:, :4]) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("name", ["moh", "query_norm", "moa", "mae"])
+def test_gradients_reach_every_parameter_and_the_queries(name):
+    router = build(name, **(dict(two_stage=True) if name == "moh" else {}))
+    x, q = inputs(name)
+    if q is not None:
+        q.requires_grad_()
+    (router(x, q).weights * torch.randn(H)).sum().backward()
+    for parameter_name, p in router.named_parameters():
+        assert p.grad is not None and p.grad.norm() > 1e-7, parameter_name
+    if q is not None:
+        assert q.grad[:, 2:].norm() > 0 and q.grad[:, :2].norm() == 0  # shared heads are not scored
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_in_the_layer_scripted_and_compiled(name):
+    budget, options, _, _ = CASES[name]
+    layer = HeadMixtureAttention(C, budget, router=name, router_kwargs=options).eval()
+    x = torch.randn(B, N, C)
+    y = layer(x)[0]
+    torch.testing.assert_close(torch.jit.script(layer)(x)[0], y)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x)[0], y)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_in_the_layer(name, scope, causal):
+    budget, options, _, _ = CASES[name]
+    layer = HeadMixtureAttention(C, budget, router=name, scope=scope, router_kwargs=options).eval()
+    for p in layer.router.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
+    x = torch.randn(B, N, C)
+    padding = torch.zeros(B, N, dtype=torch.bool)
+    padding[:, 4:] = True
+    padded = layer(x, padding_mask=padding, is_causal=causal)[0]
+    torch.testing.assert_close(padded[:, :4], layer(x[:, :4], is_causal=causal)[0])
+    left = layer(x.flip(1), padding_mask=padding.flip(1), is_causal=causal)[0]
+    assert left.isfinite().all()
+
+
+# ---------------------------------------------------------------- query_norm
+
+
+def test_query_norm_takes_the_longest_queries_with_weight_one():
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
+    routing = router(torch.zeros(1, 1, C), q)
+    assert routing.weights[0, 0].tolist() == [1, 1, 0, 1, 0, 1]
+    assert routing.active[0, 0].tolist() == [0, 1, 3, 5]
+
+
+def test_query_norm_gradient_is_that_of_the_softmax():
+    """Jin 2024 eq. 10: what comes into the 0/1 weight goes to p unchanged."""
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    q, w = torch.randn(1, H, 1, D, requires_grad=True), torch.randn(4)
+    (got,) = torch.autograd.grad((router(torch.zeros(1, 1, C), q).weights[0, 0, 2:] * w).sum(), q)
+    norms = q[0, 2:, 0].norm(dim=-1)
+    (want,) = torch.autograd.grad(((norms / norms.std()).softmax(0) * w).sum(), q)
+    torch.testing.assert_close(got, want)
+
+
+def test_query_norm_sees_queries_before_their_norm():
+    layer = HeadMixtureAttention(C, HeadBudget(H, D, 2, 2), router="query_norm", qk_norm=True)
+    with torch.no_grad():
+        layer.qkv.weight[3 * D : 4 * D] *= 100  # head 3 has the longest query, which a norm would hide
+    assert layer(torch.randn(1, N, C))[1].counts[0, 3] == N
+
+
+def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    assert not list(router.parameters())
+    routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))
+    assert routing.active[0, 0].tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
+
+
+# ---------------------------------------------------------------- moa
+
+
+def test_moa_weights_and_their_detached_sum():
+    router = build("moa")
+    x = torch.randn(1, 1, C)
+    p = (x[0, 0] @ router.gate.weight.T).softmax(0)
+    top = p.topk(3).indices
     routing = router(x)
-    for b in range(2):
-        for n in range(5):
-            want = expected_weights(router, x[b, n].numpy(), 6, shared, routed, gate_scale == "released", two_stage)
-            np.testing.assert_allclose(routing.weights[b, n].detach().numpy(), want, atol=1e-12)
-            assert sorted(routing.active[b, n].tolist()) == np.flatnonzero(want).tolist()
-    assert routing.weights.count_nonzero(-1).unique().tolist() == [shared + routed]
+    torch.testing.assert_close(routing.weights[0, 0, top], p[top] / p[top].sum())
+    w = torch.randn(H)
+    got = torch.autograd.grad((routing.weights[0, 0] * w).sum(), router.gate.weight, retain_graph=True)[0]
+    want = torch.autograd.grad((p[top] / p[top].sum().detach() * w[top]).sum(), router.gate.weight)[0]
+    torch.testing.assert_close(got, want)
+    plain = MoARouter(C, HeadBudget(H, D, 0, 3), renormalise=False)
+    plain.load_state_dict(router.state_dict())
+    torch.testing.assert_close(plain(x).weights[0, 0, top], p[top].detach())
+
+
+def test_one_moa_expert_gets_a_gradient_because_the_sum_is_detached():
+    router = ROUTERS["moa"](C, HeadBudget(H, D, 0, 1))
+    torch.nn.init.normal_(router.gate.weight)
+    (router(torch.randn(2, 5, C)).weights * torch.randn(H)).sum().backward()
+    assert router.gate.weight.grad.norm() > 1e-3
+
+
+def test_a_new_moa_router_is_uniform_and_takes_the_first_experts():
+    routing = MoARouter(C, HeadBudget(H, D, 0, 2))(torch.randn(2, 5, C))
+    assert routing.active.unique().tolist() == [0, 1]
+    torch.testing.assert_close(routing.stats.probs, torch.full((2, 5, H), 1 / H))
+
+
+def test_moa_noise_only_in_training():
+    router = build("moa", noisy=True)
+    x = torch.randn(2, 5, C)
+    assert not torch.equal(router(x).stats.logits, router(x).stats.logits)
+    router.eval()
+    assert torch.equal(router(x).stats.logits, router(x).stats.logits)
+
+
+def test_moa_layer_has_free_width_and_one_key_value_head():
+    """8K64E256D in small: E * D is far from C."""
+    layer = HeadMixtureAttention(C, HeadBudget(24, 8, 0, 3), router="moa", kv_heads=1, qkv_bias=False, proj_bias=False)
+    assert layer.qkv.weight.shape == (24 * 8 + 2 * 8, C) and layer.proj.weight.shape == (C, 24 * 8)
+    parameters = sum(p.numel() for p in layer.parameters())
+    assert parameters == (2 * 24 + 2) * 8 * C + C * 24  # (2E + 2) D d and the router's d E
+    assert layer(torch.randn(2, 5, C), torch.randn(2, 7, C))[0].shape == (2, 5, C)
+
+
+def test_moa_losses():
+    balanced = torch.full((2, 6, 6), 1 / 6)
+    counts = torch.full((2, 6), 2.0)
+    stats = RoutingStats(balanced, counts, torch.zeros(2, 6, 6))
+    torch.testing.assert_close(moa_balance_loss([stats, stats]), torch.tensor(2.0))  # 1 a module
+    torch.testing.assert_close(router_z_loss([stats]), torch.tensor(6.0).log().square())
+    collapsed = torch.zeros(2, 6, 6)
+    collapsed[..., 0] = 1
+    all_in_one = RoutingStats(collapsed, torch.tensor([[6.0, 0, 0, 0, 0, 0]] * 2), collapsed)
+    torch.testing.assert_close(moa_balance_loss([all_in_one]), torch.tensor(6.0))
+
+
+def test_moa_losses_do_not_count_padding():
+    router = build("moa")
+    x = torch.randn(2, 6, C)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[:, 4:] = True
+    padded, cut = router(x, None, padding).stats, router(x[:, :4]).stats
+    torch.testing.assert_close(moa_balance_loss([padded]), moa_balance_loss([cut]))
+    torch.testing.assert_close(router_z_loss([padded]), router_z_loss([cut]))
+
+
+# ---------------------------------------------------------------- mae
+
+
+@pytest.mark.parametrize("leave_out, experts", [(1, 6), (2, 15)])
+def test_mae_is_the_mixture_of_its_experts(leave_out, experts):
+    """sum_S g_S * h / (h - t) * sum_{j in S} H_j, with the heads themselves."""
+    router = build("mae", leave_out=leave_out).eval()
+    heads = torch.randn(B, H, 7)
+    routing = router(torch.randn(B, N, C))
+    g = routing.stats.probs[:, 0]
+    assert g.shape == (B, experts)
+    mixture = torch.zeros(B, 7)
+    for s, left in enumerate(combinations(range(H), leave_out)):
+        members = [j for j in range(H) if j not in left]
+        mixture += g[:, s, None] * H / (H - leave_out) * heads[:, members].sum(1)
+    torch.testing.assert_close(torch.einsum("bh,bhc->bc", routing.weights[:, 0], heads), mixture)
+
+
+def test_mae_uniform_is_plain_attention():
+    router = build("mae", mode="uniform").eval()
+    torch.testing.assert_close(router(torch.randn(B, N, C)).weights, torch.ones(B, 1, H))
+
+
+def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
+    router = build("mae", mode="sampled")
+    for p in (router.hidden, router.out):
+        torch.nn.init.normal_(p.weight, std=0.3)
+    router.eval()
+    x = torch.randn(1, N, C).expand(4000, -1, -1)
+    routing = router(x)
+    left_out = (routing.weights[:, 0] == 0).float()
+    assert left_out.sum(1).unique().tolist() == [1.0]
+    torch.testing.assert_close(routing.weights.sum(-1), torch.full((4000, 1), float(H)))
+    torch.testing.assert_close(left_out.mean(0), routing.stats.probs[0, 0], atol=0.04, rtol=0)
+    assert not routing.weights.requires_grad and len(left_out.unique(dim=0)) > 1  # each instance its own
+    # no gradient reaches the gate, and none is lost elsewhere
+    layer = HeadMixtureAttention(C, ALL, router="mae", router_kwargs=dict(mode="sampled"))
+    layer(torch.randn(B, N, C))[0].sum().backward()
+    assert all(p.grad is None for p in layer.router.parameters()) and layer.qkv.weight.grad.norm() > 0
+
+
+def test_mae_modes():
+    router = build("mae").eval()
+    x = torch.randn(B, N, C)
+    best = router(x).stats.probs[:, 0].argmax(-1)
+    router.set_mode("argmax")
+    assert torch.equal((router(x).weights[:, 0] == 0).float().argmax(-1), best)
+    router.set_mode("random")
+    drawn = (router(x.repeat(400, 1, 1)).weights[:, 0] == 0).float().mean(0)
+    torch.testing.assert_close(drawn, torch.full((H,), 1 / H), atol=0.05, rtol=0)
+    router.train().set_mode("uniform")
+    assert (router(x).weights == 0).sum(-1).unique().tolist() == [1]
+    with pytest.raises(ValueError, match="mode 'best' is not one of soft, sampled"):
+        router.set_mode("best")
+
+
+def test_mae_gate_has_the_papers_size():
+    """512 -> 256 -> 8 with biases, and the batch norm's scale and shift."""
+    router = MAERouter(512, HeadBudget(8, 64, 8, 0))
+    assert sum(p.numel() for p in router.parameters()) == 133_384 + 1_024
+    assert MAERouter(512, HeadBudget(8, 64, 8, 0), leave_out=2).out.out_features == 28
+
+
+def test_mae_window_is_the_last_tokens():
+    router = build("mae", pool="window").eval()
+    router.window = 3
+    x = torch.randn(1, N, C)
+    last = router(x).weights[0, -1]
+    x[:, :3] = torch.randn(1, 3, C)
+    torch.testing.assert_close(router(x).weights[0, -1], last)
+    alone = build("mae", pool="sequence").eval()
+    alone.load_state_dict(router.state_dict())
+    torch.testing.assert_close(alone(x[:, 3:]).weights[0, 0], last)
 
 
 @pytest.mark.parametrize(
-    "shared, routed, names",
+    "name, budget, options, words",
     [
-        (0, 3, {"routed"}),
-        (1, 3, {"routed", "balance"}),
-        (2, 3, {"shared", "routed", "balance"}),
-        (6, 0, {"shared"}),
+        ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' has no shared heads, the budget has 2"),
+        ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
+        ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
+        ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
+        ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
     ],
 )
-def test_only_the_needed_linears_exist(shared, routed, names):
-    router = MoHRouter(C, HeadBudget(6, 8, shared, routed))
-    assert {n.removesuffix(".weight") for n, _ in router.named_parameters()} == names
-    one_stage = MoHRouter(C, HeadBudget(6, 8, shared, routed), two_stage=False)
-    assert {n.removesuffix(".weight") for n, _ in one_stage.named_parameters()} == names - {"balance"}
-
-
-def test_single_head_needs_no_router():
-    router = MoHRouter(C, HeadBudget(1, 8, 1, 0))
-    assert not list(router.parameters())
-    assert torch.equal(router(torch.randn(2, 3, C)).weights, torch.ones(2, 3, 1))
-
-
-@pytest.mark.parametrize("shared, routed", [(2, 4), (0, 6), (1, 5), (6, 0)])
-def test_zero_router_with_all_heads_weighs_one(shared, routed):
-    router = MoHRouter(C, HeadBudget(6, 8, shared, routed))
-    for p in router.parameters():
-        torch.nn.init.zeros_(p)
-    assert torch.allclose(router(torch.randn(2, 3, C)).weights, torch.ones(2, 3, 6), atol=2e-7)
-
-
-@pytest.mark.parametrize("gate_scale", ["released", "paper"])
-def test_total_mass(gate_scale):
-    """Released: 2 a_1 h_s + 2 a_2 k, so h_s + k at a_1 = a_2; paper: at most 1."""
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 3), gate_scale, two_stage=False)
-    mass = router(torch.randn(4, 9, C)).weights.sum(-1)
-    if gate_scale == "released":
-        assert torch.allclose(mass, torch.full((4, 9), 5.0), atol=1e-5)
-    else:
-        assert (mass <= 1).all() and (mass > 0.5).all()
-
-
-def test_statistics():
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 3))
-    x = torch.randn(2, 7, C)
-    padding = torch.zeros(2, 7, dtype=torch.bool)
-    padding[1, 4:] = True
-    stats = router(x, padding_mask=padding).stats
-    assert stats.probs.shape == stats.logits.shape == (2, 7, 4)
-    assert stats.counts[:, :2].tolist() == [[7, 7], [4, 4]]
-    assert stats.counts[:, 2:].sum(1).tolist() == [7 * 3, 4 * 3]
-    assert stats.probs[1, 4:].abs().max() == 0 and torch.allclose(stats.probs.sum((1, 2)), torch.tensor([7.0, 4.0]))
-    assert not stats.counts.requires_grad and stats.probs.requires_grad
-    cut = router(x[1:, :4]).stats
-    assert torch.equal(cut.counts[0], stats.counts[1])
-
-
-@pytest.mark.parametrize("name", sorted(ROUTERS))
-def test_contract(name):
-    budget = HeadBudget(6, 8, 6, 0) if name == "dense" else HeadBudget(6, 8, 2, 2)
-    router = ROUTERS[name](C, budget).eval()
-    x = torch.randn(3, 5, C)
-    first, again = router(x), router(x)
-    for a, b in zip(first.stats, again.stats, strict=True):
-        assert isinstance(a, torch.Tensor) and torch.equal(a, b)
-    assert first.stats.counts.shape == (3, 6) and not first.stats.counts.requires_grad
-    assert torch.equal(router(x[1:2]).stats.counts[0], first.stats.counts[1])  # no sample sees another
-    assert first.stats.counts.sum().item() == 3 * 5 * budget.active
-    if first.weights is not None:
-        assert first.weights.dtype == torch.float32 and first.weights.shape == (3, 5, 6)
-        # causal: what comes later changes nothing before it
-        later = x.clone()
-        later[:, 3:] = torch.randn(3, 2, C)
-        assert torch.equal(router(later).weights[:, :3], first.weights[:, :3])
-
-
-@pytest.mark.parametrize(
-    "dtype, wanted", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
-)
-def test_routing_is_computed_in_float32_or_better(dtype, wanted):
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 2)).to(dtype)
-    routing = router(torch.randn(1, 3, C, dtype=dtype))
-    assert routing.weights.dtype == routing.stats.logits.dtype == wanted
-
-
-def test_autocast_does_not_change_routing():
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 2))
-    x = torch.randn(2, 50, C)
-    plain = router(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(router(x).weights, plain.weights)
-
-
-def test_gradients_reach_every_router_parameter():
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 2))
-    (router(torch.randn(2, 9, C)).weights * torch.randn(6)).sum().backward()
-    for name, p in router.named_parameters():
-        assert p.grad.norm() > 0, name
-
-
-def test_one_routed_head_gets_no_gradient_from_its_weight():
-    """k * p / p = 1: only the balance loss reaches the router then."""
-    router = MoHRouter(C, HeadBudget(6, 8, 2, 1))
-    routing = router(torch.randn(2, 9, C))
-    (routing.weights * torch.randn(6)).sum().backward(retain_graph=True)
-    assert router.routed.weight.grad.norm() < 1e-6
-    routing.stats.probs.square().sum().backward()
-    assert router.routed.weight.grad.norm() > 1e-6
-
-
-def test_bad_options():
-    with pytest.raises(ValueError, match="router 'dense' runs all 6 heads, the budget only 4"):
-        ROUTERS["dense"](C, HeadBudget(6, 8, 2, 2))
-    with pytest.raises(ValueError, match="gate_scale 'half' is not one of released, paper"):
-        MoHRouter(C, HeadBudget(6, 8, 2, 2), gate_scale="half")
+def test_bad_options(name, budget, options, words):
+    with pytest.raises(ValueError, match=words):
+        ROUTERS[name](C, budget, **options)

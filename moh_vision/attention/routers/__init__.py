@@ -4,6 +4,11 @@ A router knows nothing of attention kernels; it looks at tokens and says which h
     x             tokens [B, N, C]
     q             queries [B, H, N, D] as projected, where the router has `needs_query`
     padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
+
+A class says three things of itself:
+    needs_query   it looks at queries; the layer then projects them for all heads first
+    all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
+    balanced      MoH's load-balance loss is for it
 """
 
 from typing import Callable, Dict
@@ -11,9 +16,15 @@ from typing import Callable, Dict
 from torch import nn
 
 from moh_vision.attention.routers.dense import DenseRouter
+from moh_vision.attention.routers.mae import MAERouter
+from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
+from moh_vision.attention.routers.query_norm import QueryNormRouter
 
 ROUTERS: Dict[str, Callable[..., nn.Module]] = {
     "moh": MoHRouter,
+    "query_norm": QueryNormRouter,
+    "moa": MoARouter,
+    "mae": MAERouter,
     "dense": DenseRouter,
 }

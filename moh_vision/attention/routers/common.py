@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from moh_vision.attention.routing import RoutingStats
 
 
-def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in float32 or better, also under autocast: rounding must not decide which head wins."""
+def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
-        return F.linear(x.to(dtype), weight.to(dtype))
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight.to(dtype))
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def no_logits(x: Tensor) -> Tensor:
@@ -55,3 +55,24 @@ def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
     """Indices [B, N, K] of the heads that run: the shared ones, then `chosen` [B, N, k] among the candidates."""
     shared = torch.arange(num_shared, device=chosen.device).expand(chosen.shape[0], chosen.shape[1], -1)
     return torch.cat([shared, chosen + num_shared], dim=-1)
+
+
+def masked_mean(x: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
+    """Mean over the unpadded tokens: x [B, N, C], padding_mask [B, N] (True at padding) -> [B, 1, C]."""
+    if padding_mask is None:
+        return x.mean(1, keepdim=True)
+    real = (~padding_mask).unsqueeze(-1).to(x.dtype)  # [B, N, 1]
+    return (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+
+
+def windowed_mean(x: Tensor, window: int, padding_mask: Optional[Tensor]) -> Tensor:
+    """Mean of a token and the up to window - 1 before it, without padding: x [B, N, C] -> [B, N, C]."""
+    if padding_mask is None:
+        real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
+    else:
+        real = (~padding_mask).unsqueeze(-1).to(x.dtype)
+    total, count = (x * real).cumsum(1), real.cumsum(1)
+    if x.shape[1] > window:
+        total = torch.cat([total[:, :window], total[:, window:] - total[:, :-window]], dim=1)
+        count = torch.cat([count[:, :window], count[:, window:] - count[:, :-window]], dim=1)
+    return total / count.clamp_min(1)

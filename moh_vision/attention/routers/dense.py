@@ -14,6 +14,8 @@ class DenseRouter(nn.Module):
     """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
 
     needs_query = False
+    all_heads = True
+    balanced = False
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
         super().__init__()

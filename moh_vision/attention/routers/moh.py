@@ -36,6 +36,8 @@ class MoHRouter(nn.Module):
     """
 
     needs_query = False
+    all_heads = False
+    balanced = True
 
     def __init__(
         self,

@@ -1,0 +1,61 @@
+"""Mixture of Attention Heads, Zhang 2022."""
+
+from typing import Optional
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.routers.common import active_heads, gate_logits, select_top_k, top_k_stats
+from moh_vision.attention.routing import Routing
+
+torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
+
+
+class MoARouter(nn.Module):
+    """The k most probable of E experts (Zhang 2022, eq. 7 to 9); the layer gives them one shared key-value head.
+
+    p = softmax(x W_g), w_i = p_i / Detach(sum of the selected p). W_g starts at zero.
+
+    Args:
+        dim: C, width of the tokens.
+        budget: heads = E, head_dim = D, shared = 0, routed = k.
+        renormalise: False: w_i = p_i, as in the published code.
+        noisy: in training, add noise of a learned scale to the logits before choosing (eq. 3; off in the paper's runs).
+
+    Raises:
+        ValueError: for a budget with shared heads.
+    """
+
+    needs_query = False
+    all_heads = False
+    balanced = False  # by moa_balance_loss, not by MoH's
+
+    def __init__(
+        self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None
+    ):
+        super().__init__()
+        if budget.shared:
+            raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
+        self.num_routed = budget.routed
+        self.renormalise = renormalise
+        self.gate = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
+        self.noise = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
+        nn.init.zeros_(self.gate.weight)
+        if self.noise is not None:
+            nn.init.zeros_(self.noise.weight)
+
+    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+        """x [B, N, C]; padding_mask [B, N], True at padding."""
+        logits = gate_logits(x, self.gate.weight)  # [B, N, E]
+        if self.noise is not None and self.training:
+            scale = F.softplus(gate_logits(x, self.noise.weight)) + 1e-2
+            logits = logits + torch.randn_like(logits) * scale
+        probs = logits.softmax(-1)
+        chosen, selected = select_top_k(probs, self.num_routed)
+        weights = probs * selected
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True).detach()
+        return Routing(weights, active_heads(0, chosen), top_k_stats(probs, selected, logits, 0, padding_mask))

@@ -1,0 +1,47 @@
+"""The parameter-free router of MoH-LLaMA, Jin 2024 section 4.4."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.routers.common import active_heads, select_top_k, top_k_stats
+from moh_vision.attention.routing import Routing
+
+
+class QueryNormRouter(nn.Module):
+    """A token's heads are those with the longest queries; weights are 0 and 1 (Jin 2024, eq. 9).
+
+    The first heads are shared. Among the others the L2 norm of the head's query, before any rotary embedding, divided
+    by its standard deviation over those heads, is softmaxed to p, and the k largest run. The gradient of the 0/1
+    weight goes straight through to p (eq. 10); the released file leaves that out, so nothing there is trained by it.
+    """
+
+    needs_query = True
+    all_heads = False
+    balanced = True
+
+    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
+        super().__init__()
+        self.num_shared = budget.shared
+        self.num_candidates = budget.candidates
+        self.num_routed = budget.routed
+
+    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+        """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
+        if q is None:
+            raise ValueError("router 'query_norm' needs the queries")
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(q[:, self.num_shared :].to(dtype), dim=-1).transpose(1, 2)  # [B, N, E]
+        if self.num_candidates > 1:
+            # Equal norms have no spread; any positive divisor gives them equal scores.
+            logits = norms / norms.std(-1, keepdim=True).clamp_min(1e-6)
+        else:
+            logits = norms
+        probs = logits.softmax(-1)
+        chosen, selected = select_top_k(norms, self.num_routed)  # as probs, without their rounding
+        gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
+        ones = torch.ones((x.shape[0], x.shape[1], self.num_shared), dtype=dtype, device=x.device)
+        stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
+        return Routing(torch.cat([ones, gate], dim=-1), active_heads(self.num_shared, chosen), stats)
