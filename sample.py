@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import draw_head_usage, draw_image_grid
+from moh_vision.analysis.figures import as_pil, draw_head_usage, draw_image_grid
 from moh_vision.attention import head_budget
-from moh_vision.config import SampleConfig, parse_config
+from moh_vision.command_line import parse_config
+from moh_vision.config import SampleConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import derive_seed, rank_slice
 from moh_vision.data.sources import open_source
@@ -143,12 +143,6 @@ def claim_outputs(paths, overwrite: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{path} cannot be written")
-
-
-def as_pil(image: torch.Tensor) -> Image.Image:
-    """uint8 [C, h, w] -> PIL, grey for one channel."""
-    array = image.permute(1, 2, 0).numpy()
-    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
 
 
 def write_images(images: torch.Tensor, labels: torch.Tensor, out: Path) -> None:

@@ -17,11 +17,12 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad, describe
 from moh_vision.analysis.figures import draw_head_usage
 from moh_vision.attention import head_budget
-from moh_vision.config import ClsConfig, changed_keys, parse_config
+from moh_vision.command_line import changed_keys, parse_config
+from moh_vision.config import ClsConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform, training_batches
 from moh_vision.data.order import StepBatches, derive_seed, rank_slice
 from moh_vision.data.sources import open_source
-from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+from moh_vision.engine.checkpoint import load_training, resume_point, save_training
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
@@ -50,9 +51,7 @@ def main(argv) -> None:
         if flags.dry_run:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
-        resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
-        if resumed and resumed[0] > config.max_steps:
-            raise ValueError(f"--max-steps {config.max_steps}: {config.output} has already done {resumed[0]} steps")
+        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         normal = dict(

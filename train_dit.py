@@ -14,13 +14,14 @@ from timm.utils import ModelEmaV3
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
-from moh_vision.config import DitConfig, changed_keys, parse_config
+from moh_vision.command_line import changed_keys, parse_config
+from moh_vision.config import DitConfig
 from moh_vision.data.batches import NoisedImages, image_transform, training_batches
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.sources import open_source
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
-from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+from moh_vision.engine.checkpoint import load_training, resume_point, save_training
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
@@ -51,9 +52,7 @@ def main(argv) -> None:
             zeros = torch.zeros(1, dtype=torch.long)
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size), zeros, zeros))
             return
-        resumed = None if flags.fresh else latest_checkpoint(Path(config.output), accelerator.print)
-        if resumed and resumed[0] > config.max_steps:
-            raise ValueError(f"--max-steps {config.max_steps}: {config.output} has already done {resumed[0]} steps")
+        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         batches = StepBatches(

@@ -2,7 +2,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from moh_vision.config import ClsConfig, DitConfig, SampleConfig, _leaf_keys, changed_keys, parse_config
+from moh_vision.command_line import _leaf_keys, changed_keys, parse_config
+from moh_vision.config import ClsConfig, DitConfig, SampleConfig
 
 
 def parse(*argv, kind=ClsConfig):
@@ -141,3 +142,5 @@ def test_sampling_options():
         parse("--checkpoint", "run", "--score", "digits", kind=SampleConfig)
     with pytest.raises(ValueError, match="checkpoint"):
         parse("--steps", "5", kind=SampleConfig)
+    with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):
+        parse("--checkpoint", "run", "--seed", str(2**63), kind=SampleConfig)

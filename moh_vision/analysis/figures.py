@@ -14,6 +14,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
 
+def as_pil(image: Tensor) -> Image.Image:
+    """uint8 [C, h, w] -> PIL, grey for one channel."""
+    array = image.permute(1, 2, 0).numpy()
+    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
+
+
 def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:
     """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic)."""
     n, channels, height, width = images.shape
@@ -21,10 +27,9 @@ def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap
     rows = -(-n // columns)
     height, width = height * factor, width * factor
     canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8)
-    for i, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
+    for i, image in enumerate(images):
         top, left = gap + (i // columns) * (height + gap), gap + (i % columns) * (width + gap)
-        picture = Image.fromarray(image if channels == 3 else image[..., 0])
-        enlarged = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+        enlarged = np.asarray(as_pil(image).resize((width, height), Image.Resampling.BICUBIC))
         canvas[top : top + height, left : left + width] = enlarged.reshape(height, width, channels)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(canvas if channels == 3 else canvas[..., 0]).save(path, format="PNG")

@@ -11,7 +11,7 @@ from moh_vision.attention.budget import HeadBudget, resolve_budget
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention, head_budget
 from moh_vision.attention.losses import head_usage, load_balance_loss, moa_balance_loss, router_z_loss
-from moh_vision.attention.routers import ROUTERS
+from moh_vision.attention.routers import ROUTERS, runs_all_heads
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "router_z_loss",
     "resolve_budget",
     "run_block",
+    "runs_all_heads",
 ]

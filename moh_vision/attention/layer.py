@@ -120,10 +120,8 @@ class HeadMixtureAttention(nn.Module):
             q = q.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
 
         if self.scope == "sample":
-            mean_query = None if q is None else masked_mean(q.transpose(1, 2).flatten(2), padding_mask)  # [B, 1, H*D]
-            if mean_query is not None:
-                mean_query = mean_query.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            routing = self.router(masked_mean(x, padding_mask), mean_query)
+            mean_q = None if q is None else masked_mean(q, padding_mask)  # [B, H, 1, D]
+            routing = self.router(masked_mean(x, padding_mask), mean_q)
         else:
             routing = self.router(x, q, padding_mask)
         if q is not None:

@@ -28,10 +28,7 @@ def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callab
     # Padding has probability 0 and every real token sums to 1, so the sum of all probabilities counts the tokens.
     tokens = [s.probs.detach().sum().round() for s in routed]
     selected = [s.counts[:, -s.probs.shape[-1] :].sum(0) for s in routed]  # [E] each
-    hard = torch.cat([*selected, torch.stack(tokens)])
-    if all_reduce is not None:
-        hard = all_reduce(hard)
-    *selected, all_tokens = hard.split([len(s) for s in selected] + [len(tokens)])
+    *selected, all_tokens = _summed([*selected, torch.stack(tokens)], all_reduce)
     losses = []
     for s, count, local, total in zip(routed, selected, tokens, all_tokens):
         f = count / total  # [E]
@@ -51,13 +48,17 @@ def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callabl
         all_reduce: sums a tensor over processes and returns it, so that f counts the tokens of all of them.
     """
     losses = []
-    for s in stats:
-        counts = s.counts.sum(0)  # [E]
-        if all_reduce is not None:
-            counts = all_reduce(counts)
+    for s, counts in zip(stats, _summed([s.counts.sum(0) for s in stats], all_reduce)):  # [E]
         P = s.probs.sum((0, 1))  # [E]
         losses.append(P.shape[0] * (counts / counts.sum() * P / P.sum()).sum())
     return torch.stack(losses).sum()
+
+
+def _summed(counts: List[Tensor], all_reduce: Optional[Callable[[Tensor], Tensor]]) -> Sequence[Tensor]:
+    """Vectors of counts summed over processes, all layers in one message."""
+    if all_reduce is None:
+        return counts
+    return all_reduce(torch.cat(counts)).split([len(c) for c in counts])
 
 
 def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:

@@ -112,6 +112,20 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     return None
 
 
+def resume_point(
+    run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
+) -> Optional[Tuple[int, Path]]:
+    """What a run started now goes on from: `latest_checkpoint`, or None for a fresh one.
+
+    Raises:
+        ValueError: if more than `max_steps` are done already, or every checkpoint is damaged.
+    """
+    found = None if fresh else latest_checkpoint(run, say)
+    if found and found[0] > max_steps:
+        raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")
+    return found
+
+
 def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object]) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON."""
     tensors = {k: v.detach().contiguous().cpu() for k, v in module.state_dict().items()}

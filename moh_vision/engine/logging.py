@@ -26,7 +26,7 @@ class RunLog:
         self.enabled = enabled
         self.terminal = sys.stderr.isatty()
         self.title, self.total = title, total
-        self.images, self.since = 0, time.monotonic()
+        self.pause()
         if not enabled:
             return
         if path.exists():
@@ -55,7 +55,7 @@ class RunLog:
         """Write a line {"step": step, **values} and show `show`, images per second and peak memory."""
         rate = self.images / max(time.monotonic() - self.since, 1e-9)
         memory = peak_memory_mib()
-        self.images, self.since = 0, time.monotonic()
+        self.pause()
         if not self.enabled:
             return
         self._write({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
@@ -87,7 +87,7 @@ class RunLog:
         return tqdm(batches, desc=title, disable=not (self.enabled and self.terminal), leave=False, dynamic_ncols=True)
 
     def pause(self) -> None:
-        """Call after work that is not training, so that it does not count as slow steps."""
+        """Start counting images and time anew; call it after work that is not training."""
         self.images, self.since = 0, time.monotonic()
 
     def close(self) -> None:

@@ -15,7 +15,15 @@ from diffusers.models.modeling_utils import ModelMixin
 from timm.layers import Mlp, PatchEmbed
 from torch import Tensor, nn
 
-from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget, run_block
+from moh_vision.attention import (
+    ROUTERS,
+    HeadBudget,
+    HeadMixtureAttention,
+    RoutingStats,
+    resolve_budget,
+    run_block,
+    runs_all_heads,
+)
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
 
@@ -134,7 +142,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
         if router is None:
             router = "dense" if head_budget is None else "moh"
-        if head_budget is None and router in ROUTERS and not ROUTERS[router].all_heads:
+        if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
         attn_kwargs = dict(router=router, executor=executor, router_kwargs=router_kwargs)

@@ -9,7 +9,7 @@ from typing import Optional
 
 from timm.models import generate_default_cfgs, register_model
 
-from moh_vision.attention import ROUTERS
+from moh_vision.attention import runs_all_heads
 
 SIZES = {
     "small": dict(embed_dim=384, depth=12, num_heads=6),
@@ -86,8 +86,7 @@ def _create_dit(
         )
     args = dict(VARIANTS[variant])
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
-    router = overrides.get("router")
-    dense = router in ROUTERS and ROUTERS[router].all_heads
+    dense = runs_all_heads(overrides.get("router"))
     if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
         raise ValueError(f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget")
     if "num_heads" in overrides and "head_dim" not in overrides:

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import ROUTERS, HeadMixtureAttention, RoutingStats, resolve_budget, run_block
+from moh_vision.attention import HeadMixtureAttention, RoutingStats, resolve_budget, run_block, runs_all_heads
 
 
 class MoHBlock(Block):
@@ -84,7 +84,7 @@ class MoHVisionTransformer(VisionTransformer):
         if not dynamic_img_pad:
             check_image_size(img_size, patch_size)
         if head_budget is None:
-            head_budget = [(num_heads, 0)] * depth if router in ROUTERS and ROUTERS[router].all_heads else 0.75
+            head_budget = [(num_heads, 0)] * depth if runs_all_heads(router) else 0.75
         budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)

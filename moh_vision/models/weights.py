@@ -57,13 +57,7 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
     Raises:
         ValueError, FileNotFoundError: naming the file.
     """
-    file = Path(path)
-    if file.is_dir():
-        names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
-        found = [file / n for n in names if (file / n).exists()]
-        if not found:
-            raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
-        file = found[0]
+    file = weights_file(path, weights)
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
@@ -85,13 +79,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
         ValueError, FileNotFoundError: for a source that does not exist or does not fit.
     """
     if Path(source).exists():
-        file = Path(source)
-        if file.is_dir():
-            file = next(
-                (file / n for n in ("ema.safetensors", "model.safetensors") if (file / n).exists()),
-                file / "model.safetensors",
-            )
-        state, _ = read_safetensors(file)
+        state, _ = read_safetensors(weights_file(source))
     elif timm.is_model(source.split(".")[0]):
         try:
             state = timm.create_model(source, pretrained=True).state_dict()
@@ -116,6 +104,22 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     routers = sum(".router." in n for n in missing)
     if routers:
         say(f"init_from: {routers} router tensors start fresh")
+
+
+def weights_file(path: str, weights: str = "ema") -> Path:
+    """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
+
+    Raises:
+        FileNotFoundError: for a folder without them.
+    """
+    file = Path(path)
+    if not file.is_dir():
+        return file
+    names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
+    found = [file / n for n in names if (file / n).exists()]
+    if not found:
+        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
+    return found[0]
 
 
 def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:

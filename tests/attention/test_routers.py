@@ -246,6 +246,11 @@ def test_moa_losses():
     collapsed[..., 0] = 1
     all_in_one = RoutingStats(collapsed, torch.tensor([[6.0, 0, 0, 0, 0, 0]] * 2), collapsed)
     torch.testing.assert_close(moa_balance_loss([all_in_one]), torch.tensor(6.0))
+    sent = []  # counts of other processes may even them out; one message for all modules
+    others = torch.tensor([0.0, *[12.0] * 5, *[0.0] * 6])
+    even = moa_balance_loss([all_in_one, stats], lambda counts: sent.append(len(counts)) or counts + others)
+    torch.testing.assert_close(even, torch.tensor(1.0 + 1.0))
+    assert sent == [12]
 
 
 def test_moa_losses_do_not_count_padding():

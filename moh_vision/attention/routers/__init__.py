@@ -11,7 +11,7 @@ A class says three things of itself:
     balanced      MoH's load-balance loss is for it
 """
 
-from typing import Callable, Dict
+from typing import Callable, Dict, Optional
 
 from torch import nn
 
@@ -28,3 +28,8 @@ ROUTERS: Dict[str, Callable[..., nn.Module]] = {
     "mae": MAERouter,
     "dense": DenseRouter,
 }
+
+
+def runs_all_heads(router: Optional[str]) -> bool:
+    """Whether a router of this name takes no budget. False for unknown names, which the layer refuses."""
+    return router in ROUTERS and ROUTERS[router].all_heads

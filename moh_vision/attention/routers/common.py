@@ -12,10 +12,13 @@ from moh_vision.attention.routing import RoutingStats
 def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
+    x, weight = x.to(dtype), weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
     if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(x, weight, bias)
 
 
 def no_logits(x: Tensor) -> Tensor:
@@ -58,11 +61,13 @@ def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
-    """Mean over the unpadded tokens: x [B, N, C], padding_mask [B, N] (True at padding) -> [B, 1, C]."""
+    """Mean over the unpadded tokens: x [B, .., N, C], padding_mask [B, N] (True at padding) -> [B, .., 1, C]."""
     if padding_mask is None:
-        return x.mean(1, keepdim=True)
+        return x.mean(-2, keepdim=True)
     real = (~padding_mask).unsqueeze(-1).to(x.dtype)  # [B, N, 1]
-    return (x * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp_min(1)
+    if x.dim() == 4:
+        real = real.unsqueeze(1)  # [B, 1, N, 1], for all heads
+    return (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
 
 
 def windowed_mean(x: Tensor, window: int, padding_mask: Optional[Tensor]) -> Tensor:
