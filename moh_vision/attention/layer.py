@@ -1,19 +1,22 @@
 """`HeadMixtureAttention`: a router and an executor around one set of projections."""
 
-from typing import Optional, Tuple, Type
+from typing import Any, Optional, Tuple, Type
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.executors import EXECUTORS, NEEDS_ALL_QUERIES, masked
-from moh_vision.attention.executors.masked import Projections
+from moh_vision.attention.executors import EXECUTORS
+from moh_vision.attention.executors.masked import attend, masked
+from moh_vision.attention.masks import rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routing import RoutingStats
 
 SCOPES = ("token", "sample")
+CHOOSES = ("packed", "auto")  # executors whose work depends on the routing
 
 
 class HeadMixtureAttention(nn.Module):
@@ -24,7 +27,8 @@ class HeadMixtureAttention(nn.Module):
         budget: heads, their width, and how many of them are shared and routed.
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token.
-        executor: a name in EXECUTORS.
+        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled or exported, "packed" and "auto"
+            are "masked": which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
@@ -72,8 +76,9 @@ class HeadMixtureAttention(nn.Module):
         self.scope = scope
         self.executor = executor
         self.attn_drop = attn_drop
+        self.qk_norm = qk_norm
         self.q_dim = budget.heads * budget.head_dim
-        self.fuse_queries = executor in NEEDS_ALL_QUERIES or qk_norm or ROUTERS[router].needs_query
+        self.needs_query = ROUTERS[router].needs_query
 
         self.qkv = nn.Linear(dim, self.q_dim + 2 * kv_heads * budget.head_dim, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
@@ -89,6 +94,8 @@ class HeadMixtureAttention(nn.Module):
         attn_mask: Optional[Tensor] = None,
         is_causal: bool = False,
         padding_mask: Optional[Tensor] = None,
+        rotary: Optional[Tuple[Tensor, Tensor]] = None,
+        cache: Any = None,
     ) -> Tuple[Tensor, RoutingStats]:
         """Attend.
 
@@ -96,62 +103,126 @@ class HeadMixtureAttention(nn.Module):
             x: query tokens [B, N, C].
             context: keys and values come from it, [B, M, C]; None: from x.
             attn_mask: [.., N, M], True (attend) or an additive float.
-            is_causal: token n attends to 0 .. n.
-            padding_mask: [B, N], True where x is padding: left out of the statistics and, in self-attention, of the keys.
-                (Padding of a context goes into attn_mask.)
+            is_causal: token n attends to 0 .. n, and to what is cached.
+            padding_mask: [B, M], True where x (with what is cached before it) is padding: left out of the statistics
+                and, in self-attention, of the keys. (Padding of a context goes into attn_mask.)
+            rotary: cosines and sines [N, D] or [B, N, D] of the tokens' positions, for queries and keys, in LLaMA's
+                layout: the second half of a head's channels repeats the angles of the first.
+            cache: keys and values of earlier tokens, such as a KeyValueCache: its `length` says how many,
+                `update(k, v)` takes those of x [B, kv_heads, N, D] and returns all. M = length + N then.
 
         Returns:
             y [B, N, C] and the routing statistics.
-        """
-        q: Optional[Tensor] = None
-        qkv_bias = self.qkv.bias
-        q_bias = None if qkv_bias is None else qkv_bias[: self.q_dim]
-        kv_bias = None if qkv_bias is None else qkv_bias[self.q_dim :]
-        projections = Projections(self.qkv.weight[: self.q_dim], q_bias, self.proj.weight, self.proj.bias)
-        if self.fuse_queries and context is None:
-            q, kv = self.qkv(x).split([self.q_dim, 2 * self.kv_heads * self.head_dim], dim=-1)
-        else:
-            kv = F.linear(x if context is None else context, self.qkv.weight[self.q_dim :], kv_bias)
-            if self.fuse_queries:
-                q = F.linear(x, projections.q_weight, q_bias)
-        kv = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).permute(2, 0, 3, 1, 4)  # [2, B, G, M, D]
-        k, v = self.k_norm(kv[0]), kv[1]
-        if q is not None:
-            q = q.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
 
+        Raises:
+            ValueError: for rotary or cache with a context, or a cache where routing reads more than the token.
+        """
+        N = x.shape[1]
+        past = 0
+        if not torch.jit.is_scripting():
+            if cache is not None:
+                past = self.cached(cache)
+        if context is not None and (rotary is not None or past > 0):
+            raise ValueError("rotary and cache are for self-attention, not with a context")
+
+        queries: Optional[Tensor] = None
+        if self.needs_query:
+            q_weight, _, q_bias, _ = self.split_qkv()
+            queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
         if self.scope == "sample":
-            mean_q = None if q is None else masked_mean(q, padding_mask)  # [B, H, 1, D]
-            routing = self.router(masked_mean(x, padding_mask), mean_q)
+            mean_q = None if queries is None else masked_mean(queries, padded)  # [B, H, 1, D]
+            routing = self.router(masked_mean(x, padded), mean_q)
         else:
-            routing = self.router(x, q, padding_mask)
-        if q is not None:
-            q = self.q_norm(q)
-        if padding_mask is not None and context is None:
-            attn_mask, is_causal = with_padding(attn_mask, is_causal, padding_mask), False
+            routing = self.router(x, queries, padded)
+
+        attn_mask, is_causal = visible(
+            attn_mask, is_causal, None if context is not None else padding_mask, N, past, x.device
+        )
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
-            y = masked(x, k, v, routing, projections, q, attn_mask, is_causal, dropout_p)
+            q, k, v = self.project(x, context, queries, rotary, None)
+            y = self.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p))
         else:
-            y = EXECUTORS[self.executor](x, k, v, routing, projections, q, attn_mask, is_causal, dropout_p)
+            execute = EXECUTORS[self.executor]
+            if self.executor in CHOOSES and is_captured(x):
+                execute = masked
+            y = execute(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache)
         return self.proj_drop(y), routing.stats
+
+    def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+        """Weight and bias of the queries, and of keys and values together."""
+        rows = [self.q_dim, 2 * self.kv_heads * self.head_dim]
+        q_weight, kv_weight = self.qkv.weight.split(rows)
+        if self.qkv.bias is None:
+            return q_weight, kv_weight, None, None
+        q_bias, kv_bias = self.qkv.bias.split(rows)
+        return q_weight, kv_weight, q_bias, kv_bias
+
+    def project(
+        self,
+        x: Tensor,
+        context: Optional[Tensor],
+        queries: Optional[Tensor],
+        rotary: Optional[Tuple[Tensor, Tensor]],
+        cache: Any,
+    ) -> Tuple[Tensor, Tensor, Tensor]:
+        """All heads, ready for attention: q [B, H, N, D], k and v [B, kv_heads, M, D]; `queries` if already projected."""
+        if queries is None and context is None:
+            q, kv = self.qkv(x).split([self.q_dim, 2 * self.kv_heads * self.head_dim], dim=-1)  # one product
+            k, v = self.finish_kv(kv, rotary, cache)
+        else:
+            q_weight, kv_weight, q_bias, kv_bias = self.split_qkv()
+            k, v = self.project_kv(x if context is None else context, kv_weight, kv_bias, rotary, cache)
+            q = F.linear(x, q_weight, q_bias) if queries is None else queries.transpose(1, 2).flatten(2)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [B, N, H, D]
+        return self.prepare_queries(q, rotary).transpose(1, 2), k, v
+
+    def project_kv(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        rotary: Optional[Tuple[Tensor, Tensor]],
+        cache: Any,
+    ) -> Tuple[Tensor, Tensor]:
+        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them."""
+        return self.finish_kv(F.linear(tokens, weight, bias), rotary, cache)
+
+    def finish_kv(self, kv: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
+        kv = kv.unflatten(-1, (2, self.kv_heads, self.head_dim))  # [B, N, 2, G, D]
+        k, v = self.prepare_keys(kv[:, :, 0], rotary).transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+        if not torch.jit.is_scripting():
+            if cache is not None:
+                k, v = cache.update(k, v)
+        return k, v
+
+    def prepare_queries(self, q: Tensor, rotary: Optional[Tuple[Tensor, Tensor]]) -> Tensor:
+        """Norm and rotation of any heads [B, N, h, D]."""
+        q = self.q_norm(q)
+        return q if rotary is None else rotate(q, rotary)
+
+    def prepare_keys(self, k: Tensor, rotary: Optional[Tuple[Tensor, Tensor]]) -> Tensor:
+        k = self.k_norm(k)
+        return k if rotary is None else rotate(k, rotary)
+
+    @torch.jit.unused
+    def cached(self, cache: Any) -> int:
+        if self.scope == "sample" or not self.router.sees_one_token:
+            raise ValueError(
+                "a cache keeps keys and values only, and this layer's routing also reads earlier tokens "
+                f"(router {type(self.router).__name__}, scope {self.scope!r})"
+            )
+        return cache.length
 
     def extra_repr(self) -> str:
         b = self.budget
         return f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed), scope={self.scope}"
 
 
-def with_padding(attn_mask: Optional[Tensor], is_causal: bool, padding_mask: Tensor) -> Tensor:
-    """One mask [B, 1, N, N] for self-attention that hides padded keys; a token always sees itself, so no row is empty."""
-    N = padding_mask.shape[1]
-    itself = torch.eye(N, dtype=torch.bool, device=padding_mask.device)
-    visible = ~padding_mask[:, None, None, :] | itself  # [B, 1, N, N]
-    if is_causal:
-        visible = visible & torch.ones(N, N, dtype=torch.bool, device=padding_mask.device).tril()
-    if attn_mask is None:
-        return visible
-    if attn_mask.dtype == torch.bool:
-        return (attn_mask & visible) | itself
-    return attn_mask.masked_fill(~visible, float("-inf"))
+def is_captured(x: Tensor) -> bool:
+    """Whether the call is being traced, compiled or exported, or computes nothing: then shapes must not decide."""
+    return isinstance(x, torch.fx.Proxy) or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def head_budget(model: nn.Module) -> dict:

@@ -17,7 +17,7 @@ class Routing(NamedTuple):
     """Who works, and how much: the answer of a router, all that an executor needs of it."""
 
     weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
-    active: Optional[Tensor]  # [B, N, K] or [B, 1, K] indices of the heads that run, shared first; None: all
+    active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head runs, the same number for each token; None: all
     stats: RoutingStats
 
 

@@ -118,7 +118,10 @@ def test_script_trace_and_compile(shared, routed):
     for other in (
         torch.jit.script(module),
         torch.fx.symbolic_trace(
-            module, concrete_args=dict(context=None, attn_mask=None, is_causal=False, padding_mask=None)
+            module,
+            concrete_args=dict(
+                context=None, attn_mask=None, is_causal=False, padding_mask=None, rotary=None, cache=None
+            ),
         ),
         torch.compile(module, fullgraph=True, backend="aot_eager"),
     ):

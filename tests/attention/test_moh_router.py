@@ -48,7 +48,7 @@ def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
         for n in range(5):
             want = expected_weights(router, x[b, n].numpy(), 6, shared, routed, gate_scale == "released", two_stage)
             np.testing.assert_allclose(routing.weights[b, n].detach().numpy(), want, atol=1e-12)
-            assert sorted(routing.active[b, n].tolist()) == np.flatnonzero(want).tolist()
+            assert np.array_equal(routing.active[b, n].numpy(), want > 0)
     assert routing.weights.count_nonzero(-1).unique().tolist() == [shared + routed]
 
 
@@ -150,4 +150,5 @@ def test_bad_options():
 def test_equal_scores_take_the_first_heads():
     router = MoHRouter(C, HeadBudget(16, 8, 4, 5))
     torch.nn.init.zeros_(router.routed.weight)
-    assert (router(torch.randn(3, 50, C)).active == torch.arange(9)).all()
+    for x in (torch.randn(3, 50, C), torch.randn(3, 50, C, dtype=torch.float64)):
+        assert (router.to(x.dtype)(x).active == (torch.arange(16) < 9)).all()

@@ -67,8 +67,7 @@ def test_weights_and_counts(name):
     torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), total))
     assert (routing.weights > 0).sum(-1).unique().tolist() == [active]
     if routing.active is not None:
-        chosen = torch.zeros(B, tokens, H, dtype=torch.bool).scatter(-1, routing.active, True)
-        assert torch.equal(chosen, routing.weights > 0)
+        assert torch.equal(routing.active, routing.weights > 0)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -160,7 +159,7 @@ def test_query_norm_takes_the_longest_queries_with_weight_one():
     q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
     routing = router(torch.zeros(1, 1, C), q)
     assert routing.weights[0, 0].tolist() == [1, 1, 0, 1, 0, 1]
-    assert routing.active[0, 0].tolist() == [0, 1, 3, 5]
+    assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 5]
 
 
 def test_query_norm_gradient_is_that_of_the_softmax():
@@ -184,7 +183,7 @@ def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
     router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
     assert not list(router.parameters())
     routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))
-    assert routing.active[0, 0].tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
+    assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
 
 
 # ---------------------------------------------------------------- moa
@@ -215,7 +214,7 @@ def test_one_moa_expert_gets_a_gradient_because_the_sum_is_detached():
 
 def test_a_new_moa_router_is_uniform_and_takes_the_first_experts():
     routing = MoARouter(C, HeadBudget(H, D, 0, 2))(torch.randn(2, 5, C))
-    assert routing.active.unique().tolist() == [0, 1]
+    assert routing.active.all(0).all(0).nonzero().flatten().tolist() == [0, 1]
     torch.testing.assert_close(routing.stats.probs, torch.full((2, 5, H), 1 / H))
 
 

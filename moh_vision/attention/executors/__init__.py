@@ -1,17 +1,19 @@
 """Executors: one function each, one signature (`masked` documents it), all equal to `reference`.
 
-An executor owns the query projection, the attention and the output projection, because those are what routing
-lets it skip. It knows nothing of papers.
+An executor is given the layer, for its projections, and the routing, and owns everything that routing lets it skip:
+queries, keys, values, attention and the output projection. It knows nothing of papers.
 """
 
+from moh_vision.attention.executors.auto import auto, choose
 from moh_vision.attention.executors.masked import masked
+from moh_vision.attention.executors.packed import packed
 from moh_vision.attention.executors.reference import reference
 
 EXECUTORS = {
     "reference": reference,
     "masked": masked,
-    "auto": masked,  # the only fast one so far
+    "packed": packed,
+    "auto": auto,
 }
-NEEDS_ALL_QUERIES = ("masked", "auto")  # the layer then projects Q, K and V in one matrix product
 
-__all__ = ["EXECUTORS", "NEEDS_ALL_QUERIES", "masked", "reference"]
+__all__ = ["EXECUTORS", "auto", "choose", "masked", "packed", "reference"]

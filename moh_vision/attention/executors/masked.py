@@ -1,61 +1,65 @@
 """All heads with one fused attention call, then the weights: never wrong, skips nothing."""
 
-from typing import NamedTuple, Optional
+from typing import Any, Optional, Tuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.routing import Routing
 
 
-class Projections(NamedTuple):
-    """The query and output projections of a layer; rows h*D .. (h+1)*D of q_* and columns of out_weight are head h."""
-
-    q_weight: Tensor  # [H*D, C]
-    q_bias: Optional[Tensor]  # [H*D]
-    out_weight: Tensor  # [C, H*D]
-    out_bias: Optional[Tensor]  # [C]
-
-
-def project_queries(x: Tensor, projections: Projections, head_dim: int) -> Tensor:
-    """x [B, N, C] -> q [B, H, N, D]"""
-    q = F.linear(x, projections.q_weight, projections.q_bias)  # [B, N, H*D]
-    return q.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def masked(
-    x: Tensor,
+def attend(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    routing: Routing,
-    projections: Projections,
-    q: Optional[Tensor] = None,
+    weights: Optional[Tensor],
     attn_mask: Optional[Tensor] = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
+    """Weighted attention of h heads: q [B, h, N, D], k and v [B, G, M, D], weights [B, N or 1, h] -> [B, N, h*D]."""
+    o = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+    )  # [B, h, N, D]
+    o = o.transpose(1, 2)  # [B, N, h, D]
+    if weights is not None:
+        weights = weights.unsqueeze(-1).to(o.dtype)
+        if not torch.jit.is_scripting():
+            # Where no gradient can be asked for the result may overwrite o, which saves a pass over fresh memory.
+            if type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing():
+                return o.mul_(weights).flatten(2)
+        o = o * weights
+    return o.flatten(2)
+
+
+def masked(
+    layer: nn.Module,
+    x: Tensor,
+    routing: Routing,
+    context: Optional[Tensor] = None,
+    q: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    rotary: Optional[Tuple[Tensor, Tensor]] = None,
+    cache: Any = None,
+) -> Tensor:
     """Equation (*) of the package.
 
     Args:
+        layer: a HeadMixtureAttention, for its projections.
         x: query tokens [B, N, C].
-        k, v: keys and values [B, G, M, D]; G = H, or a divisor of H whose heads are shared by H / G query heads each.
         routing: weights and active heads.
-        projections: query and output projections.
-        q: projected queries [B, H, N, D], where the layer already has them.
+        context: tokens [B, M, C] that keys and values come from; None: x.
+        q: queries [B, N, H, D] as projected, where the router had to see them.
         attn_mask: [.., N, M], True (attend) or an additive float, as in scaled_dot_product_attention.
-        is_causal: token n attends to keys 0 .. n.
+        is_causal: token n attends to keys 0 .. n. Not together with attn_mask.
         dropout_p: dropout of the attention matrix.
+        rotary, cache: see HeadMixtureAttention.forward.
 
     Returns:
         y [B, N, C].
     """
-    if q is None:
-        q = project_queries(x, projections, k.shape[-1])
-    o = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-    )  # [B, H, N, D]
-    o = o.transpose(1, 2)  # [B, N, H, D]
-    weights = routing.weights
-    if weights is not None:
-        o = o * weights.unsqueeze(-1).to(o.dtype)
-    return F.linear(o.flatten(2), projections.out_weight, projections.out_bias)  # [B, N, C]
+    q, k, v = layer.project(x, context, q, rotary, cache)
+    return layer.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p))

@@ -48,6 +48,7 @@ class MAERouter(nn.Module):
     """
 
     needs_query = False
+    sees_one_token = False
     all_heads = True
     balanced = False
 
@@ -107,6 +108,7 @@ class MAERouter(nn.Module):
         probs = logits.softmax(-1)
         members = self.members.to(probs.dtype)
 
+        active: Optional[Tensor] = None
         if self.mode == "soft":
             g = probs
         elif self.mode == "uniform" and not self.training:
@@ -119,9 +121,10 @@ class MAERouter(nn.Module):
                     odds = probs if self.mode == "sampled" else torch.ones_like(probs)
                     expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
                 g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
+                active = (g @ members) > 0  # [B, 1 or N, H]
         weights = self.scale * (g @ members)  # [B, 1 or N, H]
         counts = (weights.detach() > 0).to(probs.dtype).sum(1)  # [B, H]
-        return Routing(weights, None, RoutingStats(probs, counts, logits))
+        return Routing(weights, active, RoutingStats(probs, counts, logits))
 
     def _gate(self, pooled: Tensor) -> Tensor:
         flat = self.norm(pooled.flatten(0, 1))  # [B, C] or [B * N, C]

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import active_heads, gate_logits, select_top_k, top_k_stats
+from moh_vision.attention.routers.common import active_heads, head_logits, heads_last, select_top_k, top_k_stats
 from moh_vision.attention.routing import Routing
 
-torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
+torch.fx.wrap("head_logits")  # leaves while tracing; fx needs to be told in every module that calls them
+torch.fx.wrap("select_top_k")
 
 
 class MoARouter(nn.Module):
@@ -30,6 +31,7 @@ class MoARouter(nn.Module):
     """
 
     needs_query = False
+    sees_one_token = True
     all_heads = False
     balanced = False  # by moa_balance_loss, not by MoH's
 
@@ -49,13 +51,15 @@ class MoARouter(nn.Module):
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
-        logits = gate_logits(x, self.gate.weight)  # [B, N, E]
+        logits = head_logits(x, self.gate.weight)  # [E, B, N]
         if self.noise is not None and self.training:
-            scale = F.softplus(gate_logits(x, self.noise.weight)) + 1e-2
+            scale = F.softplus(head_logits(x, self.noise.weight)) + 1e-2
             logits = logits + torch.randn_like(logits) * scale
-        probs = logits.softmax(-1)
-        chosen, selected = select_top_k(probs, self.num_routed)
+        probs = logits.softmax(0)
+        chosen = select_top_k(probs, self.num_routed)  # [E, B, N]
+        selected = chosen.to(probs.dtype)
         weights = probs * selected
         if self.renormalise:
-            weights = weights / weights.sum(-1, keepdim=True).detach()
-        return Routing(weights, active_heads(0, chosen), top_k_stats(probs, selected, logits, 0, padding_mask))
+            weights = weights / weights.sum(0, keepdim=True).detach()
+        stats = top_k_stats(probs, selected, logits, 0, padding_mask)
+        return Routing(heads_last(weights), active_heads(0, chosen), stats)

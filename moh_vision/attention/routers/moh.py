@@ -7,10 +7,11 @@ import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import active_heads, gate_logits, no_logits, select_top_k, top_k_stats
+from moh_vision.attention.routers.common import active_heads, head_logits, heads_last, select_top_k, top_k_stats
 from moh_vision.attention.routing import Routing
 
-torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
+torch.fx.wrap("head_logits")  # leaves while tracing; fx needs to be told in every module that calls them
+torch.fx.wrap("select_top_k")
 
 GATE_SCALES = ("released", "paper")
 
@@ -36,6 +37,7 @@ class MoHRouter(nn.Module):
     """
 
     needs_query = False
+    sees_one_token = True
     all_heads = False
     balanced = True
 
@@ -68,32 +70,44 @@ class MoHRouter(nn.Module):
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        B, N, _ = x.shape
-        logits = no_logits(x) if self.routed is None else gate_logits(x, self.routed.weight)  # [B, N, E]
-        probs = logits.softmax(-1)  # [B, N, E]
-        chosen, selected = select_top_k(probs, self.num_routed)  # [B, N, k], [B, N, E]
+        # One matrix product for all three gates: they read the same tokens.
+        weights: List[Tensor] = []
+        if self.routed is not None:
+            weights.append(self.routed.weight)
+        if self.shared is not None:
+            weights.append(self.shared.weight)
+        if self.balance is not None:
+            weights.append(self.balance.weight)
+        if len(weights) == 0:
+            weights.append(x.new_zeros((0, x.shape[-1])))
+        rows = head_logits(x, torch.cat(weights))  # [E + h_s + 2, B, N]
+        logits = rows[: self.num_candidates]  # [E, B, N]
+        probs = logits.softmax(0)
+        chosen = select_top_k(probs, self.num_routed)  # [E, B, N]
+        selected = chosen.to(probs.dtype)
 
+        # The factors of both groups first: on [B, N] they cost less than on all heads.
+        if self.balance is not None:
+            alpha = rows[-2:].softmax(0)  # [2, B, N], eq. 6
+        else:
+            alpha = torch.full((2, 1, 1), 0.5 if self.two_groups else 1.0, dtype=probs.dtype, device=x.device)
+        if self.two_groups and self.released:
+            alpha = 2 * alpha
         parts: List[Tensor] = []
         if self.num_shared > 0:
+            factor = self.num_shared * alpha[:1] if self.released else alpha[:1]
             if self.shared is None:
-                gate = torch.ones((B, N, 1), dtype=logits.dtype, device=x.device)
+                gate = torch.ones((1, x.shape[0], x.shape[1]), dtype=probs.dtype, device=x.device)
             else:
-                gate = gate_logits(x, self.shared.weight).softmax(-1)  # [B, N, h_s]
-            parts.append(gate * self.num_shared if self.released else gate)
+                gate = rows[self.num_candidates :][: self.num_shared].softmax(0)  # [h_s, B, N]
+            parts.append(gate * factor)
         if self.num_candidates > 0:
-            gate = probs * selected
+            gate = probs * selected  # [E, B, N]
+            factor = alpha[1:]
             if self.released:
                 # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
-                gate = gate * (self.num_routed / gate.sum(-1, keepdim=True))
-            parts.append(gate)  # [B, N, E]
-        if self.two_groups:
-            if self.balance is not None:
-                alpha = gate_logits(x, self.balance.weight).softmax(-1)  # [B, N, 2], eq. 6
-                if self.released:
-                    alpha = 2 * alpha
-                parts = [parts[0] * alpha[..., :1], parts[1] * alpha[..., 1:]]
-            elif not self.released:
-                parts = [parts[0] * 0.5, parts[1] * 0.5]
+                factor = self.num_routed * factor / gate.sum(0, keepdim=True)
+            parts.append(gate * factor)
 
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
-        return Routing(torch.cat(parts, dim=-1), active_heads(self.num_shared, chosen), stats)
+        return Routing(heads_last(torch.cat(parts)), active_heads(self.num_shared, chosen), stats)

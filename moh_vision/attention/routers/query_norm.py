@@ -3,11 +3,14 @@
 from typing import Optional
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import active_heads, select_top_k, top_k_stats
+from moh_vision.attention.routers.common import active_heads, heads_last, select_top_k, top_k_stats
 from moh_vision.attention.routing import Routing
+
+torch.fx.wrap("select_top_k")  # a leaf while tracing; fx needs to be told in every module that calls it
 
 
 class QueryNormRouter(nn.Module):
@@ -19,6 +22,7 @@ class QueryNormRouter(nn.Module):
     """
 
     needs_query = True
+    sees_one_token = True
     all_heads = False
     balanced = True
 
@@ -33,15 +37,16 @@ class QueryNormRouter(nn.Module):
         if q is None:
             raise ValueError("router 'query_norm' needs the queries")
         dtype = torch.promote_types(q.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(q[:, self.num_shared :].to(dtype), dim=-1).transpose(1, 2)  # [B, N, E]
+        norms = torch.linalg.vector_norm(q[:, self.num_shared :].to(dtype), dim=-1).transpose(0, 1)  # [E, B, N]
         if self.num_candidates > 1:
             # Equal norms have no spread; any positive divisor gives them equal scores.
-            logits = norms / norms.std(-1, keepdim=True).clamp_min(1e-6)
+            logits = norms / norms.std(0, keepdim=True).clamp_min(1e-6)
         else:
             logits = norms
-        probs = logits.softmax(-1)
-        chosen, selected = select_top_k(norms, self.num_routed)  # as probs, without their rounding
+        probs = logits.softmax(0)
+        chosen = select_top_k(norms, self.num_routed)  # as probs, without their rounding
+        selected = chosen.to(dtype)
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
-        ones = torch.ones((x.shape[0], x.shape[1], self.num_shared), dtype=dtype, device=x.device)
+        ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
-        return Routing(torch.cat([ones, gate], dim=-1), active_heads(self.num_shared, chosen), stats)
+        return Routing(heads_last(torch.cat([ones, gate])), active_heads(self.num_shared, chosen), stats)

@@ -1,0 +1,293 @@
+"""Time and memory of one attention layer, against plain attention, in one interleaved run.
+
+    python benchmarks/attention.py                       # the whole grid, about 40 minutes on 2 cores
+    python benchmarks/attention.py --shapes vit_small --shares 0.5 --threads 2 --modes forward
+
+Every case times, in turn and in alternating order, so that a noisy machine hits all alike:
+
+    dense    fused qkv product, scaled_dot_product_attention, output product: no routing at all
+    masked   our executor that computes every head and multiplies
+    packed   our executor that skips heads, whether or not that pays
+    auto     what a user gets
+
+and reports the median and the quartiles of the ratio to dense, round by round. `bound` is the ratio of multiplications
+that are left when everything a head needs is skipped: what a perfect implementation would take.
+Routing is balanced (random router): a trained router is not, and pads more. Results go to benchmarks/results.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget
+from moh_vision.attention.executors import choose
+
+HERE = Path(__file__).parent
+# name -> batch, tokens, width, heads
+SHAPES = {
+    "vit_small": (8, 197, 384, 6),
+    "vit_base": (8, 197, 768, 12),
+    "dit_small": (8, 256, 384, 6),
+    "dit_xlarge": (2, 256, 1152, 16),
+    "n1024": (1, 1024, 768, 12),
+    "n4096": (1, 4096, 768, 12),
+}
+MOA = {"8K8E128D": (8, 8, 128), "16K32E256D": (16, 32, 256), "8K64E256D": (8, 64, 256)}  # active, experts, width
+MOA_TOKENS = (128, 1024)
+TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODES = ("forward", "train")  # train: forward and backward
+SECONDS, ROUNDS = 5.0, (7, 41)  # per case; at least and at most
+
+
+class Dense(nn.Module):
+    """Attention as timm and DiT have it."""
+
+    def __init__(self, dim, heads, dtype):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, dtype=dtype), nn.Linear(dim, dim, dtype=dtype)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C))
+
+
+class Experts(nn.Module):
+    """MAE as its formula reads: every expert of h - 1 heads computed by itself, then mixed by the gate."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        layer, y = self.layer, 0
+        q, k, v = layer.project(x, None, None, None, None)
+        gate = layer.router(x).stats.probs[:, 0]  # [B, experts]
+        for expert, members in enumerate(layer.router.members.bool()):
+            o = F.scaled_dot_product_attention(q[:, members], k[:, members], v[:, members])  # [B, h - 1, N, D]
+            w = layer.proj.weight.unflatten(1, (-1, layer.head_dim))[:, members].flatten(1)
+            y = y + gate[:, expert, None, None] * F.linear(o.transpose(1, 2).flatten(2), w)
+        return y * layer.router.scale + layer.proj.bias
+
+
+def run(module, x, mode):
+    """One call, without what a module returns beside its output."""
+    if mode == "forward":
+        with torch.no_grad():
+            return module(x)
+    y = module(x)
+    (y[0] if isinstance(y, tuple) else y).sum().backward()
+    return None
+
+
+def saved_bytes(module, x):
+    """Bytes that autograd keeps for backward, the input included and parameters left out, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = module(x)
+    del y
+    return sum(kept.values())
+
+
+def measure(modules, x, mode):
+    """Interleaved times of {name: module}; ratios to the first, round by round."""
+    names = list(modules)
+    times = {name: [] for name in names}
+    for name in names:
+        run(modules[name], x, mode), run(modules[name], x, mode)
+    start = time.perf_counter()
+    while True:
+        rounds = len(times[names[0]])
+        if rounds >= ROUNDS[1] or (rounds >= ROUNDS[0] and time.perf_counter() - start > SECONDS):
+            break
+        for name in names if rounds % 2 == 0 else reversed(names):
+            for p in modules[name].parameters():
+                p.grad = None
+            x.grad = None
+            begin = time.perf_counter()
+            run(modules[name], x, mode)
+            times[name].append(time.perf_counter() - begin)
+    base = torch.tensor(times[names[0]], dtype=torch.float64)
+    result = {}
+    for name in names:
+        ratio = torch.tensor(times[name], dtype=torch.float64) / base
+        low, middle, high = ratio.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+        result[name] = dict(
+            ratio=round(middle, 3),
+            quartiles=[round(low, 3), round(high, 3)],
+            milliseconds=round(1e3 * torch.tensor(times[name]).median().item(), 3),
+            rounds=len(times[name]),
+        )
+    return result
+
+
+def copies(layer, executors):
+    """The same layer, same weights, under several executors."""
+    result = {}
+    for name in executors:
+        other = object.__new__(type(layer))
+        other.__dict__ = {**layer.__dict__, "executor": name}
+        result[name] = other
+    return result
+
+
+def bound(share, tokens, dim, scope):
+    """Multiplications left, with the router free: projections 4 N C^2, attention 2 N^2 C."""
+    if scope == "sample":
+        return share
+    return 1 - (1 - share) * (2 * dim + 2 * tokens) / (4 * dim + 2 * tokens)
+
+
+def moh_case(shape, share, scope, dtype):
+    B, N, C, h = SHAPES[shape]
+    B = 8 if scope == "sample" else B
+    budget = resolve_budget(f"uniform:{share}", 1, h, C // h)[0]
+    layer = HeadMixtureAttention(C, budget, scope=scope, dtype=dtype)
+    for p in layer.router.parameters():
+        nn.init.normal_(
+            p, std=C**-0.5 * (N**0.5 if scope == "sample" else 1)
+        )  # logits near 1, of tokens and of their mean
+    real = budget.active / h
+    about = dict(shape=shape, batch=B, tokens=N, width=C, heads=h, share=share, active=budget.active, scope=scope)
+    modules = {"dense": Dense(C, h, dtype), **copies(layer, ("masked", "packed", "auto"))}
+    return about, modules, torch.randn(B, N, C, dtype=dtype), bound(real, N, C, scope)
+
+
+def moa_case(name, tokens, dtype):
+    """Against dense attention of 8 heads of 64, as the paper's models have it, in the same place."""
+    active, experts, width = MOA[name]
+    B = TOKENS // 8 // tokens
+    layer = HeadMixtureAttention(
+        512,
+        HeadBudget(experts, width, 0, active),
+        router="moa",
+        kv_heads=1,
+        qkv_bias=False,
+        proj_bias=False,
+        dtype=dtype,
+    )
+    nn.init.normal_(layer.router.gate.weight, std=512**-0.5)
+    about = dict(shape=name, batch=B, tokens=tokens, width=512, heads=experts, active=active, scope="token")
+    macs = 2 * 512 * width * (active + 1) + 2 * tokens * width * active  # for one token
+    modules = {"dense": Dense(512, 8, dtype), **copies(layer, ("masked", "packed", "auto"))}
+    return about, modules, torch.randn(B, tokens, 512, dtype=dtype), macs / (4 * 512 * 512 + 2 * tokens * 512)
+
+
+def mae_case(tokens, dtype):
+    """The F step of MAE-7: one expert of 7 of 8 heads a sequence."""
+    layer = HeadMixtureAttention(
+        512, HeadBudget(8, 64, 8, 0), router="mae", router_kwargs=dict(mode="sampled"), dtype=dtype
+    )
+    about = dict(shape="mae_f_step", batch=8, tokens=tokens, width=512, heads=8, active=7, scope="sample")
+    modules = {
+        "dense": Dense(512, 8, dtype),
+        **copies(layer, ("masked", "packed", "auto")),
+        "every_expert": Experts(layer),
+    }
+    return about, modules, torch.randn(8, tokens, 512, dtype=dtype), 7 / 8
+
+
+def cases(args):
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            if shape in SHAPES:
+                for scope in args.scopes:
+                    done = set()
+                    for share in args.shares:
+                        case = moh_case(shape, share, scope, DTYPES[dtype])
+                        case[0]["also"] = case[0]["active"] in done  # 6 heads: 0.75 and 0.9 are both 5 heads
+                        done.add(case[0]["active"])
+                        yield (dtype, *case)
+            elif shape in MOA:
+                for tokens in MOA_TOKENS:
+                    yield (dtype, *moa_case(shape, tokens, DTYPES[dtype]))
+            else:
+                for tokens in (128, 1024):
+                    yield (dtype, *mae_case(tokens, DTYPES[dtype]))
+
+
+def machine():
+    names = (
+        [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line]
+        if os.path.exists("/proc/cpuinfo")
+        else []
+    )
+    return dict(
+        cpu=names[0] if names else platform.processor(),
+        cores=os.cpu_count(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        date=date.today().isoformat(),
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [*SHAPES, *MOA, "mae_f_step"]
+    parser.add_argument("--shapes", nargs="+", default=every, choices=every)
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75, 0.9])
+    parser.add_argument("--scopes", nargs="+", default=["token", "sample"], choices=["token", "sample"])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "attention.json")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    report = dict(machine=machine(), load_before=os.getloadavg(), cases=[])
+    print(f"{'':44}{'dense ms':>9}  bound  " + "".join(f"{n:>22}" for n in ("masked", "packed", "auto")))
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for dtype, about, modules, x, best in cases(args):
+            for mode in args.modes:
+                x.requires_grad_(mode == "train")
+                times = measure(modules, x, mode)
+                entry = dict(about, dtype=dtype, mode=mode, threads=threads, bound=round(best, 3), times=times)
+                entry["picked"] = choose(modules["auto"], x, modules["auto"].router(x))[0]
+                if mode == "train":
+                    B, N = x.shape[:2]
+                    entry["saved_bytes_per_token"] = {k: round(saved_bytes(m, x) / (B * N)) for k, m in modules.items()}
+                entry["load"] = os.getloadavg()[0]
+                report["cases"].append(entry)
+                print(line(entry), flush=True)
+    report["load_after"] = os.getloadavg()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1))
+    print(args.output)
+
+
+def line(entry):
+    name = f"{entry['shape']} {entry['batch']}x{entry['tokens']} {entry['active']}/{entry['heads']} {entry['scope']}"
+    text = f"{name:<31}{entry['dtype'][:2]}{entry['dtype'][-2:]} {entry['mode']:<7} {entry['threads']}"
+    text = f"{text:<44}{entry['times']['dense']['milliseconds']:9.2f}  {entry['bound']:.2f}  "
+    for name in ("masked", "packed", "auto", "every_expert"):
+        if name in entry["times"]:
+            t = entry["times"][name]
+            text += f"{t['ratio']:8.3f} [{t['quartiles'][0]:.3f} {t['quartiles'][1]:.3f}]"
+    if "saved_bytes_per_token" in entry:
+        s = entry["saved_bytes_per_token"]
+        text += "  saved " + " ".join(f"{s[n] / s['dense']:.2f}" for n in ("masked", "packed"))
+    return text + f"  {entry['picked']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""`auto`: skip heads where that was measured to pay, and compute all of them where not."""
+
+import logging
+from functools import lru_cache
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention.executors.masked import masked
+from moh_vision.attention.executors.packed import packed
+from moh_vision.attention.routing import Routing
+
+log = logging.getLogger("moh_vision.attention")
+
+# The largest share of heads at which `packed` takes less time than `masked`, by the number of keys from which it holds.
+# Measured by benchmarks/attention.py on 2 Xeon cores (AVX-512, AMX), torch 2.15, 1 and 2 threads, 2026-11-21.
+CROSSOVER = {
+    # kind, 16 bits?, gradients? -> {at least so many keys: largest share}
+    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.92},
+    ("token", False, True): {1: 0.55, 512: 0.60, 2048: 0.92},
+    ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
+    ("token", True, True): {1: 0.55, 512: 0.55, 2048: 0.85},
+    # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
+    ("one key-value head", False, False): {1: 0.60},
+    ("one key-value head", False, True): {1: 0.60},
+    ("one key-value head", True, False): {1: 0.60},
+    ("one key-value head", True, True): {1: 0.60},
+    ("sample", False, False): {1: 0.76, 512: 0.85},
+    ("sample", False, True): {1: 0.90, 512: 0.95},
+    ("sample", True, False): {1: 0.35, 512: 0.80},
+    ("sample", True, True): {1: 0.55, 512: 0.80},
+}
+# Below so many numbers in x the fixed cost of packing, 1 to 2 ms, is more than what it saves.
+SMALLEST = 2**19
+
+
+def choose(
+    layer: nn.Module,
+    x: Tensor,
+    routing: Routing,
+    context: Optional[Tensor] = None,
+    masks: bool = False,
+    cache: Any = None,
+) -> Tuple[str, str]:
+    """The executor that `auto` takes for a call, and why.
+
+    Args:
+        masks: whether there is an attn_mask or is_causal.
+        others: as in `masked`.
+
+    Returns:
+        "packed" or "masked", and a reason to print.
+    """
+    active = routing.active
+    if active is None:
+        return "masked", "every head may run"
+    if x.device.type != "cpu":
+        return "masked", f"packed has not been measured on {x.device.type}"
+    if any(type(linear) is not nn.Linear or linear._forward_hooks for linear in (layer.qkv, layer.proj)):
+        return "masked", "the projections are not plain linear layers, and only masked calls them as modules"
+    if cache is not None:
+        return "masked", "a cache needs the keys of all heads"
+    if x.numel() < SMALLEST:
+        return "masked", f"{x.numel():,} numbers in x are too few, packed needs {SMALLEST:,}"
+    scope = "sample" if active.shape[1] == 1 else "token"
+    if scope == "token" and masks:
+        return "masked", "packed would have to write out the mask of every query"
+    keys = (x if context is None else context).shape[1]
+    short = torch.is_autocast_enabled("cpu") or x.dtype not in (torch.float32, torch.float64)
+    kind = "one key-value head" if scope == "token" and layer.kv_heads == 1 else scope
+    limits = CROSSOVER[kind, short, torch.is_grad_enabled()]
+    limit = limits[max(least for least in limits if least <= keys)]
+    share = layer.budget.active / layer.num_heads if scope == "token" else active[0].sum().item() / layer.num_heads
+    if scope == "token" and share <= limit:
+        share = padded_share(layer, routing.stats.counts, active.shape[1])  # costs a little, so last
+    verdict = "packed" if share <= limit else "masked"
+    return verdict, f"{share:.2f} of the heads to compute, packed pays up to {limit:.2f} ({kind}, {keys} keys)"
+
+
+def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
+    """The share of all queries that packing computes, counts [B, H]: it pads every key-value head to the fullest one."""
+    S, G = layer.budget.shared, layer.kv_heads
+    size = layer.num_heads // G
+    routed = counts.clone()
+    routed[:, :S] = 0
+    longest = routed.view(-1, G, size).sum(-1).max().item()
+    groups = G - S // size
+    return (S * tokens + longest * groups) / (layer.num_heads * tokens)
+
+
+@lru_cache(maxsize=256)
+def say(picked: str, reason: str) -> None:
+    """Log a decision the first time it is made."""
+    log.info("auto picked %s: %s", picked, reason)
+
+
+def auto(
+    layer: nn.Module,
+    x: Tensor,
+    routing: Routing,
+    context: Optional[Tensor] = None,
+    q: Optional[Tensor] = None,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    rotary: Optional[Tuple[Tensor, Tensor]] = None,
+    cache: Any = None,
+) -> Tensor:
+    """`packed` or `masked`, whichever `choose` says; see `masked` for the arguments.
+
+    What was picked and why is logged once at level INFO under "moh_vision.attention".
+    """
+    picked, reason = choose(layer, x, routing, context, attn_mask is not None or is_causal, cache)
+    if log.isEnabledFor(logging.INFO):
+        say(picked, reason)
+    execute = packed if picked == "packed" else masked
+    return execute(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache)

@@ -1,0 +1,183 @@
+"""Heads chosen per sequence: what is not chosen has no queries, keys, values, attention or output there.
+
+All sequences run the same number of heads K, so after the projections this is plain attention with K heads. The
+projections are the sparse part: sequence b multiplies with the rows of its own heads. A row of weights is read where it
+lies, neighbouring heads in one product; where the chosen heads are scattered the rows are copied together first.
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from moh_vision.attention.executors.masked import attend
+from moh_vision.attention.routing import Routing
+
+Runs = List[List[Tuple[int, int, int]]]  # for each sequence: (head, next head not in the run, place among the K)
+
+
+def runs_of(heads: Tensor) -> Runs:
+    """Neighbouring heads together: sorted indices [B, K] -> for each sequence [(first, end, place), ...]."""
+    result = []
+    for row in heads.tolist():
+        runs: List[Tuple[int, int, int]] = []
+        for place, h in enumerate(row):
+            if runs and runs[-1][1] == h:
+                runs[-1] = (runs[-1][0], h + 1, runs[-1][2])
+            else:
+                runs.append((h, h + 1, place))
+        result.append(runs)
+    return result
+
+
+def copied(runs: Runs, K: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether to copy the rows of a sequence's heads together, for one product, and not multiply run by run.
+
+    Measured on CPU (benchmarks/attention.py): in 16 bits a product has a high fixed cost, so always; in float32 where
+    the model is narrow, which makes the copy small, and the runs are shorter than two heads on average.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        return True
+    return width <= 512 and sum(len(r) for r in runs) * 2 > len(runs) * K
+
+
+class ProjectSamples(torch.autograd.Function):
+    """Project each sequence to its own heads: x [B, N, C], weight [P, H, D, C], bias [P, H, D] -> [B, N, P, K*D].
+
+    P = 1 for queries, 3 for queries, keys and values at once; heads [B, K] are sorted.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, heads, runs):
+        B, N, C = x.shape
+        P, H, D, _ = weight.shape
+        K = heads.shape[1]
+        ctx.save_for_backward(x, weight, heads)
+        ctx.runs, ctx.has_bias = runs, bias is not None
+        out = x.new_empty(B, N, P, K * D)
+        if bias is None:
+            bias = x.new_zeros(1).expand(P, H, D)
+        if copied(runs, K, C, x.dtype):
+            for b, h in enumerate(heads):
+                w, c = weight.index_select(1, h).view(-1, C), bias.index_select(1, h).view(-1)
+                torch.addmm(c, x[b], w.t(), out=out[b].view(N, -1))
+            return out
+        for b, row in enumerate(runs):
+            for h, end, place in row:
+                for p in range(P):
+                    c, w = bias[p, h:end].reshape(-1), weight[p, h:end].flatten(0, 1)
+                    torch.addmm(c, x[b], w.t(), out=out[b, :, p, place * D : (place + end - h) * D])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, heads = ctx.saved_tensors
+        P, _, D, C = weight.shape
+        grad = grad.contiguous()
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        dbias = None
+        if ctx.has_bias:
+            d = grad.sum(1).view(-1, P, heads.shape[1], D).transpose(0, 1).flatten(1, 2)  # [P, B*K, D]
+            dbias = weight.new_zeros(weight.shape[:3]).index_add_(1, heads.flatten(), d)
+        if copied(ctx.runs, heads.shape[1], C, x.dtype):
+            for b, h in enumerate(heads):
+                g = grad[b].flatten(1)  # [N, P*K*D]
+                torch.mm(g, weight.index_select(1, h).view(-1, C), out=dx[b])
+                dweight.index_add_(1, h, (g.t() @ x[b]).view(P, -1, D, C))
+            return dx, dweight, dbias, None, None
+        dx.zero_()
+        for b, row in enumerate(ctx.runs):
+            for h, end, place in row:
+                for p in range(P):
+                    g = grad[b, :, p, place * D : (place + end - h) * D]  # [N, run*D]
+                    dx[b].addmm_(g, weight[p, h:end].flatten(0, 1))
+                    dweight[p, h:end].flatten(0, 1).addmm_(g.t(), x[b])
+        return dx, dweight, dbias, None, None
+
+
+class CombineSamples(torch.autograd.Function):
+    """Each sequence's heads through their own columns: z [B, N, K*D], weight [C, H*D], bias [C] -> y [B, N, C]."""
+
+    @staticmethod
+    def forward(ctx, z, weight, bias, heads, runs, D):
+        B, N, KD = z.shape
+        ctx.save_for_backward(z, weight)
+        ctx.runs, ctx.D, ctx.has_bias = runs, D, bias is not None
+        y = z.new_empty(B, N, weight.shape[0])
+        if bias is None:
+            bias = z.new_zeros(weight.shape[0])
+        if copied(runs, KD // D, weight.shape[0], z.dtype):
+            by_head = weight.unflatten(1, (-1, D))
+            for b, h in enumerate(heads):
+                torch.addmm(bias, z[b], by_head.index_select(1, h).flatten(1).t(), out=y[b])
+            return y
+        for b, row in enumerate(runs):
+            for i, (h, end, place) in enumerate(row):
+                zh, w = z[b, :, place * D : (place + end - h) * D], weight[:, h * D : end * D].t()
+                if i == 0:
+                    torch.addmm(bias, zh, w, out=y[b])
+                else:
+                    y[b].addmm_(zh, w)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        z, weight = ctx.saved_tensors
+        D = ctx.D
+        dz, dweight = torch.empty_like(z), torch.zeros_like(weight)
+        for b, row in enumerate(ctx.runs):
+            for h, end, place in row:
+                columns, places = slice(h * D, end * D), slice(place * D, (place + end - h) * D)
+                torch.mm(dy[b], weight[:, columns], out=dz[b, :, places])
+                dweight[:, columns].addmm_(dy[b].t(), z[b, :, places])
+        return dz, dweight, dy.sum((0, 1)) if ctx.has_bias else None, None, None, None
+
+
+def by_sample(
+    layer: nn.Module,
+    x: Tensor,
+    routing: Routing,
+    context: Optional[Tensor],
+    q: Optional[Tensor],
+    attn_mask: Optional[Tensor],
+    is_causal: bool,
+    dropout_p: float,
+    rotary: Optional[Tuple[Tensor, Tensor]],
+) -> Tensor:
+    """`packed` where all tokens of a sequence have the same heads, equally many in each; arguments as in `masked`."""
+    B, N, C = x.shape
+    H, G, D = layer.num_heads, layer.kv_heads, layer.head_dim
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, context = x.to(dtype), None if context is None else context.to(dtype)
+    heads = routing.active[:, 0].nonzero()[:, 1].view(B, -1)  # [B, K]
+    K, runs = heads.shape[1], runs_of(heads)
+    weights = routing.weights.gather(-1, heads.unsqueeze(1))  # [B, 1, K]
+
+    def project(tokens: Tensor, weight: Tensor, bias: Optional[Tensor], parts: int) -> Tuple[Tensor, ...]:
+        weight = weight.to(x.dtype).view(parts, H, D, C)
+        bias = None if bias is None else bias.to(x.dtype).view(parts, H, D)
+        return ProjectSamples.apply(tokens, weight, bias, heads, runs).unflatten(-1, (K, D)).unbind(2)  # [B, N, K, D]
+
+    q_weight, kv_weight, q_bias, kv_bias = layer.split_qkv()
+    chosen = torch.arange(B, device=x.device).unsqueeze(1), heads
+    if q is None and context is None and G == H:
+        q, k, v = project(x, layer.qkv.weight, layer.qkv.bias, 3)
+    else:
+        q = project(x, q_weight, q_bias, 1)[0] if q is None else q.transpose(1, 2)[chosen].transpose(1, 2)
+        if G == H:
+            k, v = project(x if context is None else context, kv_weight, kv_bias, 2)
+        else:
+            kv = F.linear(x if context is None else context, kv_weight, kv_bias)
+            kv = kv.unflatten(-1, (2, G, D)).transpose(1, 3)  # [B, G, 2, M, D]
+            k, v = kv[chosen[0], heads * G // H].transpose(1, 3).unbind(2)  # [B, M, K, D]
+    q, k = layer.prepare_queries(q, rotary), layer.prepare_keys(k, rotary)
+    if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
+        attn_mask = attn_mask.expand(B, -1, -1, -1)[chosen]
+    z = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), weights, attn_mask, is_causal, dropout_p)
+    bias = None if layer.proj.bias is None else layer.proj.bias.to(z.dtype)
+    return CombineSamples.apply(z, layer.proj.weight.to(z.dtype), bias, heads, runs, D)
