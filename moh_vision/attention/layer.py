@@ -73,6 +73,7 @@ class HeadMixtureAttention(nn.Module):
         self.num_heads = budget.heads
         self.head_dim = budget.head_dim
         self.kv_heads = kv_heads
+        self.grouped = kv_heads < budget.heads
         self.scope = scope
         self.executor = executor
         self.attn_drop = attn_drop
@@ -142,7 +143,7 @@ class HeadMixtureAttention(nn.Module):
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
             q, k, v = self.project(x, context, queries, rotary, None)
-            y = self.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p))
+            y = self.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
         else:
             execute = EXECUTORS[self.executor]
             if self.executor in CHOOSES and is_captured(x):

@@ -157,7 +157,8 @@ def test_padding_in_the_layer(name, scope, causal):
 def test_query_norm_takes_the_longest_queries_with_weight_one():
     router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
     q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
-    routing = router(torch.zeros(1, 1, C), q)
+    with torch.no_grad():
+        routing = router(torch.zeros(1, 1, C), q)
     assert routing.weights[0, 0].tolist() == [1, 1, 0, 1, 0, 1]
     assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 5]
 
@@ -172,6 +173,16 @@ def test_query_norm_gradient_is_that_of_the_softmax():
     torch.testing.assert_close(got, want)
 
 
+def test_query_norm_runs_all_heads_to_train():
+    """Eq. 10 gives a gradient to heads that are off, which only running them can tell."""
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    x, q = inputs("query_norm")
+    assert router(x, q.requires_grad_()).active is None
+    w = torch.randn(B, N, H)
+    (got,) = torch.autograd.grad((router(x, q).weights * w * (router(x, q).weights == 0)).sum(), q)
+    assert got[:, 2:].norm() > 0
+
+
 def test_query_norm_sees_queries_before_their_norm():
     layer = HeadMixtureAttention(C, HeadBudget(H, D, 2, 2), router="query_norm", qk_norm=True)
     with torch.no_grad():
@@ -182,7 +193,8 @@ def test_query_norm_sees_queries_before_their_norm():
 def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
     router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
     assert not list(router.parameters())
-    routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))
+    with torch.no_grad():
+        routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))
     assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
 
 

@@ -17,10 +17,10 @@ log = logging.getLogger("moh_vision.attention")
 # Measured by benchmarks/attention.py on 2 Xeon cores (AVX-512, AMX), torch 2.15, 1 and 2 threads, 2026-11-21.
 CROSSOVER = {
     # kind, 16 bits?, gradients? -> {at least so many keys: largest share}
-    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.92},
-    ("token", False, True): {1: 0.55, 512: 0.60, 2048: 0.92},
+    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.93},
+    ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.93},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
-    ("token", True, True): {1: 0.55, 512: 0.55, 2048: 0.85},
+    ("token", True, True): {1: 0.60, 512: 0.60, 2048: 0.85},
     # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
     ("one key-value head", False, False): {1: 0.60},
     ("one key-value head", False, True): {1: 0.60},

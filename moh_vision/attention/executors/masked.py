@@ -17,10 +17,14 @@ def attend(
     attn_mask: Optional[Tensor] = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
+    grouped: bool = False,
 ) -> Tensor:
-    """Weighted attention of h heads: q [B, h, N, D], k and v [B, G, M, D], weights [B, N or 1, h] -> [B, N, h*D]."""
+    """Weighted attention of h heads: q [B, h, N, D], k and v [B, G, M, D], weights [B, N or 1, h] -> [B, N, h*D].
+
+    grouped: G < h, and h / G query heads in a row read one key-value head.
+    """
     o = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped
     )  # [B, h, N, D]
     o = o.transpose(1, 2)  # [B, N, h, D]
     if weights is not None:
@@ -62,4 +66,4 @@ def masked(
         y [B, N, C].
     """
     q, k, v = layer.project(x, context, q, rotary, cache)
-    return layer.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p))
+    return layer.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, layer.grouped))

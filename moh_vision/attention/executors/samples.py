@@ -168,7 +168,7 @@ def by_sample(
     if q is None and context is None and G == H:
         q, k, v = project(x, layer.qkv.weight, layer.qkv.bias, 3)
     else:
-        q = project(x, q_weight, q_bias, 1)[0] if q is None else q.transpose(1, 2)[chosen].transpose(1, 2)
+        q = project(x, q_weight, q_bias, 1)[0] if q is None else q[chosen].transpose(1, 2)
         if G == H:
             k, v = project(x if context is None else context, kv_weight, kv_bias, 2)
         else:

@@ -220,6 +220,7 @@ def by_token(
             attn_mask[:, :S] if per_head(attn_mask) else attn_mask,
             is_causal,
             dropout_p,
+            grouped=size > 1 and S % size == 0,
         )
         y = F.linear(z.flatten(0, 1), shared_out, layer.proj.bias)  # [B*N, C]
     elif layer.proj.bias is not None:

@@ -18,7 +18,8 @@ class QueryNormRouter(nn.Module):
 
     The first heads are shared. Among the others the L2 norm of the head's query, before any rotary embedding, divided
     by its standard deviation over those heads, is softmaxed to p, and the k largest run. The gradient of the 0/1
-    weight goes straight through to p (eq. 10); the released file leaves that out, so nothing there is trained by it.
+    weight goes straight through to p (eq. 10), for every head, so heads are skipped only where no gradient is recorded;
+    the released file leaves that gradient out, so nothing there is trained by it.
     """
 
     needs_query = True
@@ -49,4 +50,6 @@ class QueryNormRouter(nn.Module):
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
-        return Routing(heads_last(torch.cat([ones, gate])), active_heads(self.num_shared, chosen), stats)
+        # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
+        active = None if torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
+        return Routing(heads_last(torch.cat([ones, gate])), active, stats)

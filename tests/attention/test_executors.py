@@ -1,0 +1,387 @@
+"""Every executor equals the reference, in output and in every gradient; and what skipping is for: memory, `auto`."""
+
+import logging
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
+from moh_vision.attention.executors import choose, packed
+from moh_vision.attention.routing import RoutingStats
+
+B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
+UNDER_TEST = {
+    **{name: EXECUTORS[name] for name in sorted(EXECUTORS) if name != "reference"},
+    "packed, narrow products": partial(packed, sparse=True),
+    "packed, wide products": partial(packed, sparse=False),
+}
+ROUTERS = {
+    "moh": dict(router="moh", budget=(2, 2)),
+    "moh all routed": dict(router="moh", budget=(0, 3)),
+    "moh all shared": dict(router="moh", budget=(6, 0)),
+    "moh all heads": dict(router="moh", budget=(1, 5)),
+    "query_norm": dict(router="query_norm", budget=(2, 3)),
+    "moa": dict(router="moa", budget=(0, 2), kv_heads=1, qkv_bias=False, proj_bias=False),
+    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
+    "dense": dict(router="dense", budget=(6, 0)),
+}
+CASES = {
+    "self": {},
+    "sample scope": dict(scope="sample"),
+    "cross": dict(context=True),
+    "sample scope, cross": dict(scope="sample", context=True),
+    "causal": dict(is_causal=True),
+    "padding": dict(padding=True),
+    "mask": dict(mask=(N, N)),
+    "mask of each head": dict(mask=(B, H, N, N)),
+    "sample scope, mask of each head": dict(mask=(1, H, N, N), scope="sample"),
+    "additive mask": dict(mask=(1, 1, N, N), additive=True),
+    "two key-value heads": dict(kv_heads=2),
+    "three key-value heads": dict(kv_heads=3),
+    "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
+    "qk-norm": dict(qk_norm=True),
+    "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
+    "rotary": dict(rotary=True),
+    "one token": dict(tokens=1),
+    "one sequence": dict(batch=1),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def build(budget, dtype=torch.float32, **kwargs):
+    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), dtype=dtype, **kwargs)
+    for p in layer.router.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p)
+    return layer
+
+
+def output_and_gradients(layer, execute, x, context, call):
+    EXECUTORS["under test"] = execute
+    layer.executor = "under test"
+    try:
+        y, stats = layer(x, context, **call)
+    finally:
+        del EXECUTORS["under test"]
+    weight = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    inputs = [t for t in (x, context) if t is not None] + list(layer.parameters())
+    grads = torch.autograd.grad((y * weight).sum(), inputs, allow_unused=True)
+    return y.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads)]
+
+
+def assert_equal(layer, execute, x, context=None, **call):
+    tolerance = TOLERANCE[x.dtype]
+    y, grads = output_and_gradients(layer, execute, x, context, call)
+    y_ref, grads_ref = output_and_gradients(layer, EXECUTORS["reference"], x, context, call)
+    names = ["y", "x", *(["context"] if context is not None else []), *(n for n, _ in layer.named_parameters())]
+    # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
+    # the rounding of what it is the difference of.
+    beside = 0.02 * max(g.norm() for g in grads_ref)
+    for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
+        error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
+        assert error <= tolerance * scale, f"{name}: {error:.2e} of {scale:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["f64", "f32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_equal_to_the_reference(router, case, dtype):
+    options = {**ROUTERS[router], **CASES[case]}
+    batch, tokens = options.pop("batch", B), options.pop("tokens", N)
+    x = torch.randn(batch, tokens, C, dtype=dtype, requires_grad=True)
+    context = torch.randn(B, M, C, dtype=dtype, requires_grad=True) if options.pop("context", False) else None
+    call = {}
+    if options.pop("is_causal", False):
+        call["is_causal"] = True
+    if options.pop("padding", False):
+        call["padding_mask"] = torch.arange(N) >= torch.tensor([[7], [5], [2]])
+    if options.pop("rotary", False):
+        angles = torch.arange(N).unsqueeze(1) / torch.tensor([1.0, 10.0]).repeat(2)
+        call["rotary"] = angles.cos(), angles.sin()
+    mask = options.pop("mask", None)
+    if mask is not None:
+        allowed = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
+        call["attn_mask"] = torch.randn(mask, dtype=dtype) if options.pop("additive", False) else allowed
+    layer = build(dtype=dtype, **options)
+    layer.eval()
+    for execute in UNDER_TEST.values():
+        assert_equal(layer, execute, x, context, **call)
+    with torch.no_grad():  # here query_norm skips heads, and masked works in place
+        layer.executor = "reference"
+        want = layer(x, context, **call)[0]
+        for name in set(EXECUTORS) - {"reference"}:
+            layer.executor = name
+            got = layer(x, context, **call)[0]
+            assert (got - want).norm() <= TOLERANCE[dtype] * want.norm(), name
+
+
+class Fixed(nn.Module):
+    """Routing by a given table [B, N or 1, H], for cases that no router makes today."""
+
+    sees_one_token = True
+    needs_query = False
+
+    def __init__(self, active):
+        super().__init__()
+        self.active = active
+        self.gate = nn.Parameter(torch.rand(active.shape, dtype=torch.float64) + 0.5)
+
+    def forward(self, x, q=None, padding_mask=None):
+        none = x.new_zeros(*self.active.shape[:2], 0)
+        return Routing(self.gate * self.active, self.active, RoutingStats(none, self.active.sum(1), none))
+
+
+def table(rule):
+    active = torch.rand(B, N, H) < 0.5
+    active[..., :2] = True  # shared
+    rule(active)
+    return active
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize(
+    "active",
+    [
+        table(lambda a: None),
+        table(lambda a: a[..., 3].fill_(False)),  # a head with no token
+        table(lambda a: a[1, :, 2:].fill_(False)),  # a sequence without any routed head
+        table(lambda a: a[:, 2, 2:].fill_(False)),  # a token without any routed head
+        table(lambda a: a[..., 2:].fill_(False)),  # nothing routed at all
+        table(lambda a: a[..., 2:].fill_(True)),  # everything
+        table(lambda a: a[0, :, 5].fill_(True)),  # one very popular head
+        table(lambda a: None)[:, :1],  # sequences with unequal numbers of heads
+    ],
+    ids=["any", "idle head", "bare sequence", "bare token", "none", "all", "popular", "unequal"],
+)
+@pytest.mark.parametrize("execute", UNDER_TEST.values(), ids=UNDER_TEST.keys())
+def test_any_table_of_heads(execute, active, kv_heads):
+    layer = build((2, 2), torch.float64, kv_heads=kv_heads)
+    layer.router = Fixed(active)
+    assert_equal(layer, execute, torch.randn(B, N, C, dtype=torch.float64, requires_grad=True))
+
+
+def test_odd_sizes():
+    for tokens, batch in ((1, 1), (13, 5), (129, 1), (300, 2)):
+        layer = build((1, 3), torch.float64)
+        x = torch.randn(batch, tokens, C, dtype=torch.float64, requires_grad=True)
+        for execute in UNDER_TEST.values():
+            assert_equal(layer, execute, x)
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_heads_that_are_off_cost_nothing_to_break(scope):
+    """What is skipped is not even read: NaN in the weights of a head that nobody chose does no harm."""
+    layer = build((2, 2), scope=scope, executor="packed")
+    active = torch.zeros(B, 1 if scope == "sample" else N, H, dtype=torch.bool)
+    active[..., [0, 1, 2, 4]] = True
+    layer.router = Fixed(active).float()
+    x = torch.randn(B, N, C)
+    want = layer(x)[0]
+    with torch.no_grad():
+        for h in (3, 5):
+            layer.proj.weight[:, h * D : (h + 1) * D] = torch.nan
+            for part in range(3 if scope == "sample" else 1):  # per token, keys and values serve other tokens
+                layer.qkv.weight[part * H * D + h * D : part * H * D + (h + 1) * D] = torch.nan
+    for sparse in (True,) if scope == "token" else (True, False):
+        EXECUTORS["under test"] = partial(packed, sparse=sparse)
+        layer.executor = "under test"
+        assert torch.equal(layer(x)[0], want)
+        del EXECUTORS["under test"]
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_attention_dropout(scope):
+    """With one key the attention matrix is 1, so a head's output is dropped whole or doubled: the mean is right."""
+    torch.manual_seed(0)
+    layer = build((1, 2), attn_drop=0.5, executor="packed", scope=scope, proj_bias=False, qkv_bias=False)
+    x = torch.randn(1, 1, C).expand(4000, 1, C)
+    dropped = layer(x)[0].detach()
+    layer.eval()
+    exact = layer(x[:1])[0].detach()
+    assert len(dropped.unique(dim=0)) == 8  # three heads, each on or off
+    torch.testing.assert_close(dropped.mean(0), exact[0], atol=0.1 * exact.abs().max().item(), rtol=0)
+
+
+class Block(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.attn = build((2, 2), executor="packed", **kwargs)
+
+    def forward(self, x, stats=None):
+        y, s = self.attn(x)
+        if stats is not None:
+            stats.append(s)
+        return x + y
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(scope, reentrant):
+    block = Block(scope=scope)
+    x = torch.randn(B, N, C, requires_grad=True)
+    grads = []
+    for function in (None, partial(checkpoint, use_reentrant=reentrant)):
+        stats = []
+        y = run_block(block, x, stats=stats, checkpoint=function)
+        block.zero_grad()
+        (y.square().mean() + load_balance_loss(stats)).backward()
+        grads.append([p.grad.clone() for p in block.parameters()])
+    for (name, _), a, b in zip(block.named_parameters(), *grads, strict=True):
+        assert torch.equal(a, b), name
+        assert "router" not in name or a.norm() > 0
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("router", ["moh", "query_norm", "moa"])
+def test_autocast(router, scope):
+    """The float32 layer under autocast: near masked, routed by float32 logits, gradients in float32."""
+    layer = build(dict(moh=(2, 2), query_norm=(2, 2), moa=(0, 3))[router], router=router, scope=scope)
+    x = torch.randn(B, N, C, requires_grad=True)
+    results = []
+    for executor in ("masked", "packed"):
+        layer.executor = executor
+        with torch.autocast("cpu", torch.bfloat16):
+            y, stats = layer(x)
+        assert y.dtype == torch.bfloat16 and stats.probs.dtype == torch.float32
+        layer.zero_grad()
+        y.float().square().sum().backward()
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in layer.parameters())
+        results.append([y.float(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 2e-2 * a.norm()
+
+
+def saved_bytes(layer, x):
+    """What autograd keeps, each storage once, parameters left out."""
+    skip = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def keep(t):
+        if t.untyped_storage().data_ptr() not in skip:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = layer(x)
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("scope, limit", [("token", 0.80), ("sample", 0.62)])
+def test_saves_less_for_backward(scope, limit):
+    """x, K, V and compact q and o: (3 + 2 f) / 6 of what masked keeps, and (1 + 4 f) / 6 where samples are skipped."""
+    layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), scope=scope)
+    x = torch.randn(4, 256, 192, requires_grad=True)
+    sizes = {}
+    for executor in ("masked", "packed"):
+        layer.executor = executor
+        sizes[executor] = saved_bytes(layer, x)
+    assert sizes["packed"] <= limit * sizes["masked"], sizes
+
+
+# ---------------------------------------------------------------- captured graphs
+
+
+@pytest.mark.parametrize("executor", ["masked", "packed", "auto"])
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_compiles_once_for_many_steps(executor, scope):
+    torch._dynamo.reset()
+    layer = build((2, 2), executor=executor, scope=scope)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(4):
+        x = torch.randn(B, N, C)
+        y, stats = compiled(x)
+        torch.testing.assert_close(y, layer(x)[0], rtol=1e-4, atol=1e-5)
+        optimizer.zero_grad()
+        (y.square().mean() + load_balance_loss([stats])).backward()
+        optimizer.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.mark.parametrize("router", ["moh", "query_norm", "moa", "mae", "dense"])
+@pytest.mark.parametrize("executor", ["masked", "auto"])
+def test_export_with_a_dynamic_batch(router, executor):
+    layer = build(ROUTERS[router]["budget"], router=router, executor=executor).eval()
+    program = torch.export.export(layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
+    x = torch.randn(5, N, C)
+    torch.testing.assert_close(program.module()(x)[0], layer(x)[0])
+
+
+def test_traced_and_meta():
+    layer = build((2, 2), executor="packed").eval()
+    x = torch.randn(B, N, C)
+    traced = torch.jit.trace(layer, torch.randn(B, N, C), check_trace=False)
+    torch.testing.assert_close(traced(x)[0], layer(x)[0])
+    y, stats = build((2, 2), executor="packed").to("meta")(torch.randn(B, N, C, device="meta"))
+    assert y.shape == (B, N, C) and stats.counts.shape == (B, H)
+
+
+# ---------------------------------------------------------------- auto
+
+
+def choice(tokens, budget, scope="token", dtype=torch.float32, batch=8, heads=12, training=False, **kwargs):
+    layer = HeadMixtureAttention(heads * 64, HeadBudget(heads, 64, *budget), scope=scope, dtype=dtype)
+    x = torch.randn(batch, tokens, heads * 64, dtype=dtype)
+    with torch.set_grad_enabled(training):
+        routing = layer.router(x.mean(1, keepdim=True) if scope == "sample" else x)
+        return choose(layer, x, routing, **kwargs)
+
+
+def test_auto_skips_where_it_pays():
+    assert choice(197, (4, 5))[0] == "masked"
+    assert choice(197, (1, 2))[0] == "packed"
+    assert choice(1024, (2, 4), batch=1)[0] == "packed"
+    assert choice(1024, (4, 7), batch=1)[0] == "masked"
+    assert choice(197, (2, 4), scope="sample")[0] == "packed"
+    assert choice(197, (4, 7), scope="sample")[0] == "masked"
+    assert choice(197, (2, 4), scope="sample", dtype=torch.bfloat16)[0] == "masked"
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (dict(tokens=17, budget=(2, 4), batch=1), "are too few"),
+        (dict(tokens=1024, budget=(2, 4), masks=True), "the mask of every query"),
+        (dict(tokens=197, budget=(4, 5)), "packed pays up to 0.40 .token, 197 keys"),
+    ],
+)
+def test_auto_says_why(kwargs, words):
+    picked, reason = choice(**kwargs)
+    assert picked == "masked"
+    assert re.search(words, reason), reason
+
+
+def test_auto_sees_a_router_that_does_not_balance():
+    """All tokens in the same few heads leave nothing to pad away: the longest head counts, not the budget."""
+    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
+    x = torch.randn(8, 197, 768)
+    assert choose(layer, x, layer.router(x))[0] == "packed"
+    nn.init.zeros_(layer.router.routed.weight)  # ties: the first two heads for every token
+    picked, reason = choose(layer, x, layer.router(x))
+    assert picked == "masked" and reason.startswith("1.00 of the heads")
+
+
+def test_auto_leaves_replaced_projections_alone():
+    """An adapter around a projection must be called, not read past."""
+    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
+    layer.proj = nn.Sequential(layer.proj)
+    x = torch.randn(8, 197, 768)
+    assert choose(layer, x, layer.router(x)) == (
+        "masked",
+        "the projections are not plain linear layers, and only masked calls them as modules",
+    )
+    assert layer(x)[0].shape == x.shape
+
+
+def test_auto_logs_what_it_picked(caplog):
+    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
+    with caplog.at_level(logging.INFO, "moh_vision.attention"), torch.no_grad():
+        layer(torch.randn(8, 201, 768))
+        layer(torch.randn(2, 201, 768))
+    assert [r.message.split(":")[0] for r in caplog.records] == ["auto picked packed", "auto picked masked"]
