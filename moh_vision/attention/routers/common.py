@@ -45,10 +45,13 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
     """
     E = scores.shape[0]
     scores = scores.detach()
-    if torch.jit.is_scripting() or scores.dtype != torch.float32 or E > 32:
+    by_bits = scores.dtype == torch.float32 and E <= 32
+    if torch.jit.is_scripting() or torch.jit.is_tracing():
+        by_bits = False  # TorchScript cannot read a float's bits
+    if not by_bits:
         order = scores.permute(1, 2, 0).argsort(dim=-1, descending=True, stable=True)[..., :k]
         none = torch.zeros((scores.shape[1], scores.shape[2], E), dtype=torch.bool, device=scores.device)
-        return none.scatter(-1, order, True).permute(2, 0, 1)
+        return none.scatter(-1, order, torch.ones_like(order, dtype=torch.bool)).permute(2, 0, 1)
     # The bits of a float that is not negative order as the float does. With the index in the last five no two keys of
     # a token are equal, and the k largest are those that fewer than k others beat: half the time of sorting short rows.
     index = torch.arange(31, 31 - E, -1, dtype=torch.int32, device=scores.device).view(E, 1, 1)
