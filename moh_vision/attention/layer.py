@@ -123,8 +123,10 @@ class HeadMixtureAttention(nn.Module):
         if not torch.jit.is_scripting():
             if cache is not None:
                 past = self.cached(cache)
-        if context is not None and (rotary is not None or past > 0):
-            raise ValueError("rotary and cache are for self-attention, not with a context")
+                if context is not None:
+                    raise ValueError("a cache is for self-attention, not with a context")
+        if context is not None and rotary is not None:
+            raise ValueError("rotary positions are for self-attention, not with a context")
 
         queries: Optional[Tensor] = None
         if self.needs_query:
