@@ -1,7 +1,8 @@
 """Time and memory of one attention layer, against plain attention, in one interleaved run.
 
-    python benchmarks/attention.py                       # the whole grid, about 40 minutes on 2 cores
-    python benchmarks/attention.py --shapes vit_small --shares 0.5 --threads 2 --modes forward
+    python benchmarks/attention.py                       # the whole grid, about 30 minutes on 2 cores
+    python benchmarks/attention.py --shapes vit_small --shares 0.5 --threads 2 --modes forward --output /tmp/one.json
+    python benchmarks/attention.py --draw                # the figure again, from the results that are there
 
 Every case times, in turn and in alternating order, so that a noisy machine hits all alike:
 
@@ -12,7 +13,9 @@ Every case times, in turn and in alternating order, so that a noisy machine hits
 
 and reports the median and the quartiles of the ratio to dense, round by round. `bound` is the ratio of multiplications
 that are left when everything a head needs is skipped: what a perfect implementation would take.
-Routing is balanced (random router): a trained router is not, and pads more. Results go to benchmarks/results.
+Routing is balanced (random router): a trained router is not, and pads more. Left out for their time: one thread at
+4096 tokens and for the experts of MoA and MAE, and training of 8 x 4096 tokens. Results, machine and load go to
+benchmarks/results/attention.json, the figure to docs/images/attention_speed.png.
 """
 
 import argparse
@@ -24,12 +27,16 @@ import time
 from datetime import date
 from pathlib import Path
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+import matplotlib
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget
-from moh_vision.attention.executors import choose
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget  # noqa: E402
+from moh_vision.attention.executors import choose  # noqa: E402
 
 HERE = Path(__file__).parent
 # name -> batch, tokens, width, heads
@@ -46,7 +53,7 @@ MOA_TOKENS = (128, 1024)
 TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("forward", "train")  # train: forward and backward
-SECONDS, ROUNDS = 5.0, (7, 41)  # per case; at least and at most
+SECONDS, ROUNDS = 2.5, (5, 31)  # per case; at least and at most
 
 
 class Dense(nn.Module):
@@ -225,6 +232,11 @@ def cases(args):
                     yield (dtype, *mae_case(tokens, DTYPES[dtype]))
 
 
+def picked(layer, x, mode):
+    with torch.set_grad_enabled(mode == "train"):
+        return choose(layer, x, layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x))[0]
+
+
 def machine():
     names = (
         [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line]
@@ -250,7 +262,14 @@ def main():
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--output", type=Path, default=HERE / "results" / "attention.json")
+    parser.add_argument("--figure", type=Path, help="default: beside the output, or docs/images for the whole grid")
+    parser.add_argument("--draw", action="store_true", help="only draw what is in --output")
     args = parser.parse_args()
+    if args.figure is None:
+        whole = args.output == HERE / "results" / "attention.json"
+        args.figure = HERE.parent / "docs/images/attention_speed.png" if whole else args.output.with_suffix(".png")
+    if args.draw:
+        return draw(json.loads(args.output.read_text()), args.figure)
 
     torch.manual_seed(0)
     report = dict(machine=machine(), load_before=os.getloadavg(), cases=[])
@@ -259,10 +278,14 @@ def main():
         torch.set_num_threads(threads)
         for dtype, about, modules, x, best in cases(args):
             for mode in args.modes:
+                if threads == 1 and (about["shape"] not in SHAPES or about["tokens"] > 2048):
+                    continue
+                if mode == "train" and x.shape[0] * x.shape[1] > 16384:
+                    continue
                 x.requires_grad_(mode == "train")
                 times = measure(modules, x, mode)
                 entry = dict(about, dtype=dtype, mode=mode, threads=threads, bound=round(best, 3), times=times)
-                entry["picked"] = choose(modules["auto"], x, modules["auto"].router(x))[0]
+                entry["picked"] = picked(modules["auto"], x, mode)
                 if mode == "train":
                     B, N = x.shape[:2]
                     entry["saved_bytes_per_token"] = {k: round(saved_bytes(m, x) / (B * N)) for k, m in modules.items()}
@@ -271,8 +294,59 @@ def main():
                 print(line(entry), flush=True)
     report["load_after"] = os.getloadavg()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1))
-    print(args.output)
+    args.output.write_text(json.dumps(report))
+    draw(report, args.figure)
+    print(args.output, args.figure)
+
+
+def draw(report, path):
+    """Ratio of `auto` to plain attention against the bound, one panel for forward and one for training."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5.2), sharey=True, layout="constrained")
+    threads = max(case["threads"] for case in report["cases"])
+    kinds = {
+        "token": ("token scope", "tab:blue"),
+        "sample": ("sample scope", "tab:orange"),
+        "moa": ("MoA", "tab:green"),
+    }
+    marks = dict(zip([*SHAPES, *MOA, "mae_f_step"], "osD^vPXhd<"))
+    for panel, mode, title in zip(panels, MODES, ("forward", "forward + backward")):
+        for case in report["cases"]:
+            if case["mode"] != mode or case["threads"] != threads:
+                continue
+            kind = "moa" if case["shape"] in MOA else case["scope"]
+            colour = kinds[kind][1]
+            fill = colour if case["dtype"] == "float32" else "none"
+            ratio, (low, high) = case["times"]["auto"]["ratio"], case["times"]["auto"]["quartiles"]
+            style = dict(
+                marker=marks[case["shape"]], color=colour, markerfacecolor=fill, markersize=6, linestyle="none"
+            )
+            panel.errorbar(case["bound"], ratio, yerr=[[max(0, ratio - low)], [max(0, high - ratio)]], lw=0.8, **style)
+        ends = [0.3, 6.5]
+        panel.plot(ends, ends, color="0.5", lw=1)
+        panel.axhline(1, color="0.5", lw=1, ls=":")
+        panel.set(
+            xscale="log", yscale="log", title=title, xlabel="bound: multiplications left / those of plain attention"
+        )
+        panel.set_xticks([0.5, 0.75, 1, 2, 4], ["0.5", "0.75", "1", "2", "4"])
+        panel.set_yticks([0.5, 0.75, 1, 2, 4, 8], ["0.5", "0.75", "1", "2", "4", "8"])
+        panel.minorticks_off()
+    panels[0].set_ylabel("time of auto / time of plain attention")
+    for label, colour in kinds.values():
+        panels[0].plot([], [], "s", color=colour, label=label)
+    panels[0].plot([], [], "s", color="0.3", label="float32")
+    panels[0].plot([], [], "s", color="0.3", markerfacecolor="none", label="bfloat16")
+    panels[0].plot([], [], color="0.5", lw=1, label="bound reached")
+    panels[0].legend(loc="upper left")
+    for name, mark in marks.items():
+        if any(case["shape"] == name for case in report["cases"]):
+            panels[1].plot([], [], mark, color="0.3", markerfacecolor="none", label=name)
+    panels[1].legend(loc="upper left", ncols=2, fontsize=8)
+    m = report["machine"]
+    figure.suptitle(
+        f"{m['cpu']}, {threads} threads, torch {m['torch']}, {m['date']}; medians and quartiles", fontsize=9
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
 
 
 def line(entry):

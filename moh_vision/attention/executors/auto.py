@@ -20,16 +20,16 @@ CROSSOVER = {
     ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.93},
     ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.93},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
-    ("token", True, True): {1: 0.60, 512: 0.60, 2048: 0.85},
+    ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
     # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
     ("one key-value head", False, False): {1: 0.60},
     ("one key-value head", False, True): {1: 0.60},
     ("one key-value head", True, False): {1: 0.60},
     ("one key-value head", True, True): {1: 0.60},
-    ("sample", False, False): {1: 0.76, 512: 0.85},
-    ("sample", False, True): {1: 0.90, 512: 0.95},
+    ("sample", False, False): {1: 0.60, 192: 0.76, 512: 0.90},
+    ("sample", False, True): {1: 0.60, 192: 0.84, 512: 0.95},
     ("sample", True, False): {1: 0.35, 512: 0.80},
-    ("sample", True, True): {1: 0.55, 512: 0.80},
+    ("sample", True, True): {1: 0.55, 512: 0.90},
 }
 # Below so many numbers in x the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 2**19

@@ -4,23 +4,38 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moh_vision.attention.routing import RoutingStats
 
 
+class FloatLinear(torch.autograd.Function):
+    """x W^T of 16-bit tokens in float32, which keeps the tokens for backward as they came and not as float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        dx = (grad @ weight.float()).to(x.dtype)
+        dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
+        return dx, dweight.to(weight.dtype)
+
+
 def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    x, weight = x.to(dtype), weight.to(dtype)
-    if bias is not None:
-        bias = bias.to(dtype)
     if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
-        return F.linear(x, weight, bias)
-    if not torch.is_autocast_enabled(x.device.type):
-        return F.linear(x, weight, bias)
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, weight, bias)
+        if x.dtype != dtype and bias is None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            return FloatLinear.apply(x, weight)
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def head_logits(x: Tensor, weight: Tensor) -> Tensor:
