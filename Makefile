@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: quickstart test test-slow clean
+.PHONY: quickstart test test-slow benchmark clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python quickstart.py
@@ -15,6 +15,10 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
+
+# Half an hour; on a machine with nothing else to do.
+benchmark: $(INSTALLED)
+	$(BIN)/python benchmarks/attention.py
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed; set PYTHON=' if sys.version_info < (3, 11) else 0)"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one layer, in buffers that grow by doubling: appending a token copies that token only.
+    """The keys and values of one layer, in buffers that grow by doubling: a token is copied about twice in all.
 
     For inference: `update` writes in place. `keys` and `values` are [B, kv_heads, length, D].
     """

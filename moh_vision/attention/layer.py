@@ -3,7 +3,6 @@
 from typing import Any, Optional, Tuple, Type
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,10 +102,10 @@ class HeadMixtureAttention(nn.Module):
         Args:
             x: query tokens [B, N, C].
             context: keys and values come from it, [B, M, C]; None: from x.
-            attn_mask: [.., N, M], True (attend) or an additive float.
+            attn_mask: [N, M], [H or 1, N, M] or [B or 1, H or 1, N, M], True (attend) or an additive float.
             is_causal: token n attends to 0 .. n, and to what is cached.
-            padding_mask: [B, M], True where x (with what is cached before it) is padding: left out of the statistics
-                and, in self-attention, of the keys. (Padding of a context goes into attn_mask.)
+            padding_mask: [B, N], or [B, length + N] with a cache, True where x or what is cached is padding: left out
+                of the statistics and, in self-attention, of the keys. (Padding of a context goes into attn_mask.)
             rotary: cosines and sines [N, D] or [B, N, D] of the tokens' positions, for queries and keys, in LLaMA's
                 layout: the second half of a head's channels repeats the angles of the first.
             cache: keys and values of earlier tokens, such as a KeyValueCache: its `length` says how many,
@@ -116,7 +115,8 @@ class HeadMixtureAttention(nn.Module):
             y [B, N, C] and the routing statistics.
 
         Raises:
-            ValueError: for rotary or cache with a context, or a cache where routing reads more than the token.
+            ValueError: for rotary or cache with a context, a cache where routing reads more than the token, or a
+                padding_mask of another length.
         """
         N = x.shape[1]
         past = 0
@@ -125,6 +125,10 @@ class HeadMixtureAttention(nn.Module):
                 past = self.cached(cache)
                 if context is not None:
                     raise ValueError("a cache is for self-attention, not with a context")
+            if padding_mask is not None and type(x) is Tensor and padding_mask.shape[1] != past + N:
+                raise ValueError(
+                    f"padding_mask has {padding_mask.shape[1]} columns, not {past + N}: {past} cached tokens and {N} new ones"
+                )
         if context is not None and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
 
@@ -139,8 +143,9 @@ class HeadMixtureAttention(nn.Module):
         else:
             routing = self.router(x, queries, padded)
 
+        keys = past + N if context is None else context.shape[1]
         attn_mask, is_causal = visible(
-            attn_mask, is_causal, None if context is not None else padding_mask, N, past, x.device
+            attn_mask, is_causal, padding_mask if context is None else None, N, keys, past, x.device
         )
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
@@ -225,7 +230,9 @@ class HeadMixtureAttention(nn.Module):
 
 def is_captured(x: Tensor) -> bool:
     """Whether the call is being traced, compiled or exported, or computes nothing: then shapes must not decide."""
-    return isinstance(x, torch.fx.Proxy) or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
+    # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
+    special = type(x) not in (Tensor, nn.Parameter)
+    return special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def head_budget(model: nn.Module) -> dict:

@@ -11,41 +11,41 @@ def visible(
     is_causal: bool,
     padding_mask: Optional[Tensor],
     tokens: int,
+    keys: int,
     past: int,
     device: torch.device,
 ) -> Tuple[Optional[Tensor], bool]:
     """One mask out of several, or none, for an attention call that takes a mask or `is_causal`.
 
     Args:
-        attn_mask: [.., N, M], True (attend) or an additive float.
+        attn_mask: [N, M], [H or 1, N, M] or [B or 1, H or 1, N, M], True (attend) or an additive float.
         is_causal: token n sees the `past` cached keys and 0 .. n.
-        padding_mask: [B, M], True where a key is padding. A token always sees itself, so that no row is empty.
-        tokens, past: N, and how many keys come before the first token.
+        padding_mask: [B, M], True where a key is padding, which only itself sees, so that no row is empty.
+        tokens, keys, past: N, M, and how many keys come before the first token.
 
     Returns:
-        the mask and whether the call is to be causal; at most one of them says something.
+        the mask [B or 1, H or 1, N, M] or None, and whether the call is to be causal; at most one says something.
     """
+    if attn_mask is not None:
+        for _ in range(4 - attn_mask.dim()):
+            attn_mask = attn_mask.unsqueeze(0)
     if padding_mask is None and (not is_causal or (attn_mask is None and past == 0)):
         return attn_mask, is_causal
     if padding_mask is None and attn_mask is None and tokens == 1:
         return None, False  # one new token sees all
-    keys = padding_mask.shape[1] if padding_mask is not None else past + tokens
-    if attn_mask is not None:
-        keys = attn_mask.shape[-1]
     distance = torch.arange(keys, device=device) - torch.arange(past, past + tokens, device=device).unsqueeze(1)
+    distance = distance.view(1, 1, tokens, keys)
     if is_causal:
-        seen = distance <= 0  # [N, M]
+        seen = distance <= 0
     else:
         seen = torch.ones_like(distance, dtype=torch.bool)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen = seen & attn_mask
     if padding_mask is not None:
-        seen = (seen & ~padding_mask[:, None, None, :]) | (distance == 0)  # [B, 1, N, M]
-    if attn_mask is None:
-        return seen, False
-    if attn_mask.dtype != torch.bool:
+        padding = padding_mask[:, None, None, :]  # [B, 1, 1, M]
+        seen = (seen & ~padding) | (padding & (distance == 0))
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
         return attn_mask.masked_fill(~seen, float("-inf")), False
-    seen = seen & attn_mask
-    if padding_mask is not None:
-        seen = seen | (distance == 0)
     return seen, False
 
 

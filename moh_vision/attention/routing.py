@@ -14,10 +14,13 @@ class RoutingStats(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Who works, and how much: the answer of a router, all that an executor needs of it."""
+    """Who works, and how much: the answer of a router, all that an executor needs of it.
+
+    Heads that are not active have weight 0. Both have the same second dimension, 1 for one choice per sequence.
+    """
 
     weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
-    active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head runs, the same number for each token; None: all
+    active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head must run; None: all
     stats: RoutingStats
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
 from moh_vision.attention.executors import choose, packed
+from moh_vision.attention.executors.auto import say
 from moh_vision.attention.routing import RoutingStats
 
 B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
@@ -38,6 +39,7 @@ CASES = {
     "padding": dict(padding=True),
     "mask": dict(mask=(N, N)),
     "mask of each head": dict(mask=(B, H, N, N)),
+    "mask of each head, for all sequences": dict(mask=(H, N, N)),
     "sample scope, mask of each head": dict(mask=(1, H, N, N), scope="sample"),
     "additive mask": dict(mask=(1, 1, N, N), additive=True),
     "two key-value heads": dict(kv_heads=2),
@@ -283,6 +285,43 @@ def test_saves_less_for_backward(scope, limit):
     assert sizes["packed"] <= limit * sizes["masked"], sizes
 
 
+def test_sums_over_many_sequences_do_not_stall_in_16_bits():
+    """512 equal terms: summed one by one in bfloat16 they would stop growing at 256."""
+    layer = build((2, 2), torch.bfloat16, scope="sample", executor="packed")
+    layer.router = Fixed(torch.tensor([True, True, False, True, False, True]).expand(512, 1, H))
+    x = torch.randn(1, 2, C, dtype=torch.bfloat16).expand(512, 2, C)
+    grads = {}
+    for executor in ("packed", "masked"):
+        layer.executor = executor
+        layer.zero_grad()
+        layer(x)[0].sum().backward()
+        grads[executor] = [p.grad.float() for p in (layer.qkv.weight, layer.qkv.bias, layer.proj.weight)]
+    for got, want in zip(grads["packed"], grads["masked"], strict=True):
+        assert (got - want).norm() <= 2e-2 * want.norm()
+
+
+def test_masked_can_be_differentiated_twice_in_16_bits():
+    layer = build((2, 2), torch.bfloat16, executor="reference")
+    x = torch.randn(B, N, C, dtype=torch.bfloat16, requires_grad=True)
+    (slope,) = torch.autograd.grad(layer(x)[0].float().sum(), x, create_graph=True)
+    slope.float().square().sum().backward()
+    assert layer.router.routed.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("executor", ["packed", "auto"])
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_on_projections_are_called(executor, hook):
+    layer = build((1, 2), executor=executor)
+    calls = []
+    getattr(layer.proj, hook)(lambda *args: calls.append(1))
+    layer(torch.randn(B, N, C))
+    assert calls
+
+
+def test_empty_batch():
+    assert build((2, 2), executor="packed")(torch.randn(0, N, C))[0].shape == (0, N, C)
+
+
 # ---------------------------------------------------------------- captured graphs
 
 
@@ -326,7 +365,7 @@ def test_traced_and_meta():
 
 
 def choice(tokens, budget, scope="token", dtype=torch.float32, batch=8, heads=12, training=False, **kwargs):
-    layer = HeadMixtureAttention(heads * 64, HeadBudget(heads, 64, *budget), scope=scope, dtype=dtype)
+    layer = HeadMixtureAttention(heads * 64, HeadBudget(heads, 64, *budget), scope=scope, dtype=dtype).train(training)
     x = torch.randn(batch, tokens, heads * 64, dtype=dtype)
     with torch.set_grad_enabled(training):
         routing = layer.router(x.mean(1, keepdim=True) if scope == "sample" else x)
@@ -348,7 +387,7 @@ def test_auto_skips_where_it_pays():
     [
         (dict(tokens=17, budget=(2, 4), batch=1), "are too few"),
         (dict(tokens=1024, budget=(2, 4), masks=True), "the mask of every query"),
-        (dict(tokens=197, budget=(4, 5)), "packed pays up to 0.40 .token, 197 keys"),
+        (dict(tokens=197, budget=(4, 5)), "75% of the heads run, packed pays up to 40% .token, 197 keys"),
     ],
 )
 def test_auto_says_why(kwargs, words):
@@ -364,7 +403,18 @@ def test_auto_sees_a_router_that_does_not_balance():
     assert choose(layer, x, layer.router(x))[0] == "packed"
     nn.init.zeros_(layer.router.routed.weight)  # ties: the first two heads for every token
     picked, reason = choose(layer, x, layer.router(x))
-    assert picked == "masked" and reason.startswith("1.00 of the heads")
+    assert picked == "masked" and reason.endswith("but they are spread too unevenly over the tokens")
+
+
+def test_auto_picks_the_same_in_both_passes_of_a_reentrant_checkpoint():
+    """The first runs without gradients; another executor would draw another dropout."""
+    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 4))
+    x = torch.randn(8, 197, 768)
+    with torch.no_grad():
+        first = choose(layer, x, layer.router(x))
+    assert choose(layer, x, layer.router(x)) == first and first[0] == "packed"
+    with torch.no_grad():
+        assert choose(layer.eval(), x, layer.router(x))[0] == "masked"
 
 
 def test_auto_leaves_replaced_projections_alone():
@@ -374,12 +424,13 @@ def test_auto_leaves_replaced_projections_alone():
     x = torch.randn(8, 197, 768)
     assert choose(layer, x, layer.router(x)) == (
         "masked",
-        "the projections are not plain linear layers, and only masked calls them as modules",
+        "the projections carry hooks or are not plain linear layers",
     )
     assert layer(x)[0].shape == x.shape
 
 
 def test_auto_logs_what_it_picked(caplog):
+    say.cache_clear()
     layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
     with caplog.at_level(logging.INFO, "moh_vision.attention"), torch.no_grad():
         layer(torch.randn(8, 201, 768))

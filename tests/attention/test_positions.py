@@ -79,6 +79,19 @@ def test_rotary_is_refused_with_a_context():
         build((2, 2))(x, x, cache=KeyValueCache())
 
 
+def test_padding_of_the_wrong_length_is_refused():
+    cache = KeyValueCache()
+    layer = build((2, 2))
+    layer(torch.randn(B, 3, C, dtype=torch.float64), cache=cache)
+    with pytest.raises(ValueError, match="padding_mask has 1 columns, not 4: 3 cached tokens and 1 new ones"):
+        layer(torch.randn(B, 1, C, dtype=torch.float64), cache=cache, padding_mask=torch.zeros(B, 1, dtype=torch.bool))
+
+
+def test_a_mask_that_broadcasts_over_keys_stays_causal():
+    got, _ = visible(torch.ones(4, 1, dtype=torch.bool), True, None, 4, 4, 0, torch.device("cpu"))
+    assert torch.equal(got[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
 def test_rotary_depends_on_distance_only():
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
 
@@ -106,7 +119,7 @@ def test_one_mask_out_of_many(past, tokens, causal, padded, given):
     allowed = torch.rand(tokens, keys) > 0.3
     allowed[torch.arange(tokens), past + torch.arange(tokens)] = True
     mask = {None: None, "bool": allowed, "additive": torch.randn(tokens, keys)}[given]
-    got, is_causal = visible(mask, causal, padding, tokens, past, torch.device("cpu"))
+    got, is_causal = visible(mask, causal, padding, tokens, keys, past, torch.device("cpu"))
     assert not (is_causal and got is not None)
     for b in range(2):
         for n in range(tokens):

@@ -13,6 +13,7 @@ from moh_vision.attention import (
     moa_balance_loss,
     router_z_loss,
 )
+from moh_vision.attention.routers.common import gate_logits, select_top_k
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
@@ -151,11 +152,36 @@ def test_padding_in_the_layer(name, scope, causal):
     assert left.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("experts, k", [(1, 1), (4, 0), (4, 4), (5, 2), (12, 7), (32, 8), (33, 8), (64, 8)])
+def test_top_k_is_that_of_a_stable_sort(experts, k, dtype):
+    scores = torch.rand(experts, 7, 11, dtype=dtype)
+    scores[:, 1:3] = scores[:, 1:3].mul(3).round()  # ties
+    scores[:, 4] = 0
+    order = scores.argsort(dim=0, descending=True, stable=True)[:k]
+    want = torch.zeros(scores.shape, dtype=torch.bool).scatter(0, order, True)
+    assert torch.equal(select_top_k(scores, k), want)
+
+
+def test_logits_of_16_bit_tokens_and_their_gradient():
+    """As a float32 product of the same numbers; the tokens are kept for backward as they came."""
+    x, w = torch.randn(2, 5, C).bfloat16().requires_grad_(), torch.randn(4, C, requires_grad=True)
+    logits, want = gate_logits(x, w), x.float() @ w.t()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, want)
+    assert all(t.dtype == torch.bfloat16 or t is w for t in logits.grad_fn.saved_tensors)
+    weight = torch.randn(2, 5, 4)
+    for got, exact in zip(
+        torch.autograd.grad((logits * weight).sum(), (x, w)), torch.autograd.grad((want * weight).sum(), (x, w))
+    ):
+        torch.testing.assert_close(got, exact)
+
+
 # ---------------------------------------------------------------- query_norm
 
 
 def test_query_norm_takes_the_longest_queries_with_weight_one():
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2)).eval()
     q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
     with torch.no_grad():
         routing = router(torch.zeros(1, 1, C), q)
@@ -191,7 +217,7 @@ def test_query_norm_sees_queries_before_their_norm():
 
 
 def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
+    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2)).eval()
     assert not list(router.parameters())
     with torch.no_grad():
         routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))

@@ -7,8 +7,8 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.executors.masked import masked
-from moh_vision.attention.executors.packed import packed
+from moh_vision.attention.executors.masked import autocast, is_short, masked
+from moh_vision.attention.executors.packed import packed, plain
 from moh_vision.attention.routing import Routing
 
 log = logging.getLogger("moh_vision.attention")
@@ -16,7 +16,7 @@ log = logging.getLogger("moh_vision.attention")
 # The largest share of heads at which `packed` takes less time than `masked`, by the number of keys from which it holds.
 # Measured by benchmarks/attention.py on 2 Xeon cores (AVX-512, AMX), torch 2.15, 1 and 2 threads, 2026-11-21.
 CROSSOVER = {
-    # kind, 16 bits?, gradients? -> {at least so many keys: largest share}
+    # kind, 16 bits?, training or gradients? -> {at least so many keys: largest share}
     ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.93},
     ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.93},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
@@ -26,13 +26,13 @@ CROSSOVER = {
     ("one key-value head", False, True): {1: 0.60},
     ("one key-value head", True, False): {1: 0.60},
     ("one key-value head", True, True): {1: 0.60},
-    ("sample", False, False): {1: 0.60, 192: 0.76, 512: 0.90},
+    ("sample", False, False): {1: 0.60, 192: 0.70, 512: 0.93},
     ("sample", False, True): {1: 0.60, 192: 0.84, 512: 0.95},
     ("sample", True, False): {1: 0.35, 512: 0.80},
-    ("sample", True, True): {1: 0.55, 512: 0.90},
+    ("sample", True, True): {1: 0.55, 512: 0.93},
 }
 # Below so many numbers in x the fixed cost of packing, 1 to 2 ms, is more than what it saves.
-SMALLEST = 2**19
+SMALLEST = 600_000
 
 
 def choose(
@@ -46,8 +46,8 @@ def choose(
     """The executor that `auto` takes for a call, and why.
 
     Args:
+        layer, x, routing, context, cache: as in `masked`.
         masks: whether there is an attn_mask or is_causal.
-        others: as in `masked`.
 
     Returns:
         "packed" or "masked", and a reason to print.
@@ -57,8 +57,8 @@ def choose(
         return "masked", "every head may run"
     if x.device.type != "cpu":
         return "masked", f"packed has not been measured on {x.device.type}"
-    if any(type(linear) is not nn.Linear or linear._forward_hooks for linear in (layer.qkv, layer.proj)):
-        return "masked", "the projections are not plain linear layers, and only masked calls them as modules"
+    if not plain(layer):
+        return "masked", "the projections carry hooks or are not plain linear layers"
     if cache is not None:
         return "masked", "a cache needs the keys of all heads"
     if x.numel() < SMALLEST:
@@ -67,15 +67,22 @@ def choose(
     if scope == "token" and masks:
         return "masked", "packed would have to write out the mask of every query"
     keys = (x if context is None else context).shape[1]
-    short = torch.is_autocast_enabled("cpu") or x.dtype not in (torch.float32, torch.float64)
     kind = "one key-value head" if scope == "token" and layer.kv_heads == 1 else scope
-    limits = CROSSOVER[kind, short, torch.is_grad_enabled()]
+    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
+    # the same executor must draw the dropout.
+    train = layer.training or torch.is_grad_enabled()
+    limits = CROSSOVER[kind, is_short(autocast(x[:1]).dtype), train]
     limit = limits[max(least for least in limits if least <= keys)]
-    share = layer.budget.active / layer.num_heads if scope == "token" else active[0].sum().item() / layer.num_heads
-    if scope == "token" and share <= limit:
-        share = padded_share(layer, routing.stats.counts, active.shape[1])  # costs a little, so last
-    verdict = "packed" if share <= limit else "masked"
-    return verdict, f"{share:.2f} of the heads to compute, packed pays up to {limit:.2f} ({kind}, {keys} keys)"
+    if scope == "sample":
+        share = active[0].sum().item() / layer.num_heads
+    else:
+        share = layer.budget.active / layer.num_heads
+    reason = f"{share:.0%} of the heads run, packed pays up to {limit:.0%} ({kind}, {keys} keys)"
+    if share > limit:
+        return "masked", reason
+    if scope == "token" and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
+        return "masked", reason + ", but they are spread too unevenly over the tokens"
+    return "packed", reason
 
 
 def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:

@@ -37,6 +37,23 @@ def attend(
     return o.flatten(2)
 
 
+def has_head_masks(attn_mask: Optional[Tensor]) -> bool:
+    """Whether heads have masks of their own, attn_mask [B or 1, H or 1, N, M]."""
+    return attn_mask is not None and attn_mask.shape[1] > 1
+
+
+def is_short(dtype: torch.dtype) -> bool:
+    """16 bits."""
+    return dtype not in (torch.float32, torch.float64)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x as autocast would hand it to a matrix product, for products that it does not see."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 def masked(
     layer: nn.Module,
     x: Tensor,
@@ -56,8 +73,8 @@ def masked(
         x: query tokens [B, N, C].
         routing: weights and active heads.
         context: tokens [B, M, C] that keys and values come from; None: x.
-        q: queries [B, N, H, D] as projected, where the router had to see them.
-        attn_mask: [.., N, M], True (attend) or an additive float, as in scaled_dot_product_attention.
+        q: queries [B, H, N, D] as projected, where the router had to see them.
+        attn_mask: [B or 1, H or 1, N, M], True (attend) or an additive float, as in scaled_dot_product_attention.
         is_causal: token n attends to keys 0 .. n. Not together with attn_mask.
         dropout_p: dropout of the attention matrix.
         rotary, cache: see HeadMixtureAttention.forward.

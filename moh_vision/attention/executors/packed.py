@@ -2,13 +2,26 @@
 
 from typing import Any, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.executors.masked import masked
+from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.samples import by_sample
 from moh_vision.attention.executors.tokens import by_token
 from moh_vision.attention.routing import Routing
+
+
+def plain(layer: nn.Module) -> bool:
+    """Whether the projections are linear layers that nothing intercepts."""
+    for linear in (layer.qkv, layer.proj):
+        hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
+        if (
+            type(linear) is not nn.Linear
+            or type(linear.weight) is not nn.Parameter
+            or hooks
+            or "forward" in vars(linear)
+        ):
+            return False
+    return True
 
 
 def packed(
@@ -24,13 +37,16 @@ def packed(
     cache: Any = None,
     sparse: Optional[bool] = None,
 ) -> Tensor:
-    """See `masked` for the arguments.
+    """See `masked` for the arguments. Its gradients cannot be differentiated again.
+
+    It reads the weights of layer.qkv and layer.proj; where these carry hooks or are not plain linear layers (an adapter,
+    pruning, offloading), it is `masked`, which calls them.
 
     Args:
         sparse: the form of the projections where heads are chosen per token (see `tokens`); None: by dtype and share.
     """
     active = routing.active
-    if active is None:
+    if active is None or x.numel() == 0 or not plain(layer):
         return masked(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache)
     if active.shape[1] == 1 and cache is None:
         count = active.sum(-1)
@@ -38,6 +54,6 @@ def packed(
             return by_sample(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary)
     if sparse is None:
         # Measured (benchmarks/attention.py): narrow products cost little in float32 and much in 16 bits.
-        short = torch.is_autocast_enabled(x.device.type) or x.dtype not in (torch.float32, torch.float64)
-        sparse = layer.budget.routed <= (0.2 if short else 0.6) * layer.budget.candidates
+        share = 0.2 if is_short(autocast(x[:1]).dtype) else 0.6
+        sparse = layer.budget.routed <= share * layer.budget.candidates
     return by_token(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache, sparse)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moh_vision.attention.executors.masked import attend
+from moh_vision.attention.executors.masked import attend, autocast, has_head_masks, is_short
 from moh_vision.attention.routing import Routing
 
 Runs = List[List[Tuple[int, int, int]]]  # for each sequence: (head, next head not in the run, place among the K)
@@ -38,9 +38,14 @@ def copied(runs: Runs, K: int, width: int, dtype: torch.dtype) -> bool:
     Measured on CPU (benchmarks/attention.py): in 16 bits a product has a high fixed cost, so always; in float32 where
     the model is narrow, which makes the copy small, and the runs are shorter than two heads on average.
     """
-    if dtype not in (torch.float32, torch.float64):
+    if is_short(dtype):
         return True
     return width <= 512 and sum(len(r) for r in runs) * 2 > len(runs) * K
+
+
+def summed(dtype: torch.dtype) -> torch.dtype:
+    """What gradients of weights are summed in over sequences: in 16 bits, small terms would be lost one by one."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class ProjectSamples(torch.autograd.Function):
@@ -77,17 +82,18 @@ class ProjectSamples(torch.autograd.Function):
         x, weight, heads = ctx.saved_tensors
         P, _, D, C = weight.shape
         grad = grad.contiguous()
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        dx, dweight = torch.empty_like(x), torch.zeros(weight.shape, dtype=summed(x.dtype), device=x.device)
         dbias = None
         if ctx.has_bias:
-            d = grad.sum(1).view(-1, P, heads.shape[1], D).transpose(0, 1).flatten(1, 2)  # [P, B*K, D]
-            dbias = weight.new_zeros(weight.shape[:3]).index_add_(1, heads.flatten(), d)
+            d = grad.sum(1, dtype=dweight.dtype)
+            d = d.view(-1, P, heads.shape[1], D).transpose(0, 1).flatten(1, 2)  # [P, B*K, D]
+            dbias = dweight.new_zeros(weight.shape[:3]).index_add_(1, heads.flatten(), d).to(x.dtype)
         if copied(ctx.runs, heads.shape[1], C, x.dtype):
             for b, h in enumerate(heads):
                 g = grad[b].flatten(1)  # [N, P*K*D]
                 torch.mm(g, weight.index_select(1, h).view(-1, C), out=dx[b])
-                dweight.index_add_(1, h, (g.t() @ x[b]).view(P, -1, D, C))
-            return dx, dweight, dbias, None, None
+                dweight.index_add_(1, h, (g.t() @ x[b]).view(P, -1, D, C).to(dweight.dtype))
+            return dx, dweight.to(x.dtype), dbias, None, None
         dx.zero_()
         for b, row in enumerate(ctx.runs):
             for h, end, place in row:
@@ -128,13 +134,16 @@ class CombineSamples(torch.autograd.Function):
     def backward(ctx, dy):
         z, weight = ctx.saved_tensors
         D = ctx.D
-        dz, dweight = torch.empty_like(z), torch.zeros_like(weight)
+        dz, dweight = torch.empty_like(z), torch.zeros(weight.shape, dtype=summed(z.dtype), device=z.device)
         for b, row in enumerate(ctx.runs):
             for h, end, place in row:
                 columns, places = slice(h * D, end * D), slice(place * D, (place + end - h) * D)
                 torch.mm(dy[b], weight[:, columns], out=dz[b, :, places])
-                dweight[:, columns].addmm_(dy[b].t(), z[b, :, places])
-        return dz, dweight, dy.sum((0, 1)) if ctx.has_bias else None, None, None, None
+                if dweight.dtype == z.dtype:
+                    dweight[:, columns].addmm_(dy[b].t(), z[b, :, places])
+                else:
+                    dweight[:, columns] += dy[b].t() @ z[b, :, places]
+        return dz, dweight.to(z.dtype), dy.sum((0, 1)) if ctx.has_bias else None, None, None, None
 
 
 def by_sample(
@@ -151,9 +160,7 @@ def by_sample(
     """`packed` where all tokens of a sequence have the same heads, equally many in each; arguments as in `masked`."""
     B, N, C = x.shape
     H, G, D = layer.num_heads, layer.kv_heads, layer.head_dim
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, context = x.to(dtype), None if context is None else context.to(dtype)
+    x, context = autocast(x), None if context is None else autocast(context)
     heads = routing.active[:, 0].nonzero()[:, 1].view(B, -1)  # [B, K]
     K, runs = heads.shape[1], runs_of(heads)
     weights = routing.weights.gather(-1, heads.unsqueeze(1))  # [B, 1, K]
@@ -176,7 +183,7 @@ def by_sample(
             kv = kv.unflatten(-1, (2, G, D)).transpose(1, 3)  # [B, G, 2, M, D]
             k, v = kv[chosen[0], heads * G // H].transpose(1, 3).unbind(2)  # [B, M, K, D]
     q, k = layer.prepare_queries(q, rotary), layer.prepare_keys(k, rotary)
-    if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1:
+    if has_head_masks(attn_mask):
         attn_mask = attn_mask.expand(B, -1, -1, -1)[chosen]
     z = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), weights, attn_mask, is_causal, dropout_p)
     bias = None if layer.proj.bias is None else layer.proj.bias.to(z.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moh_vision.attention.executors.masked import attend
+from moh_vision.attention.executors.masked import attend, autocast, has_head_masks
 from moh_vision.attention.routing import Routing
 
 
@@ -195,8 +195,7 @@ def by_token(
             return weight.split([S * D, R * D], dim)
         return weight.narrow(dim, 0, S * D), weight.narrow(dim, first * D, R * D)
 
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = autocast(x)
     q_weight, kv_weight, q_bias, kv_bias = layer.split_qkv()
     k, v = layer.project_kv(x if context is None else context, kv_weight, kv_bias, rotary, cache)  # [B, G, M, D]
     weights = routing.weights.to(x.dtype).expand(B, N, H)
@@ -217,7 +216,7 @@ def by_token(
             k[:, read],
             v[:, read],
             weights[..., :S],
-            attn_mask[:, :S] if per_head(attn_mask) else attn_mask,
+            attn_mask[:, :S] if has_head_masks(attn_mask) else attn_mask,
             is_causal,
             dropout_p,
             grouped=size > 1 and S % size == 0,
@@ -230,12 +229,12 @@ def by_token(
 
     packing = pack(routing.active.expand(B, N, H), first, S, G) if R > 0 else None
     if packing is not None and packing.length > 0:
-        token, head, slot, per_head_counts, L, groups = packing
+        token, head, slot, per_head, L, groups = packing
         rows = B * L * groups
         if q is None:
             (_, w), (_, b) = cut(q_weight), cut(q_bias)
             w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
-            q = ProjectRows.apply(x.flatten(0, 1), w, b, token, head, slot, per_head_counts, rows, sparse)
+            q = ProjectRows.apply(x.flatten(0, 1), w, b, token, head, slot, per_head, rows, sparse)
         else:
             q = GatherRows.apply(q[:, :, first:].reshape(-1, D), token, head, slot, R, rows)
         o = F.scaled_dot_product_attention(
@@ -253,15 +252,10 @@ def by_token(
             token,
             head,
             slot,
-            per_head_counts,
+            per_head,
             sparse,
         )
     return y.view(B, N, C)
-
-
-def per_head(attn_mask: Optional[Tensor]) -> bool:
-    """Whether heads have masks of their own."""
-    return attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] > 1
 
 
 def packed_mask(
@@ -281,7 +275,7 @@ def packed_mask(
     if attn_mask is None:
         mask = n.unsqueeze(1) >= torch.arange(M, device=n.device)  # [rows, M]
     else:
-        mask = attn_mask.expand(B, H if per_head(attn_mask) else 1, N, M)
-        h = packing.head.index_select(0, pair) + first if per_head(attn_mask) else torch.zeros_like(n)
+        mask = attn_mask.expand(B, H if has_head_masks(attn_mask) else 1, N, M)
+        h = packing.head.index_select(0, pair) + first if has_head_masks(attn_mask) else torch.zeros_like(n)
         mask = mask[token // N, h, n]
     return mask.view(B, packing.length, packing.groups, M).transpose(1, 2)

@@ -5,7 +5,7 @@ A router knows nothing of attention kernels; it looks at tokens and says which h
     q             queries [B, H, N, D] as projected, where the router has `needs_query`
     padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
 
-A class says three things of itself:
+A class says four things of itself:
     needs_query   it looks at queries; the layer then projects them for all heads first
     sees_one_token  a token is routed by itself alone, so that tokens may come one by one (with a cache)
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense

@@ -51,5 +51,5 @@ class QueryNormRouter(nn.Module):
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
-        active = None if torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
+        active = None if self.training or torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
         return Routing(heads_last(torch.cat([ones, gate])), active, stats)

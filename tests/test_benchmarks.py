@@ -1,0 +1,33 @@
+"""The benchmark runs and writes what it promises. Its times are looked at by people, not by tests."""
+
+import importlib.util
+import json
+import sys
+
+from conftest import ROOT
+
+
+def test_attention_benchmark(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("benchmark_attention", ROOT / "benchmarks" / "attention.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "ROUNDS", (1, 1))
+    monkeypatch.setattr(benchmark, "TOKENS", 1024)
+    monkeypatch.setattr(benchmark, "MOA_TOKENS", (16,))
+    monkeypatch.setitem(benchmark.SHAPES, "vit_small", (2, 17, 384, 6))
+    output = tmp_path / "result.json"
+    shapes = ["vit_small", "8K64E256D", "mae_f_step"]
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--threads", "2", "--output", str(output), "--shapes", *shapes])
+    benchmark.main()
+    report = json.loads(output.read_text())
+    assert {"cpu", "cores", "torch", "date"} <= report["machine"].keys() and len(report["load_before"]) == 3
+    assert {case["shape"] for case in report["cases"]} == set(shapes)
+    for case in report["cases"]:
+        assert 0 < case["bound"] and case["picked"] in ("packed", "masked")
+        assert {"dense", "masked", "packed", "auto"} <= case["times"].keys()
+        assert case["times"]["dense"]["ratio"] == 1.0
+        if case["mode"] == "train":
+            saved = case["saved_bytes_per_token"]
+            assert 0 < saved["packed"] < saved["masked"]
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    assert "vit_small 2x17 3/6 token" in capsys.readouterr().out
