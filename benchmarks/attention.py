@@ -218,12 +218,8 @@ def cases(args):
         for dtype in args.dtypes:
             if shape in SHAPES:
                 for scope in args.scopes:
-                    done = set()
                     for share in args.shares:
-                        case = moh_case(shape, share, scope, DTYPES[dtype])
-                        case[0]["also"] = case[0]["active"] in done  # 6 heads: 0.75 and 0.9 are both 5 heads
-                        done.add(case[0]["active"])
-                        yield (dtype, *case)
+                        yield (dtype, *moh_case(shape, share, scope, DTYPES[dtype]))
             elif shape in MOA:
                 for tokens in MOA_TOKENS:
                     yield (dtype, *moa_case(shape, tokens, DTYPES[dtype]))
@@ -235,6 +231,11 @@ def cases(args):
 def picked(layer, x, mode):
     with torch.set_grad_enabled(mode == "train"):
         return choose(layer, x, layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x))[0]
+
+
+def key(case):
+    """What tells cases apart, but for repetitions."""
+    return tuple(case.get(k) for k in ("shape", "tokens", "scope", "share", "dtype", "mode", "threads"))
 
 
 def machine():
@@ -263,6 +264,7 @@ def main():
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--output", type=Path, default=HERE / "results" / "attention.json")
     parser.add_argument("--figure", type=Path, help="default: beside the output, or docs/images for the whole grid")
+    parser.add_argument("--add", action="store_true", help="replace these cases in --output and keep its others")
     parser.add_argument("--draw", action="store_true", help="only draw what is in --output")
     args = parser.parse_args()
     if args.figure is None:
@@ -296,6 +298,9 @@ def main():
                 print(line(entry), flush=True)
     report["load_after"] = os.getloadavg()
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    if args.add:
+        earlier, new = json.loads(args.output.read_text()), {key(case) for case in report["cases"]}
+        report["cases"] = [case for case in earlier["cases"] if key(case) not in new] + report["cases"]
     args.output.write_text(json.dumps(report))
     draw(report, args.figure)
     print(args.output, args.figure)

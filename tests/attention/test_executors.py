@@ -382,10 +382,16 @@ def test_auto_skips_where_it_pays():
     assert choice(197, (2, 4), scope="sample", dtype=torch.bfloat16)[0] == "masked"
 
 
+def test_auto_skips_most_of_moas_experts():
+    layer = HeadMixtureAttention(64, HeadBudget(64, 64, 0, 8), router="moa", kv_heads=1)
+    x = torch.randn(2, 128, 64)
+    assert choose(layer, x, layer.router(x))[0] == "packed"
+
+
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        (dict(tokens=17, budget=(2, 4), batch=1), "are too few"),
+        (dict(tokens=17, budget=(2, 4), batch=1), "fewer than 600,000 numbers"),
         (dict(tokens=1024, budget=(2, 4), masks=True), "the mask of every query"),
         (dict(tokens=197, budget=(4, 5)), "75% of the heads run, packed pays up to 40% .token, 197 keys"),
     ],

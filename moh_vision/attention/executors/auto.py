@@ -17,8 +17,8 @@ log = logging.getLogger("moh_vision.attention")
 # Measured by benchmarks/attention.py on 2 Xeon cores (AVX-512, AMX), torch 2.15, 1 and 2 threads, 2026-11-21.
 CROSSOVER = {
     # kind, 16 bits?, training or gradients? -> {at least so many keys: largest share}
-    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.93},
-    ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.93},
+    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.80},
+    ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.80},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
     ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
     # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
@@ -31,7 +31,7 @@ CROSSOVER = {
     ("sample", True, False): {1: 0.35, 512: 0.80},
     ("sample", True, True): {1: 0.55, 512: 0.93},
 }
-# Below so many numbers in x the fixed cost of packing, 1 to 2 ms, is more than what it saves.
+# Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 600_000
 
 
@@ -61,8 +61,9 @@ def choose(
         return "masked", "the projections carry hooks or are not plain linear layers"
     if cache is not None:
         return "masked", "a cache needs the keys of all heads"
-    if x.numel() < SMALLEST:
-        return "masked", f"{x.numel():,} numbers in x are too few, packed needs {SMALLEST:,}"
+    queries = x.shape[0] * x.shape[1] * layer.q_dim
+    if queries < SMALLEST:
+        return "masked", f"fewer than {SMALLEST:,} numbers in the queries of all heads: packing would cost more"
     scope = "sample" if active.shape[1] == 1 else "token"
     if scope == "token" and masks:
         return "masked", "packed would have to write out the mask of every query"
