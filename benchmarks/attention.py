@@ -37,6 +37,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget  # noqa: E402
 from moh_vision.attention.executors import choose  # noqa: E402
+from moh_vision.attention.routing import Call  # noqa: E402
 
 HERE = Path(__file__).parent
 # name -> batch, tokens, width, heads
@@ -230,7 +231,8 @@ def cases(args):
 
 def picked(layer, x, mode):
     with torch.set_grad_enabled(mode == "train"):
-        return choose(layer, x, layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x))[0]
+        routing = layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x)
+        return choose(Call(layer, x, routing))[0]
 
 
 def key(case):

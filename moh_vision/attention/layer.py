@@ -12,7 +12,7 @@ from moh_vision.attention.executors.masked import attend, masked
 from moh_vision.attention.masks import rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
-from moh_vision.attention.routing import RoutingStats
+from moh_vision.attention.routing import Call, RoutingStats
 
 SCOPES = ("token", "sample")
 CHOOSES = ("packed", "auto")  # executors whose work depends on the routing
@@ -155,7 +155,7 @@ class HeadMixtureAttention(nn.Module):
             execute = EXECUTORS[self.executor]
             if self.executor in CHOOSES and is_captured(x):
                 execute = masked
-            y = execute(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache)
+            y = execute(Call(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
 
     def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:

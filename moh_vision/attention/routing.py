@@ -1,6 +1,6 @@
-"""What a router says and how a block passes it on: `Routing`, `RoutingStats`, `run_block`."""
+"""What passes between router, executor and block: `Routing`, `RoutingStats`, `Call`, `run_block`."""
 
-from typing import Callable, List, NamedTuple, Optional
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 from torch import Tensor, nn
 
@@ -22,6 +22,21 @@ class Routing(NamedTuple):
     weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
     active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head must run; None: all
     stats: RoutingStats
+
+
+class Call(NamedTuple):
+    """One attention call, as every executor gets it. It returns y [B, N, C]."""
+
+    layer: nn.Module  # a HeadMixtureAttention, for its projections
+    x: Tensor  # [B, N, C] query tokens
+    routing: Routing
+    context: Optional[Tensor] = None  # [B, M, C] where keys and values come from; None: x
+    q: Optional[Tensor] = None  # [B, H, N, D] queries as projected, where the router had to see them
+    attn_mask: Optional[Tensor] = None  # [B or 1, H or 1, N, M] True (attend) or an additive float
+    is_causal: bool = False  # token n attends to keys 0 .. n; not together with attn_mask
+    dropout_p: float = 0.0  # of the attention matrix
+    rotary: Optional[Tuple[Tensor, Tensor]] = None  # see HeadMixtureAttention.forward
+    cache: Any = None  # likewise
 
 
 def run_block(

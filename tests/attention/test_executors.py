@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
 from moh_vision.attention.executors import choose, packed
 from moh_vision.attention.executors.auto import say
-from moh_vision.attention.routing import RoutingStats
+from moh_vision.attention.routing import Call, RoutingStats
 
 B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
 UNDER_TEST = {
@@ -369,7 +369,7 @@ def choice(tokens, budget, scope="token", dtype=torch.float32, batch=8, heads=12
     x = torch.randn(batch, tokens, heads * 64, dtype=dtype)
     with torch.set_grad_enabled(training):
         routing = layer.router(x.mean(1, keepdim=True) if scope == "sample" else x)
-        return choose(layer, x, routing, **kwargs)
+        return choose(Call(layer, x, routing, **kwargs))
 
 
 def test_auto_skips_where_it_pays():
@@ -385,14 +385,14 @@ def test_auto_skips_where_it_pays():
 def test_auto_skips_most_of_moas_experts():
     layer = HeadMixtureAttention(64, HeadBudget(64, 64, 0, 8), router="moa", kv_heads=1)
     x = torch.randn(2, 128, 64)
-    assert choose(layer, x, layer.router(x))[0] == "packed"
+    assert choose(Call(layer, x, layer.router(x)))[0] == "packed"
 
 
 @pytest.mark.parametrize(
     "kwargs, words",
     [
         (dict(tokens=17, budget=(2, 4), batch=1), "fewer than 600,000 numbers"),
-        (dict(tokens=1024, budget=(2, 4), masks=True), "the mask of every query"),
+        (dict(tokens=1024, budget=(2, 4), is_causal=True), "the mask of every query"),
         (dict(tokens=197, budget=(4, 5)), "75% of the heads run, packed pays up to 40% .token, 197 keys"),
     ],
 )
@@ -406,9 +406,9 @@ def test_auto_sees_a_router_that_does_not_balance():
     """All tokens in the same few heads leave nothing to pad away: the longest head counts, not the budget."""
     layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
     x = torch.randn(8, 197, 768)
-    assert choose(layer, x, layer.router(x))[0] == "packed"
+    assert choose(Call(layer, x, layer.router(x)))[0] == "packed"
     nn.init.zeros_(layer.router.routed.weight)  # ties: the first two heads for every token
-    picked, reason = choose(layer, x, layer.router(x))
+    picked, reason = choose(Call(layer, x, layer.router(x)))
     assert picked == "masked" and reason.endswith("but they are spread too unevenly over the tokens")
 
 
@@ -417,10 +417,10 @@ def test_auto_picks_the_same_in_both_passes_of_a_reentrant_checkpoint():
     layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 4))
     x = torch.randn(8, 197, 768)
     with torch.no_grad():
-        first = choose(layer, x, layer.router(x))
-    assert choose(layer, x, layer.router(x)) == first and first[0] == "packed"
+        first = choose(Call(layer, x, layer.router(x)))
+    assert choose(Call(layer, x, layer.router(x))) == first and first[0] == "packed"
     with torch.no_grad():
-        assert choose(layer.eval(), x, layer.router(x))[0] == "masked"
+        assert choose(Call(layer.eval(), x, layer.router(x)))[0] == "masked"
 
 
 def test_auto_leaves_replaced_projections_alone():
@@ -428,7 +428,7 @@ def test_auto_leaves_replaced_projections_alone():
     layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
     layer.proj = nn.Sequential(layer.proj)
     x = torch.randn(8, 197, 768)
-    assert choose(layer, x, layer.router(x)) == (
+    assert choose(Call(layer, x, layer.router(x))) == (
         "masked",
         "the projections carry hooks or are not plain linear layers",
     )

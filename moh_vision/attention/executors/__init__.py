@@ -1,6 +1,6 @@
-"""Executors: one function each, one signature (`masked` documents it), all equal to `reference`.
+"""Executors: functions of one `Call` (see `routing`), all equal to `reference`.
 
-An executor is given the layer, for its projections, and the routing, and owns everything that routing lets it skip:
+A call holds the layer, for its projections, and the routing; an executor owns everything that routing lets it skip:
 queries, keys, values, attention and the output projection. It knows nothing of papers.
 """
 

@@ -2,14 +2,14 @@
 
 import logging
 from functools import lru_cache
-from typing import Any, Optional, Tuple
+from typing import Tuple
 
 import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed, plain
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -35,23 +35,9 @@ CROSSOVER = {
 SMALLEST = 600_000
 
 
-def choose(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor] = None,
-    masks: bool = False,
-    cache: Any = None,
-) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call, and why.
-
-    Args:
-        layer, x, routing, context, cache: as in `masked`.
-        masks: whether there is an attn_mask or is_causal.
-
-    Returns:
-        "packed" or "masked", and a reason to print.
-    """
+def choose(call: Call) -> Tuple[str, str]:
+    """The executor that `auto` takes for a call, "packed" or "masked", and why."""
+    layer, x, routing = call.layer, call.x, call.routing
     active = routing.active
     if active is None:
         return "masked", "every head may run"
@@ -59,15 +45,15 @@ def choose(
         return "masked", f"packed has not been measured on {x.device.type}"
     if not plain(layer):
         return "masked", "the projections carry hooks or are not plain linear layers"
-    if cache is not None:
+    if call.cache is not None:
         return "masked", "a cache needs the keys of all heads"
     queries = x.shape[0] * x.shape[1] * layer.q_dim
     if queries < SMALLEST:
         return "masked", f"fewer than {SMALLEST:,} numbers in the queries of all heads: packing would cost more"
     scope = "sample" if active.shape[1] == 1 else "token"
-    if scope == "token" and masks:
+    if scope == "token" and (call.attn_mask is not None or call.is_causal):
         return "masked", "packed would have to write out the mask of every query"
-    keys = (x if context is None else context).shape[1]
+    keys = (x if call.context is None else call.context).shape[1]
     kind = "one key-value head" if scope == "token" and layer.kv_heads == 1 else scope
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
@@ -103,24 +89,12 @@ def say(picked: str, reason: str) -> None:
     log.info("auto picked %s: %s", picked, reason)
 
 
-def auto(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor] = None,
-    q: Optional[Tensor] = None,
-    attn_mask: Optional[Tensor] = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    rotary: Optional[Tuple[Tensor, Tensor]] = None,
-    cache: Any = None,
-) -> Tensor:
-    """`packed` or `masked`, whichever `choose` says; see `masked` for the arguments.
+def auto(call: Call) -> Tensor:
+    """`packed` or `masked`, whichever `choose` says.
 
     What was picked and why is logged once at level INFO under "moh_vision.attention".
     """
-    picked, reason = choose(layer, x, routing, context, attn_mask is not None or is_causal, cache)
+    picked, reason = choose(call)
     if log.isEnabledFor(logging.INFO):
         say(picked, reason)
-    execute = packed if picked == "packed" else masked
-    return execute(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache)
+    return packed(call) if picked == "packed" else masked(call)

@@ -1,12 +1,12 @@
 """All heads with one fused attention call, then the weights: never wrong, skips nothing."""
 
-from typing import Any, Optional, Tuple
+from typing import Optional
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 
 def attend(
@@ -54,33 +54,9 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
-def masked(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor] = None,
-    q: Optional[Tensor] = None,
-    attn_mask: Optional[Tensor] = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    rotary: Optional[Tuple[Tensor, Tensor]] = None,
-    cache: Any = None,
-) -> Tensor:
-    """Equation (*) of the package.
-
-    Args:
-        layer: a HeadMixtureAttention, for its projections.
-        x: query tokens [B, N, C].
-        routing: weights and active heads.
-        context: tokens [B, M, C] that keys and values come from; None: x.
-        q: queries [B, H, N, D] as projected, where the router had to see them.
-        attn_mask: [B or 1, H or 1, N, M], True (attend) or an additive float, as in scaled_dot_product_attention.
-        is_causal: token n attends to keys 0 .. n. Not together with attn_mask.
-        dropout_p: dropout of the attention matrix.
-        rotary, cache: see HeadMixtureAttention.forward.
-
-    Returns:
-        y [B, N, C].
-    """
-    q, k, v = layer.project(x, context, q, rotary, cache)
-    return layer.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, layer.grouped))
+def masked(call: Call) -> Tensor:
+    """Equation (*) of the package."""
+    layer = call.layer
+    q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
+    o = attend(q, k, v, call.routing.weights, call.attn_mask, call.is_causal, call.dropout_p, layer.grouped)
+    return layer.proj(o)

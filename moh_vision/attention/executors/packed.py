@@ -1,13 +1,13 @@
 """Only the heads that run, in plain PyTorch."""
 
-from typing import Any, Optional, Tuple
+from typing import Optional
 
 from torch import Tensor, nn
 
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.samples import by_sample
 from moh_vision.attention.executors.tokens import by_token
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 
 def plain(layer: nn.Module) -> bool:
@@ -24,20 +24,8 @@ def plain(layer: nn.Module) -> bool:
     return True
 
 
-def packed(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor] = None,
-    q: Optional[Tensor] = None,
-    attn_mask: Optional[Tensor] = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    rotary: Optional[Tuple[Tensor, Tensor]] = None,
-    cache: Any = None,
-    sparse: Optional[bool] = None,
-) -> Tensor:
-    """See `masked` for the arguments. Its gradients cannot be differentiated again.
+def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
+    """Compute what runs and nothing else. Its gradients cannot be differentiated again.
 
     It reads the weights of layer.qkv and layer.proj; where these carry hooks or are not plain linear layers (an adapter,
     pruning, offloading), it is `masked`, which calls them.
@@ -45,15 +33,15 @@ def packed(
     Args:
         sparse: the form of the projections where heads are chosen per token (see `tokens`); None: by dtype and share.
     """
-    active = routing.active
+    layer, x, active = call.layer, call.x, call.routing.active
     if active is None or x.numel() == 0 or not plain(layer):
-        return masked(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache)
-    if active.shape[1] == 1 and cache is None:
+        return masked(call)
+    if active.shape[1] == 1 and call.cache is None:
         count = active.sum(-1)
         if bool((count == count[0]).all()) and bool(count[0] > 0):
-            return by_sample(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary)
+            return by_sample(call)
     if sparse is None:
         # Measured (benchmarks/attention.py): narrow products cost little in float32 and much in 16 bits.
         share = 0.2 if is_short(autocast(x[:1]).dtype) else 0.6
         sparse = layer.budget.routed <= share * layer.budget.candidates
-    return by_token(layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache, sparse)
+    return by_token(call, sparse)

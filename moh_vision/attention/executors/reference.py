@@ -1,27 +1,15 @@
 """The oracle: equation (*) as a loop over heads, without any fused kernel. Slow, for tests."""
 
-from typing import Any, Optional, Tuple
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 
-def reference(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor] = None,
-    q: Optional[Tensor] = None,
-    attn_mask: Optional[Tensor] = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    rotary: Optional[Tuple[Tensor, Tensor]] = None,
-    cache: Any = None,
-) -> Tensor:
-    """See `masked` for the arguments. Heads of weight 0 contribute exactly nothing, as if they had not run."""
+def reference(call: Call) -> Tensor:
+    """Heads of weight 0 contribute exactly nothing, as if they had not run."""
+    layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache = call
     q, k, v = layer.project(x, context, q, rotary, cache)
     B, H, N, D = q.shape
     M = k.shape[2]

@@ -8,12 +8,12 @@ lies, neighbouring heads in one product; where the chosen heads are scattered th
 from typing import List, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.masked import attend, autocast, has_head_masks, is_short
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 Runs = List[List[Tuple[int, int, int]]]  # for each sequence: (head, next head not in the run, place among the K)
 
@@ -146,18 +146,9 @@ class CombineSamples(torch.autograd.Function):
         return dz, dweight.to(z.dtype), dy.sum((0, 1)) if ctx.has_bias else None, None, None, None
 
 
-def by_sample(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor],
-    q: Optional[Tensor],
-    attn_mask: Optional[Tensor],
-    is_causal: bool,
-    dropout_p: float,
-    rotary: Optional[Tuple[Tensor, Tensor]],
-) -> Tensor:
-    """`packed` where all tokens of a sequence have the same heads, equally many in each; arguments as in `masked`."""
+def by_sample(call: Call) -> Tensor:
+    """`packed` where all tokens of a sequence have the same heads, equally many in each; without a cache."""
+    layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, _ = call
     B, N, C = x.shape
     H, G, D = layer.num_heads, layer.kv_heads, layer.head_dim
     x, context = autocast(x), None if context is None else autocast(context)

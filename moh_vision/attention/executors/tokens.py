@@ -12,15 +12,15 @@ The products with the query and output projections have two forms. `sparse`: hea
 `dense`: one product for all rows, then a gather; it does more arithmetic, in one large call.
 """
 
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.masked import attend, autocast, has_head_masks
-from moh_vision.attention.routing import Routing
+from moh_vision.attention.routing import Call
 
 
 class Packing(NamedTuple):
@@ -167,20 +167,9 @@ class CombineRows(torch.autograd.Function):
         return dy, do, dw, dweight, None, None, None, None, None
 
 
-def by_token(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Routing,
-    context: Optional[Tensor],
-    q: Optional[Tensor],
-    attn_mask: Optional[Tensor],
-    is_causal: bool,
-    dropout_p: float,
-    rotary: Optional[Tuple[Tensor, Tensor]],
-    cache: Any,
-    sparse: bool,
-) -> Tensor:
-    """`packed` where every token has its own heads; arguments as in `masked`, and the form of the products."""
+def by_token(call: Call, sparse: bool) -> Tensor:
+    """`packed` where every token has its own heads; `sparse`: the form of the products."""
+    layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache = call
     B, N, C = x.shape
     H, G, D, S = layer.num_heads, layer.kv_heads, layer.head_dim, layer.budget.shared
     size = H // G  # query heads of one key-value head
