@@ -50,7 +50,7 @@ SHAPES = {
     "n4096": (1, 4096, 768, 12),
 }
 MOA = {"8K8E128D": (8, 8, 128), "16K32E256D": (16, 32, 256), "8K64E256D": (8, 64, 256)}  # active, experts, width
-MOA_TOKENS = (128, 1024)
+MOA_TOKENS = MAE_TOKENS = (128, 1024)
 TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MODES = ("forward", "train")  # train: forward and backward
@@ -225,7 +225,7 @@ def cases(args):
                 for tokens in MOA_TOKENS:
                     yield (dtype, *moa_case(shape, tokens, DTYPES[dtype]))
             else:
-                for tokens in (128, 1024):
+                for tokens in MAE_TOKENS:
                     yield (dtype, *mae_case(tokens, DTYPES[dtype]))
 
 

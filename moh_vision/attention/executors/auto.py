@@ -14,10 +14,11 @@ from moh_vision.attention.routing import Call
 log = logging.getLogger("moh_vision.attention")
 
 # The largest share of heads at which `packed` takes less time than `masked`, by the number of keys from which it holds.
-# Measured by benchmarks/attention.py on 2 Xeon cores (AVX-512, AMX), torch 2.15, 1 and 2 threads, 2026-11-21.
+# Measured by benchmarks/attention.py with torch 2.15 on 2 Xeon cores (AVX-512, AMX; 1 and 2 threads) and, in float32, on
+# 2 EPYC cores (AVX2). `packed` is taken where it is 10 % faster on one and no more than noise slower on the other.
 CROSSOVER = {
     # kind, 16 bits?, training or gradients? -> {at least so many keys: largest share}
-    ("token", False, False): {1: 0.40, 512: 0.60, 2048: 0.80},
+    ("token", False, False): {1: 0.40, 192: 0.62, 512: 0.60, 2048: 0.80},
     ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.80},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
     ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
@@ -26,13 +27,14 @@ CROSSOVER = {
     ("one key-value head", False, True): {1: 0.60},
     ("one key-value head", True, False): {1: 0.60},
     ("one key-value head", True, True): {1: 0.60},
-    ("sample", False, False): {1: 0.60, 192: 0.70, 512: 0.93},
+    ("sample", False, False): {1: 0.60, 192: 0.76, 512: 0.93},
     ("sample", False, True): {1: 0.60, 192: 0.84, 512: 0.95},
     ("sample", True, False): {1: 0.35, 512: 0.80},
     ("sample", True, True): {1: 0.55, 512: 0.93},
 }
 # Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 600_000
+SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
 
 
 def choose(call: Call) -> Tuple[str, str]:
@@ -47,17 +49,17 @@ def choose(call: Call) -> Tuple[str, str]:
         return "masked", "the projections carry hooks or are not plain linear layers"
     if call.cache is not None:
         return "masked", "a cache needs the keys of all heads"
-    queries = x.shape[0] * x.shape[1] * layer.q_dim
-    if queries < SMALLEST:
-        return "masked", f"fewer than {SMALLEST:,} numbers in the queries of all heads: packing would cost more"
     scope = "sample" if active.shape[1] == 1 else "token"
+    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
+    # the same executor must draw the dropout.
+    train = layer.training or torch.is_grad_enabled()
+    smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST
+    if x.shape[0] * x.shape[1] * layer.q_dim < smallest:
+        return "masked", f"fewer than {smallest:,} numbers in the queries of all heads: packing would cost more"
     if scope == "token" and (call.attn_mask is not None or call.is_causal):
         return "masked", "packed would have to write out the mask of every query"
     keys = (x if call.context is None else call.context).shape[1]
     kind = "one key-value head" if scope == "token" and layer.kv_heads == 1 else scope
-    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
-    # the same executor must draw the dropout.
-    train = layer.training or torch.is_grad_enabled()
     limits = CROSSOVER[kind, is_short(autocast(x[:1]).dtype), train]
     limit = limits[max(least for least in limits if least <= keys)]
     if scope == "sample":
