@@ -24,6 +24,10 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed; set PYTHON=' if sys.version_info < (3, 11) else 0)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@# timm's own tests of its models, which tests/models/test_timm_contract.py runs on ours, are in its source distribution.
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary timm --dest .venv/timm-sdist \
+		"timm==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("timm"))')" \
+		|| echo "timm's source distribution could not be fetched: tests/models/test_timm_contract.py will be skipped"
 	touch $@
 
 clean:

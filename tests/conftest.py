@@ -8,6 +8,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
 
 
+def pytest_configure(config):
+    # Those of timm's own tests, see tests/models/test_timm_contract.py.
+    timms = "base cfg cfg_nonstd forward backward torchscript features fxforward fxbackward timeout"
+    for name in timms.split():
+        config.addinivalue_line("markers", f"{name}: of timm's own tests")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

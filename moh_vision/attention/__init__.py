@@ -10,7 +10,7 @@ E routed candidates, K active heads, D head width.
 from moh_vision.attention.budget import HeadBudget, resolve_budget
 from moh_vision.attention.cache import KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
-from moh_vision.attention.layer import HeadMixtureAttention, head_budget
+from moh_vision.attention.layer import HeadMixtureAttention, head_budget, init_routers
 from moh_vision.attention.losses import head_usage, load_balance_loss, moa_balance_loss, router_z_loss
 from moh_vision.attention.routers import ROUTERS, runs_all_heads
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
@@ -25,6 +25,7 @@ __all__ = [
     "RoutingStats",
     "head_budget",
     "head_usage",
+    "init_routers",
     "load_balance_loss",
     "moa_balance_loss",
     "router_z_loss",

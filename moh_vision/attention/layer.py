@@ -12,7 +12,7 @@ from moh_vision.attention.executors.masked import attend, masked
 from moh_vision.attention.masks import rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
-from moh_vision.attention.routing import Call, RoutingStats
+from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 SCOPES = ("token", "sample")
 CHOOSES = ("packed", "auto")  # executors whose work depends on the routing
@@ -132,17 +132,8 @@ class HeadMixtureAttention(nn.Module):
         if context is not None and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
 
-        queries: Optional[Tensor] = None
-        if self.needs_query:
-            q_weight, _, q_bias, _ = self.split_qkv()
-            queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
-        if self.scope == "sample":
-            mean_q = None if queries is None else masked_mean(queries, padded)  # [B, H, 1, D]
-            routing = self.router(masked_mean(x, padded), mean_q)
-        else:
-            routing = self.router(x, queries, padded)
-
+        routing, queries = self.route(x, padded)
         keys = past + N if context is None else context.shape[1]
         attn_mask, is_causal = visible(
             attn_mask, is_causal, padding_mask if context is None else None, N, keys, past, x.device
@@ -157,6 +148,20 @@ class HeadMixtureAttention(nn.Module):
                 execute = masked
             y = execute(Call(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
+
+    def route(self, x: Tensor, padded: Optional[Tensor] = None) -> Tuple[Routing, Optional[Tensor]]:
+        """The router's answer for tokens x [B, N, C], and the queries [B, H, N, D] if it had to see them.
+
+        padded: [B, N], True at padding.
+        """
+        queries: Optional[Tensor] = None
+        if self.needs_query:
+            q_weight, _, q_bias, _ = self.split_qkv()
+            queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        if self.scope == "sample":
+            mean_q = None if queries is None else masked_mean(queries, padded)  # [B, H, 1, D]
+            return self.router(masked_mean(x, padded), mean_q), queries
+        return self.router(x, queries, padded), queries
 
     def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
         """Weight and bias of the queries, and of keys and values together."""
@@ -233,6 +238,13 @@ def is_captured(x: Tensor) -> bool:
     # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
     special = type(x) not in (Tensor, nn.Parameter)
     return special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+def init_routers(model: nn.Module) -> None:
+    """Give routers back the first weights that are part of their method (MoA's zeros), after a model set its own."""
+    for module in model.modules():
+        if isinstance(module, HeadMixtureAttention) and hasattr(module.router, "init_weights"):
+            module.router.init_weights()
 
 
 def head_budget(model: nn.Module) -> dict:

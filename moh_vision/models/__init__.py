@@ -1,3 +1,9 @@
 """The models, by name in timm's registry. File names here are unique because timm groups models by them."""
 
-from moh_vision.models import moh_dit, moh_vit  # noqa: F401  registers
+from timm.models import register_notrace_module
+
+from moh_vision.attention import HeadMixtureAttention
+from moh_vision.models import moh_dit, moh_transnext, moh_vit  # noqa: F401  registers
+
+# A leaf for timm's and torchvision's feature extraction: which heads run is known only when it runs.
+register_notrace_module(HeadMixtureAttention)

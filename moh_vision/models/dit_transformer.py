@@ -20,6 +20,7 @@ from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     RoutingStats,
+    init_routers,
     resolve_budget,
     run_block,
     runs_all_heads,
@@ -169,6 +170,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        init_routers(self)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place: a patch is one input vector
         nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (

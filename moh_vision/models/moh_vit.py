@@ -11,7 +11,14 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import HeadMixtureAttention, RoutingStats, resolve_budget, run_block, runs_all_heads
+from moh_vision.attention import (
+    HeadMixtureAttention,
+    RoutingStats,
+    init_routers,
+    resolve_budget,
+    run_block,
+    runs_all_heads,
+)
 
 
 class MoHBlock(Block):
@@ -102,6 +109,7 @@ class MoHVisionTransformer(VisionTransformer):
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """timm's initialisation, then `pos_embed_std`."""
         super().init_weights(mode, needs_reset)
+        init_routers(self)
         if self.pos_embed is not None and self.pos_embed_std != 0.02:
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 

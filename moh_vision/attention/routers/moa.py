@@ -45,6 +45,10 @@ class MoARouter(nn.Module):
         self.renormalise = renormalise
         self.gate = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
         self.noise = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Zeros: all experts alike. Models call this after their own initialisation of linear layers."""
         nn.init.zeros_(self.gate.weight)
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)

@@ -1,0 +1,218 @@
+"""The two attentions of TransNeXt (Shi 2024, arXiv 2311.17132), with head weights from a router.
+
+Both are cosine attention with a learned temperature per head, an embedding added to the normalised query, logits that
+grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. Every head is
+computed: most of their time goes into window and pooling, and the plain one sees 49 tokens, where skipping does not pay.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
+
+WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
+HIDDEN = 512  # width of the MLP behind the position bias
+
+
+class Positions(NamedTuple):
+    """What attention must know of an H x W map whose N = H * W queries see P pooled keys."""
+
+    length: Tensor  # [N] logarithm of the number of keys of a query
+    outside: Tensor  # [9, N] True where a neighbour lies outside the map; [0, N] without a local window
+    coordinates: Tensor  # [U, 2] the different relative coordinates, scaled logarithmically
+    index: Tensor  # [P * N] which of them belongs to a key and query
+
+
+@lru_cache(maxsize=64)
+def position_tables(
+    size: Tuple[int, int], pooled: Tuple[int, int], pretrain: Tuple[int, int], local: bool
+) -> Tuple[np.ndarray, ...]:
+    """The arrays of `Positions`.
+
+    Args:
+        size: (H, W) of the queries.
+        pooled: size of the keys, adaptively pooled from the map; `size` where they are not pooled.
+        pretrain: size of the map in pretraining, in whose units distances are measured.
+        local: whether queries also see their 3 x 3 neighbours.
+    """
+    H, W = size
+    values, inverse = [], []
+    for queries, keys, unit in zip(size, pooled, pretrain):
+        where = np.arange(queries, dtype=np.float32)
+        # Adaptive pooling averages from floor(j * q / k) to ceil((j + 1) * q / k).
+        centres = [where[j * queries // keys : -(-(j + 1) * queries // keys)].mean() for j in range(keys)]
+        offset = where[None, :] - np.array(centres, dtype=np.float32)[:, None]  # [keys, queries]
+        unique, place = np.unique(offset, return_inverse=True)
+        values.append(unique / max(unit - 1, 1) * 8)
+        inverse.append(place.reshape(offset.shape))
+    grid = np.stack(np.meshgrid(*values, indexing="ij"), -1).reshape(-1, 2)
+    coordinates = np.sign(grid) * np.log2(np.abs(grid) + 1) / np.log2(8)
+    index = inverse[0][:, None, :, None] * len(values[1]) + inverse[1][None, :, None, :]  # [ph, pw, H, W]
+
+    count = np.full(H * W, pooled[0] * pooled[1])
+    outside = np.zeros((0, H * W), dtype=bool)
+    if local:
+        row, column = np.divmod(np.arange(H * W), W)
+        steps = [(i // 3 - 1, i % 3 - 1) for i in range(WINDOW)]
+        outside = np.stack(
+            [(row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W) for i, j in steps]
+        )  # [9, N]
+        count = count + (~outside).sum(0)
+    return np.log(count).astype(np.float32), outside, coordinates.astype(np.float32), index.reshape(-1)
+
+
+def unit(x: Tensor, dim: int) -> Tensor:
+    """x / |x|, in float32 or better: in 16 bits the sum of squares overflows or loses its small terms."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim).to(x.dtype)
+
+
+class CosineAttention(HeadMixtureAttention):
+    """Attention over all tokens of a map (Shi 2024, eq. 12): [B, H, W, C] -> [B, H, W, C].
+
+    Parameters beside those of `HeadMixtureAttention`: temperature [h, 1, 1], query_embedding [h, 1, D], cpb_fc1 and
+    cpb_fc2 (the position MLP).
+    """
+
+    def __init__(
+        self, dim: int, budget: HeadBudget, router: str, scope: str, router_kwargs: Optional[dict],
+        qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, device=None, dtype=None,
+    ):  # fmt: skip
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(
+            dim, budget, router, scope, executor="masked", qkv_bias=qkv_bias,
+            attn_drop=attn_drop, proj_drop=proj_drop, router_kwargs=router_kwargs, **dd,
+        )  # fmt: skip
+        h, D = budget.heads, budget.head_dim
+        self.temperature = nn.Parameter(torch.empty(h, 1, 1, **dd))
+        self.query_embedding = nn.Parameter(torch.empty(h, 1, D, **dd))
+        self.cpb_fc1 = nn.Linear(2, HIDDEN, **dd)
+        self.cpb_fc2 = nn.Linear(HIDDEN, h, **dd)
+        self.init_scales()
+
+    def init_scales(self) -> None:
+        """Temperature such that softplus gives 1 / 0.24."""
+        nn.init.constant_(self.temperature, math.log(math.expm1(1 / 0.24)))
+        nn.init.trunc_normal_(self.query_embedding, std=0.02)
+
+    def position_bias(self, positions: Positions) -> Tensor:
+        """[h, P, N]"""
+        bias = self.cpb_fc2(F.relu(self.cpb_fc1(positions.coordinates.to(self.cpb_fc1.weight.dtype))))  # [U, h]
+        N = positions.length.shape[0]
+        return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
+
+    def scaled(self, q: Tensor, length: Tensor) -> Tensor:
+        """Unit queries [B, h, N, D] as they meet the keys; length [N]."""
+        scale = F.softplus(self.temperature) * length.to(q.dtype).unsqueeze(-1)  # [h, N, 1]
+        return (q + self.query_embedding) * scale
+
+    def routed_qkv(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor], RoutingStats]:
+        """x [B, N, C] -> unit queries, unit keys, values, each [B, N, h, D], head weights [B, N or 1, h], statistics."""
+        routing, queries = self.route(x)
+        shape = (self.num_heads, self.head_dim)
+        if queries is None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        else:
+            _, kv_weight, _, kv_bias = self.split_qkv()
+            k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, shape[0], shape[1])).unbind(2)
+            q = queries.transpose(1, 2)
+        return unit(q, -1), unit(k, -1), v, routing.weights, routing.stats
+
+    def forward(self, x: Tensor, positions: Positions) -> Tuple[Tensor, RoutingStats]:
+        B, H, W, C = x.shape
+        q, k, v, weights, stats = self.routed_qkv(x.flatten(1, 2))  # [B, N, h, D]
+        q = self.scaled(q.transpose(1, 2), positions.length)  # [B, h, N, D]
+        bias = self.position_bias(positions).transpose(1, 2)  # [h, N, N]
+        o = F.scaled_dot_product_attention(
+            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.unsqueeze(0).to(q.dtype),
+            dropout_p=self.attn_drop if self.training else 0.0, scale=1.0,
+        )  # fmt: skip
+        o = o.transpose(1, 2)  # [B, N, h, D]
+        if weights is not None:
+            o = o * weights.unsqueeze(-1).to(o.dtype)
+        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), stats
+
+
+class AggregatedAttention(CosineAttention):
+    """Attention of a token to its 3 x 3 neighbours and to a pooled map, under one softmax (Shi 2024, eq. 3 to 8).
+
+    Neighbours also count by weights that depend on the query alone (learnable_tokens, learnable_bias). The window is
+    read by shifting the map nine times, never copied nine-fold: on a CPU four to nine times as fast as unfolding it.
+
+    Parameters beside those of `CosineAttention`: relative_pos_bias_local [h, 9], learnable_tokens [h, D, 9],
+    learnable_bias [h, 1, 9], sr (1 x 1 convolution before pooling), norm.
+
+    Args:
+        pool: how many tokens of a side become one.
+    """
+
+    def __init__(self, dim: int, budget: HeadBudget, pool: int, device=None, dtype=None, **kwargs):
+        dd = {"device": device, "dtype": dtype}
+        super().__init__(dim, budget, **kwargs, **dd)
+        h, D = budget.heads, budget.head_dim
+        self.pool = pool
+        self.window = WINDOW  # a constant for TorchScript
+        self.sr = nn.Conv2d(dim, dim, 1, **dd)
+        self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the norms of the blocks
+        self.relative_pos_bias_local = nn.Parameter(torch.empty(h, WINDOW, **dd))
+        self.learnable_tokens = nn.Parameter(torch.empty(h, D, WINDOW, **dd))
+        self.learnable_bias = nn.Parameter(torch.empty(h, 1, WINDOW, **dd))
+        self.init_local()
+
+    def init_local(self) -> None:
+        nn.init.trunc_normal_(self.relative_pos_bias_local, std=0.0004)
+        nn.init.trunc_normal_(self.learnable_tokens, std=0.02)
+        nn.init.zeros_(self.learnable_bias)
+
+    def pooled(self, x: Tensor) -> Tuple[Tensor, Tensor]:
+        """x [B, H, W, C] -> unit keys and values [B, P, h, D]."""
+        _, H, W, _ = x.shape
+        x = F.gelu(self.sr(x.permute(0, 3, 1, 2)))  # [B, C, H, W]
+        x = F.adaptive_avg_pool2d(x, (max(H // self.pool, 1), max(W // self.pool, 1)))
+        _, weight, _, bias = self.split_qkv()
+        kv = F.linear(self.norm(x.flatten(2).transpose(1, 2)), weight, bias)  # [B, P, 2 * C]
+        k, v = kv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        return unit(k, -1), v
+
+    def padded(self, x: Tensor, H: int, W: int) -> Tensor:
+        """[B, N, h, D] -> [B, h, D, H + 2, W + 2], zeros around."""
+        x = x.permute(0, 2, 3, 1).flatten(1, 2).unflatten(-1, (H, W))
+        return F.pad(x, (1, 1, 1, 1)).unflatten(1, (self.num_heads, self.head_dim))
+
+    def forward(self, x: Tensor, positions: Positions) -> Tuple[Tensor, RoutingStats]:
+        B, H, W, C = x.shape
+        q, k, v, weights, stats = self.routed_qkv(x.flatten(1, 2))  # [B, N, h, D]
+        k, v = self.padded(k, H, W), self.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
+        q = q.transpose(1, 2)  # [B, h, N, D]
+        scaled = self.scaled(q, positions.length)
+
+        # Positions last, so that sums over a head's 24 channels and the softmax over keys are vectorised over them.
+        local = scaled.transpose(2, 3).reshape(B, self.num_heads, self.head_dim, H, W)
+        scores = []
+        for i in range(self.window):
+            top, left = i // 3, i % 3
+            scores.append((local * k[..., top : top + H, left : left + W]).sum(2))  # [B, h, H, W]
+        near = torch.stack(scores, 2).flatten(3) + self.relative_pos_bias_local.unsqueeze(-1)  # [B, h, 9, N]
+        near = near.masked_fill(positions.outside, float("-inf"))
+        k_pool, v_pool = self.pooled(x)  # [B, P, h, D]
+        far = k_pool.transpose(1, 2) @ scaled.transpose(2, 3)  # [B, h, P, N]
+        far = far + self.position_bias(positions).to(far.dtype)
+
+        attn = torch.cat([near, far], 2).softmax(2)
+        attn = F.dropout(attn, self.attn_drop, self.training)
+        near, far = attn[:, :, : self.window], attn[:, :, self.window :]
+        near = near + self.learnable_tokens.transpose(1, 2) @ q.transpose(2, 3)  # [B, h, 9, N]
+        near = (near + self.learnable_bias.transpose(1, 2)).unflatten(-1, (H, W)).unsqueeze(3)  # [B, h, 9, 1, H, W]
+        o = (v_pool.permute(0, 2, 3, 1) @ far).unflatten(-1, (H, W))  # [B, h, D, H, W]
+        for i in range(self.window):
+            top, left = i // 3, i % 3
+            o = torch.addcmul(o, near[:, :, i], v[..., top : top + H, left : left + W])
+        o = o.permute(0, 3, 4, 1, 2)  # [B, H, W, h, D]
+        if weights is not None:
+            o = o * weights.unsqueeze(-1).to(o.dtype).unflatten(1, (H, W) if weights.shape[1] > 1 else (1, 1))
+        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), stats

@@ -1,0 +1,534 @@
+"""TransNeXt (Shi 2024, arXiv 2311.17132) and MoH-ViT, which is TransNeXt with routed heads (Jin 2024, section 4.1).
+
+    transnext_{micro,tiny,small,base}                        all heads, no router
+    moh_transnext_small_80  _small_75  _base_75  _base_50    the paper's MoH-ViT-S and -B
+
+A model is a pyramid of four stages. Stages 1 to 3 hold aggregated attention, the last one attends to all of its 7 x 7
+tokens. timm does not ship the family.
+"""
+
+import re
+from functools import partial
+from typing import Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple
+from timm.layers.trace_utils import _assert
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models._input import update_model_input_size
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
+from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
+
+STAGES = 4
+
+
+class ConvGLU(nn.Module):
+    """Gated MLP whose gate has seen its 3 x 3 neighbours (Shi 2024, section 3.4): [B, H, W, C] -> [B, H, W, C]."""
+
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0, device=None, dtype=None):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.fc1 = nn.Linear(dim, 2 * hidden, **dd)
+        self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden, **dd)
+        self.fc2 = nn.Linear(hidden, dim, **dd)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, value = self.fc1(x).chunk(2, dim=-1)  # [B, H, W, hidden]
+        x = self.dwconv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return self.drop(self.fc2(self.drop(F.gelu(x) * value)))
+
+
+class TransNeXtBlock(nn.Module):
+    """Pre-norm block: attention, then ConvGLU."""
+
+    def __init__(
+        self, attn: nn.Module, dim: int, mlp_ratio: float, proj_drop: float, drop_path: float, device=None, dtype=None
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.attn = attn
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, **dd)
+        self.mlp = ConvGLU(dim, int(2 * int(dim * mlp_ratio) / 3), proj_drop, **dd)
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor, positions: Positions, stats: Optional[List[RoutingStats]] = None) -> Tensor:
+        """x [B, H, W, C] -> [B, H, W, C]; appends the layer's statistics to `stats`."""
+        y, layer_stats = self.attn(self.norm1(x), positions)
+        if stats is not None:
+            stats.append(layer_stats)
+        x = x + self.drop_path1(y)
+        x = x + self.drop_path2(self.mlp(self.norm2(x)))
+        return x
+
+
+class Downsample(nn.Module):
+    """Overlapping strided convolution, then norm: [B, C', H', W'] -> [B, H, W, C]."""
+
+    def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, device=None, dtype=None):
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding=kernel // 2, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)  # eps 1e-5, unlike the norms of the blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class TransNeXtStage(nn.Module):
+    """Downsampling, blocks of one size, norm: [B, C', H', W'] -> [B, C, H, W].
+
+    Args:
+        size: (H, W) that its tables are built for.
+        pretrain: the same in pretraining.
+        pool: how many tokens of a side the blocks pool into one; 1: they attend to all tokens.
+        dynamic: build tables for any other size as it comes.
+    """
+
+    def __init__(
+        self,
+        downsample: Downsample,
+        blocks: List[TransNeXtBlock],
+        dim: int,
+        size: Tuple[int, int],
+        pretrain: Tuple[int, int],
+        pool: int,
+        dynamic: bool,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(dim, eps=1e-6, device=device, dtype=dtype)
+        self.pretrain, self.pool, self.dynamic = pretrain, pool, dynamic
+        self.grad_checkpointing = False
+        self.set_size(size, device)
+
+    def set_size(self, size: Tuple[int, int], device=None) -> None:
+        """Build the tables for maps of size (H, W)."""
+        self.size = size
+        # Not persistent: they follow from sizes, and official checkpoints hold none.
+        for name, table in self.tables(size[0], size[1], device)._asdict().items():
+            self.register_buffer(name, table, persistent=False)
+
+    @torch.jit.unused
+    def tables(self, H: int, W: int, device: Optional[torch.device]) -> Positions:
+        pooled = (max(H // self.pool, 1), max(W // self.pool, 1))
+        arrays = position_tables((H, W), pooled, self.pretrain, self.pool > 1)
+        return Positions(*(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays))
+
+    def positions(self, x: Tensor) -> Positions:
+        """For a map x [B, H, W, C]."""
+        H, W = x.shape[1], x.shape[2]
+        if self.dynamic:
+            if H != self.size[0] or W != self.size[1]:
+                return self.tables(H, W, x.device)
+        else:
+            _assert(H == self.size[0], "input height does not match img_size; see set_input_size, dynamic_img_size")
+            _assert(W == self.size[1], "input width does not match img_size; see set_input_size, dynamic_img_size")
+        return Positions(self.length, self.outside, self.coordinates, self.index)
+
+    def forward(self, x: Tensor, stats: Optional[List[RoutingStats]] = None) -> Tensor:
+        x = self.downsample(x)  # [B, H, W, C]
+        positions = self.positions(x)
+        for block in self.blocks:
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = run_block(block, x, positions, stats=stats, checkpoint=partial(checkpoint, use_reentrant=False))
+            else:
+                x = block(x, positions, stats)
+        return self.norm(x).permute(0, 3, 1, 2)
+
+
+class TransNeXt(nn.Module):
+    """A pyramid of cosine attention with local windows, optionally with routed heads.
+
+    Args:
+        img_size: height and width of the images, a number or a pair; tables are built for it.
+        pretrain_size: the size in whose units relative positions are measured: that of the weights, 224.
+        in_chans, num_classes, global_pool: "avg" or "" (no pooling).
+        embed_dims, num_heads, depths, mlp_ratios: per stage; heads are embed_dim / num_heads wide.
+        pools: how many tokens of a side each stage pools into one key; 1: no pooling and no window.
+        head_budget: see `moh_vision.attention.resolve_budget`; a list may also hold one (shared, routed) pair per stage.
+            None: all heads.
+        router: name in `moh_vision.attention.ROUTERS`.
+        scope: "token" or "sample".
+        router_kwargs: options of the router.
+        dynamic_img_size: take images of any size, and build tables as they come.
+        drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after projections, of
+            attention, and of whole residual branches (rising with depth).
+
+    Raises:
+        ValueError: for sizes or budgets that do not fit.
+    """
+
+    def __init__(
+        self,
+        img_size: Union[int, Tuple[int, int]] = 224,
+        pretrain_size: int = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dims: Sequence[int] = (48, 96, 192, 384),
+        num_heads: Sequence[int] = (2, 4, 8, 16),
+        depths: Sequence[int] = (2, 2, 15, 2),
+        mlp_ratios: Sequence[float] = (8, 8, 4, 4),
+        pools: Sequence[int] = (8, 4, 2, 1),
+        head_budget=None,
+        router: str = "dense",
+        scope: str = "token",
+        router_kwargs: Optional[dict] = None,
+        qkv_bias: bool = True,
+        dynamic_img_size: bool = False,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        per_stage = dict(embed_dims=embed_dims, num_heads=num_heads, depths=depths, mlp_ratios=mlp_ratios, pools=pools)
+        for name, values in per_stage.items():
+            if len(values) != STAGES:
+                raise ValueError(f"{name} {tuple(values)} must have {STAGES} entries, one per stage")
+        for stage, (dim, heads) in enumerate(zip(embed_dims, num_heads)):
+            if dim % heads:
+                raise ValueError(f"stage {stage}: embed_dim {dim} is not a multiple of num_heads {heads}")
+        check_pool(global_pool)
+        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.grad_checkpointing = False
+        budgets = stage_budgets(head_budget, depths, num_heads, embed_dims)
+        attn_kwargs = dict(
+            router=router, scope=scope, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
+            attn_drop=attn_drop_rate, proj_drop=proj_drop_rate,
+        )  # fmt: skip
+        sizes, pretrain_sizes = stage_sizes(img_size), stage_sizes(pretrain_size)
+        drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+
+        self.feature_info = []
+        stages = []
+        for i, dim in enumerate(embed_dims):
+            downsample = (
+                Downsample(in_chans, dim, 7, 4, **dd) if i == 0 else Downsample(embed_dims[i - 1], dim, 3, 2, **dd)
+            )
+            blocks = []
+            for j in range(depths[i]):
+                if pools[i] > 1:
+                    attn = AggregatedAttention(dim, budgets[i][j], pools[i], **attn_kwargs, **dd)
+                else:
+                    attn = CosineAttention(dim, budgets[i][j], **attn_kwargs, **dd)
+                blocks.append(TransNeXtBlock(attn, dim, mlp_ratios[i], proj_drop_rate, drop_paths[i][j], **dd))
+            stages.append(
+                TransNeXtStage(downsample, blocks, dim, sizes[i], pretrain_sizes[i], pools[i], dynamic_img_size, **dd)
+            )
+            self.feature_info.append(dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}"))
+        self.stages = nn.Sequential(*stages)
+        self.num_features = self.head_hidden_size = embed_dims[-1]
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.init_weights()
+
+    @torch.jit.ignore
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Weights and tables anew: linear layers truncated normal 0.02, convolutions by fan-out."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Conv2d):
+                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
+                nn.init.normal_(module.weight, std=(2 / fan_out) ** 0.5)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, TransNeXtStage):
+                module.set_size(module.size, module.norm.weight.device)
+            if isinstance(module, CosineAttention):
+                module.init_scales()
+            if isinstance(module, AggregatedAttention):
+                module.init_local()
+            if isinstance(module, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        init_routers(self)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set:
+        """As the published recipe: what scales or places attention. Routers are decayed."""
+        spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
+        return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """Layers for layer-wise learning rates."""
+        if coarse:
+            return dict(stem=r"^stages\.0\.downsample", blocks=r"^stages\.(\d+)")
+        blocks = [
+            (r"^stages\.(\d+)\.downsample", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^stages\.(\d+)\.norm", (999,)),
+        ]
+        return dict(stem=r"^stages\.0\.downsample", blocks=blocks)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in backward instead of keeping their activations."""
+        self.grad_checkpointing = enable
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def set_input_size(self, img_size: Union[int, Tuple[int, int]]) -> None:
+        """Build all tables for another image size; the weights stay."""
+        for stage, size in zip(self.stages, stage_sizes(img_size)):
+            stage.set_size(size, stage.length.device)
+        update_model_input_size(self, to_2tuple(img_size))
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """A new head; `global_pool` None keeps the pooling."""
+        if global_pool is not None:
+            check_pool(global_pool)
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        dd = get_device_dtype(self)
+        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.head.train(self.training)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[Union[int, List[int]]] = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+        """Outputs of stages, [B, C, H, W] each; every stage ends in a norm, so `norm` changes nothing.
+
+        Args:
+            x: images [B, in_chans, height, width].
+            indices: the last n stages, these stages, or None: all.
+            stop_early: leave out the stages behind the last index.
+            output_fmt: only "NCHW".
+            intermediates_only: without the final features.
+        """
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r} is not supported: only 'NCHW'")
+        take, last = feature_take_indices(len(self.stages), indices)
+        intermediates = []
+        stages = self.stages if torch.jit.is_scripting() or not stop_early else self.stages[: last + 1]
+        for i, stage in enumerate(stages):
+            x = stage(x)
+            if i in take:
+                intermediates.append(x)
+        if intermediates_only:
+            return intermediates
+        return x, intermediates
+
+    def prune_intermediate_layers(
+        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> List[int]:
+        """Drop the stages behind the last index, and the head that needs them."""
+        take, last = feature_take_indices(len(self.stages), indices)
+        cut = last < len(self.stages) - 1
+        self.stages = self.stages[: last + 1]
+        if cut:
+            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
+        if prune_head or cut:
+            self.reset_classifier(0, "")
+        return take
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images [B, in_chans, height, width] -> [B, num_features, height / 32, width / 32]."""
+        return self.stages(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        if self.global_pool:
+            x = x.mean((2, 3))
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    @torch.jit.unused
+    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        stats: List[RoutingStats] = []
+        for stage in self.stages:
+            x = stage(x, stats)
+        return self.forward_head(x), stats
+
+
+def check_pool(global_pool: str) -> None:
+    if global_pool not in ("avg", ""):
+        raise ValueError(f"global_pool {global_pool!r} is not one of 'avg', ''")
+
+
+def stage_sizes(img_size: Union[int, Tuple[int, int]]) -> List[Tuple[int, int]]:
+    """(H, W) of the maps of the four stages: the convolutions round up."""
+    H, W = to_2tuple(img_size)
+    if H < 1 or W < 1:
+        raise ValueError(f"img_size {img_size} must be at least 1")
+    return [(-(-H // r), -(-W // r)) for r in (4, 8, 16, 32)]
+
+
+def stage_budgets(spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int]) -> List[List[HeadBudget]]:
+    """head_budget -> one HeadBudget per layer, by stage."""
+    if spec is None:
+        spec = [(h, 0) for h in heads]
+    if isinstance(spec, (list, tuple)) and len(spec) == STAGES:
+        spec = [pair for pair, depth in zip(spec, depths) for _ in range(depth)]
+    layers = [(h, dim // h) for h, dim, depth in zip(heads, dims, depths) for _ in range(depth)]
+    budgets = list(resolve_budget(spec, len(layers), [h for h, _ in layers], [d for _, d in layers]))
+    return [[budgets.pop(0) for _ in range(depth)] for depth in depths]
+
+
+RENAMED = (
+    (r"^module\.", ""),  # DataParallel
+    (r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample."),
+    (r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks."),
+    (r"^norm(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.norm."),
+    (r"\.dwconv\.dwconv\.", ".dwconv."),
+    (r"\.attn\.wg\.", ".attn.router.routed."),
+    (r"\.attn\.wg_0\.", ".attn.router.balance."),
+    (r"\.attn\.wg_1\.", ".attn.router.shared."),
+)
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Official TransNeXt and MoH-ViT names -> ours; ours pass through.
+
+    Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    result = {}
+    for name, tensor in state_dict.items():
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        result[name] = tensor
+    for name in [n for n in result if ".attn.q." in n]:
+        kv = name.replace(".attn.q.", ".attn.kv.")
+        result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
+    return result
+
+
+def _cfg(**kwargs) -> dict:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "stages.0.downsample.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+def _official(size: str) -> dict:
+    return _cfg(hf_hub_id=f"DaiShiResearch/transnext-{size}-224-1k", hf_hub_filename=f"transnext_{size}_224_1k.pth")
+
+
+def _moh(model: str, variant: str) -> dict:
+    # The file's name follows the published instructions and could not be checked against the hub.
+    return _cfg(hf_hub_id=f"Chat-UniVi/MoH-ViT-{model}", hf_hub_filename=f"moh_transnext_{variant}.pth")
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "transnext_micro.in1k": _official("micro"),
+        "transnext_tiny.in1k": _official("tiny"),
+        "transnext_small.in1k": _official("small"),
+        "transnext_base.in1k": _official("base"),
+        "moh_transnext_small_80.in1k": _moh("S-80", "small_80"),
+        "moh_transnext_small_75.in1k": _moh("S-75", "small_75"),
+        "moh_transnext_base_75.in1k": _moh("B-75", "base_75"),
+        "moh_transnext_base_50.in1k": _moh("B-50", "base_50"),
+    }
+)
+
+MICRO = dict(embed_dims=(48, 96, 192, 384), num_heads=(2, 4, 8, 16), depths=(2, 2, 15, 2))
+TINY = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(2, 2, 15, 2))
+SMALL = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(5, 5, 22, 5))
+BASE = dict(embed_dims=(96, 192, 384, 768), num_heads=(4, 8, 16, 32), depths=(5, 5, 23, 5))
+
+
+def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNeXt:
+    if runs_all_heads(kwargs.get("router")):
+        args = {k: v for k, v in args.items() if k != "head_budget"}
+    args = dict(args, **kwargs)
+    out_indices = args.pop("out_indices", tuple(range(STAGES)))
+    return build_model_with_cfg(
+        TransNeXt,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, flatten_sequential=True),
+        **args,
+    )
+
+
+@register_model
+def transnext_micro(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """12.8 M parameters, 82.5 % top-1 on ImageNet (Shi 2024)."""
+    return _create("transnext_micro", pretrained, MICRO, kwargs)
+
+
+@register_model
+def transnext_tiny(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """28.3 M parameters, 84.0 % top-1 on ImageNet (Shi 2024)."""
+    return _create("transnext_tiny", pretrained, TINY, kwargs)
+
+
+@register_model
+def transnext_small(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """49.7 M parameters, 84.7 % top-1 on ImageNet (Shi 2024)."""
+    return _create("transnext_small", pretrained, SMALL, kwargs)
+
+
+@register_model
+def transnext_base(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """89.7 M parameters, 84.8 % top-1 on ImageNet (Shi 2024)."""
+    return _create("transnext_base", pretrained, BASE, kwargs)
+
+
+@register_model
+def moh_transnext_small_80(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """MoH-ViT-S, 80 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
+    args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [8, 12]])
+    return _create("moh_transnext_small_80", pretrained, args, kwargs)
+
+
+@register_model
+def moh_transnext_small_75(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """MoH-ViT-S, 75 % of the heads active: 84.6 % top-1 on ImageNet (Jin 2024, table 1)."""
+    args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]])
+    return _create("moh_transnext_small_75", pretrained, args, kwargs)
+
+
+@register_model
+def moh_transnext_base_75(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """MoH-ViT-B, 75 % of the heads active: 84.9 % top-1 on ImageNet (Jin 2024, table 1)."""
+    args = dict(BASE, router="moh", head_budget=[[4, 0], [8, 0], [4, 8], [5, 16]])
+    return _create("moh_transnext_base_75", pretrained, args, kwargs)
+
+
+@register_model
+def moh_transnext_base_50(pretrained: bool = False, **kwargs) -> TransNeXt:
+    """MoH-ViT-B, 50 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
+    args = dict(BASE, router="moh", head_budget=[[2, 2], [2, 4], [2, 6], [4, 8]])
+    return _create("moh_transnext_base_50", pretrained, args, kwargs)

@@ -1,0 +1,324 @@
+"""TransNeXt and MoH-ViT against the formulas, computed from files in the official layout."""
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+import moh_vision
+from moh_vision.attention import load_balance_loss
+from moh_vision.models.foveal_attention import position_tables
+from moh_vision.models.moh_transnext import checkpoint_filter_fn
+
+SMALL = dict(img_size=64, embed_dims=(12, 24, 24, 48), num_heads=(2, 4, 4, 8), depths=(1, 2, 1, 2), num_classes=5)
+# Every case of the released gates: all shared; none shared; one shared; several, all routed.
+MIXED = [[2, 0], [0, 2], [1, 2], [4, 2]]
+
+
+def small(name="moh_transnext_base_50", **kwargs):
+    return timm.create_model(name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs})
+
+
+# ---------------------------------------------------------------- names and numbers
+
+
+@pytest.mark.parametrize(
+    "name, parameters, share",
+    [
+        ("transnext_micro", 12_809_304, 1),
+        ("transnext_tiny", 28_258_960, 1),
+        ("transnext_small", 49_741_564, 1),
+        ("transnext_base", 89_721_496, 1),
+        ("moh_transnext_small_80", 49_910_548, 343 / 429),
+        ("moh_transnext_small_75", 49_910_548, 323 / 429),
+        ("moh_transnext_base_75", 90_020_632, 441 / 588),
+        ("moh_transnext_base_50", 90_023_512, 294 / 588),
+    ],
+)
+def test_parameters_and_active_heads(name, parameters, share):
+    model = timm.create_model(name, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert moh_vision.head_budget(model)["share"] == share
+
+
+def test_registered():
+    assert timm.list_models(module="moh_transnext") == timm.list_models("*transnext*")
+    assert len(timm.list_models("*transnext*", pretrained=True)) == 8
+
+
+# ---------------------------------------------------------------- the formulas, from a file in the official layout
+
+
+def official_names(model):
+    """A state dict with the published names: what the filter has to undo."""
+    result = {}
+    for name, tensor in model.state_dict().items():
+        part = name.split(".")
+        if part[0] == "stages":
+            i, rest = int(part[1]) + 1, ".".join(part[3:])
+            name = {"downsample": f"patch_embed{i}.", "blocks": f"block{i}.", "norm": f"norm{i}."}[part[2]] + rest
+        name = name.replace("mlp.dwconv.", "mlp.dwconv.dwconv.")
+        for ours, theirs in (("routed", "wg"), ("balance", "wg_0"), ("shared", "wg_1")):
+            name = name.replace(f"attn.router.{ours}.", f"attn.{theirs}.")
+        if ".attn.qkv." in name and not name.startswith("block4"):
+            C = tensor.shape[0] // 3
+            result[name.replace("qkv", "q")], result[name.replace("qkv", "kv")] = tensor[:C], tensor[C:]
+        else:
+            result[name] = tensor
+    return result
+
+
+class Official:
+    """The published model as plain formulas on a state dict with the published names; slow and direct."""
+
+    def __init__(self, state, heads, pools, budgets, pretrain):
+        self.s, self.heads, self.pools, self.budgets, self.pretrain = state, heads, pools, budgets, pretrain
+
+    def linear(self, x, name):
+        return F.linear(x, self.s[name + ".weight"], self.s.get(name + ".bias"))
+
+    def norm(self, x, name, eps):
+        return F.layer_norm(x, x.shape[-1:], self.s[name + ".weight"], self.s[name + ".bias"], eps)
+
+    def gates(self, x, p, shared, routed):
+        if routed == 0:
+            return self.linear(x, p + "wg_1").softmax(-1) * shared
+        probs = self.linear(x, p + "wg").softmax(-1)
+        top = probs.topk(routed, -1)
+        chosen = torch.zeros_like(probs).scatter(-1, top.indices, top.values)
+        gates = chosen / chosen.sum(-1, keepdim=True) * routed
+        if shared == 0:
+            return gates
+        first = self.linear(x, p + "wg_1").softmax(-1) * shared if shared > 1 else torch.ones_like(x[..., :1])
+        both = self.linear(x, p + "wg_0").softmax(-1) * 2
+        return torch.cat([both[..., :1] * first, both[..., 1:] * gates], -1)
+
+    def bias(self, p, H, W, ph, pw, unit):
+        """Position bias [h, H*W, ph*pw], pair by pair."""
+        centre = lambda n, k: F.adaptive_avg_pool1d(torch.arange(n, dtype=torch.float32)[None], k)[0]  # noqa: E731
+        dy = (torch.arange(H)[:, None] - centre(H, ph)[None]) / (unit[0] - 1) * 8  # [H, ph]
+        dx = (torch.arange(W)[:, None] - centre(W, pw)[None]) / (unit[1] - 1) * 8
+        pairs = torch.stack(
+            [dy[:, None, :, None].expand(H, W, ph, pw), dx[None, :, None, :].expand(H, W, ph, pw)], -1
+        ).reshape(-1, 2)
+        pairs = pairs.sign() * (pairs.abs() + 1).log2() / 3
+        return self.linear(self.linear(pairs, p + "cpb_fc1").relu(), p + "cpb_fc2").t().reshape(-1, H * W, ph * pw)
+
+    def attention(self, x, p, stage, H, W, budget):
+        B, N, C = x.shape
+        h, pool = self.heads[stage], self.pools[stage]
+        unit = (self.pretrain // 2 ** (stage + 2),) * 2
+        split = lambda t, n: t.reshape(B, -1, n, h, C // h).permute(2, 0, 3, 1, 4)  # noqa: E731  [n, B, h, N, D]
+        temperature = F.softplus(self.s[p + "temperature"])
+        if pool == 1:
+            q, k, v = split(self.linear(x, p + "qkv"), 3)
+            q = (F.normalize(q, dim=-1) + self.s[p + "query_embedding"]) * temperature * torch.tensor(float(N)).log()
+            a = (q @ F.normalize(k, dim=-1).transpose(-2, -1) + self.bias(p, H, W, H, W, unit)).softmax(-1)
+            o = a @ v
+        else:
+            ph, pw = H // pool, W // pool
+            q = F.normalize(split(self.linear(x, p + "q"), 1)[0], dim=-1)
+            k, v = split(self.linear(x, p + "kv"), 2)
+            k = F.normalize(k, dim=-1)
+            window = lambda t: (  # noqa: E731  [B, h, N, D] -> [B, h, N, 9, D]
+                F.unfold(t.transpose(2, 3).reshape(B * h, -1, H, W), 3, padding=1)
+                .reshape(B, h, C // h, 9, N)
+                .permute(0, 1, 4, 3, 2)
+            )
+            inside = F.unfold(torch.ones(1, 1, H, W), 3, padding=1)[0].t() > 0  # [N, 9]
+            length = (inside.sum(-1) + ph * pw).float().log()[:, None]
+            scaled = (q + self.s[p + "query_embedding"]) * temperature * length
+            near = (window(k) @ scaled.unsqueeze(-1)).squeeze(-1) + self.s[p + "relative_pos_bias_local"][:, None]
+            near = near.masked_fill(~inside, float("-inf"))
+            m = F.conv2d(x.transpose(1, 2).reshape(B, C, H, W), self.s[p + "sr.weight"], self.s[p + "sr.bias"])
+            m = F.adaptive_avg_pool2d(F.gelu(m), (ph, pw)).flatten(2).transpose(1, 2)
+            kp, vp = split(self.linear(self.norm(m, p + "norm", 1e-5), p + "kv"), 2)
+            far = scaled @ F.normalize(kp, dim=-1).transpose(-2, -1) + self.bias(p, H, W, ph, pw, unit)
+            near, far = torch.cat([near, far], -1).softmax(-1).split([9, ph * pw], -1)
+            near = near + q @ self.s[p + "learnable_tokens"] + self.s[p + "learnable_bias"]
+            o = (near.unsqueeze(-2) @ window(v)).squeeze(-2) + far @ vp
+        o = o.transpose(1, 2)  # [B, N, h, D]
+        if budget is not None:
+            o = o * self.gates(x, p, *budget).unsqueeze(-1)
+        return self.linear(o.reshape(B, N, C), p + "proj")
+
+    def mlp(self, x, p, H, W):
+        B, N, _ = x.shape
+        a, v = self.linear(x, p + "fc1").chunk(2, -1)
+        a = a.transpose(1, 2).reshape(B, -1, H, W)
+        a = F.conv2d(
+            a, self.s[p + "dwconv.dwconv.weight"], self.s[p + "dwconv.dwconv.bias"], padding=1, groups=a.shape[1]
+        )
+        return self.linear(F.gelu(a.flatten(2).transpose(1, 2)) * v, p + "fc2")
+
+    def __call__(self, x):
+        for stage in range(4):
+            i = stage + 1
+            name, stride = f"patch_embed{i}.", 4 if stage == 0 else 2
+            weight = self.s[name + "proj.weight"]
+            x = F.conv2d(x, weight, self.s[name + "proj.bias"], stride, padding=weight.shape[-1] // 2)
+            B, C, H, W = x.shape
+            x = self.norm(x.flatten(2).transpose(1, 2), name + "norm", 1e-5)
+            for j in range(sum(f"block{i}.{j}.norm1.weight" in self.s for j in range(99))):
+                p = f"block{i}.{j}."
+                budget = self.budgets[stage] if self.budgets else None
+                x = x + self.attention(self.norm(x, p + "norm1", 1e-6), p + "attn.", stage, H, W, budget)
+                x = x + self.mlp(self.norm(x, p + "norm2", 1e-6), p + "mlp.", H, W)
+            x = self.norm(x, f"norm{i}", 1e-6)
+            if stage < 3:
+                x = x.transpose(1, 2).reshape(B, C, H, W)
+        return self.linear(x.mean(1), "head")
+
+
+def scramble(model):
+    """Weights large enough that every part of the formula shows in the output."""
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        p.data += torch.randn_like(p) * (0.3 if "router" in name or p.dim() == 1 else 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name, budgets", [("moh_transnext_base_50", MIXED), ("transnext_micro", None)])
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": {f"module.{k}": v for k, v in s.items()}}])
+def test_official_layout_gives_official_outputs(name, budgets, wrap):
+    model = scramble(small(name))
+    state = official_names(model)
+    again = small(name).eval()
+    again.load_state_dict(checkpoint_filter_fn(wrap(state), again))
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        want = Official(state, SMALL["num_heads"], (8, 4, 2, 1), budgets, 224)(x)
+        torch.testing.assert_close(again(x), want, rtol=0, atol=1e-5)
+    assert want.std() > 0.1
+
+
+def test_official_key_tables():
+    """Counts of the published checkpoints' tensors (without tables, which are in none)."""
+    for name, count in (
+        ("moh_transnext_small_75", 1145),
+        ("moh_transnext_small_80", 1145),
+        ("moh_transnext_base_75", 1177),
+        ("moh_transnext_base_50", 1197),
+    ):
+        assert len(official_names(timm.create_model(name, device="meta"))) == count
+
+
+# ---------------------------------------------------------------- sizes and types
+
+
+@pytest.mark.parametrize("size", [32, 48, (64, 96), 224])
+def test_other_sizes(size):
+    pair = size if isinstance(size, tuple) else (size, size)
+    x = torch.randn(1, 3, *pair)
+    model = scramble(small(img_size=size))
+    with torch.no_grad():
+        want = model(x)
+        other = small(img_size=64).eval()
+        other.load_state_dict(model.state_dict())
+        if pair != (64, 64):
+            with pytest.raises(AssertionError, match="set_input_size, dynamic_img_size"):
+                other(x)
+        other.set_input_size(size)
+        assert torch.equal(other(x), want)
+        dynamic = small(img_size=64, dynamic_img_size=True).eval()
+        dynamic.load_state_dict(model.state_dict())
+        assert torch.equal(dynamic(x), want)
+
+
+def test_position_tables_name_every_pair():
+    length, outside, coordinates, index = position_tables((6, 4), (3, 2), (56, 56), True)
+    assert index.shape == (6 * 24,) and len(coordinates) < 6 * 24
+    # Query (row 5, column 0) and key 0, whose centre is row 0.5, column 0.5: 4.5 down, 0.5 left.
+    down, left = coordinates[index.reshape(6, 24)[0, 20]]
+    assert down == pytest.approx(torch.tensor(4.5 / 55 * 8 + 1).log2().item() / 3)
+    assert left == pytest.approx(-torch.tensor(0.5 / 55 * 8 + 1).log2().item() / 3)
+    assert length[0] == pytest.approx(torch.tensor(4.0 + 6).log().item())  # a corner has 4 of 9 neighbours
+    assert outside.sum(0).max() == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits(dtype):
+    model = scramble(small())
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        want = model(x)
+        got = model.to(dtype)(x.to(dtype))
+    assert got.dtype == dtype
+    # A token whose two best heads are nearly equal may choose the other one.
+    assert (got.float() - want).abs().mean() < (0.1 if dtype == torch.bfloat16 else 0.02) * want.abs().mean()
+
+
+def test_long_queries_do_not_overflow_in_float16():
+    model = small(dtype=torch.float16).eval()
+    for block in (model.stages[0].blocks[0], model.stages[3].blocks[0]):
+        block.attn.qkv.weight.data.fill_(200.0)
+    assert model(torch.randn(1, 3, 64, 64).half()).isfinite().all()
+
+
+# ---------------------------------------------------------------- routing
+
+
+def test_forward_routed_and_checkpointing():
+    model = small(drop_path_rate=0.0)
+    x = torch.randn(2, 3, 64, 64)
+    logits, stats = model.forward_routed(x)
+    assert torch.equal(logits, model(x))
+    assert [s.counts.shape[1] for s in stats] == [2, 4, 4, 4, 8, 8]
+    assert stats[1].counts.sum() == 2 * 64 * 2  # stage 2: 8 x 8 tokens, 2 routed heads
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        logits, stats = model.forward_routed(x)
+        (logits.square().mean() + load_balance_loss(stats)).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("router", ["query_norm", "moa", "mae"])
+def test_any_router(router):
+    budget = {"query_norm": 0.5, "moa": [[0, 1], [0, 2], [0, 2], [0, 3]], "mae": None}[router]
+    model = small(router=router, head_budget=budget)
+    logits, stats = model.forward_routed(torch.randn(2, 3, 64, 64))
+    logits.sum().backward()
+    assert len(stats) == 6 and model.stages[0].blocks[0].attn.qkv.weight.grad.norm() > 0
+    if router == "moa":
+        assert not model.stages[0].blocks[0].attn.router.gate.weight.any()  # starts at zero, also inside a model
+
+
+def test_sample_scope():
+    model = small(scope="sample")
+    _, stats = model.forward_routed(torch.randn(2, 3, 64, 64))
+    assert all(s.probs.shape[1] == 1 for s in stats)
+
+
+def test_routers_and_temperatures_in_the_recipe():
+    model = small()
+    spared = model.no_weight_decay()
+    assert {n.split(".")[-1] for n in spared} >= {"temperature", "query_embedding", "relative_pos_bias_local"}
+    assert not any("router" in n for n in spared)
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]), "head_budget, layer 1: shared=0 . routed=5 = 5 of only 4"),
+        (dict(head_budget=[[2, 0]] * 3), "lists 3 layers, the model has 6"),
+        (dict(num_heads=(2, 4, 4)), "num_heads .* must have 4 entries"),
+        (dict(num_heads=(2, 4, 4, 7)), "stage 3: embed_dim 48 is not a multiple of num_heads 7"),
+        (dict(global_pool="max"), "global_pool 'max' is not one of"),
+        (dict(img_size=0), "img_size 0 must be at least 1"),
+    ],
+)
+def test_impossible_arguments(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        small(**kwargs)
+
+
+def test_reset_after_to_empty():
+    model = small(device="meta").to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
+    model.init_weights()
+    assert model(torch.randn(1, 3, 64, 64)).isfinite().all()

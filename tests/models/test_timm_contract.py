@@ -1,0 +1,101 @@
+"""timm's own tests of its models, run on ours.
+
+timm ships them in its source distribution, which `make` fetches beside the virtual environment. Only `list_models` is
+swapped while they are loaded. The smallest member of each family runs in `make test`, all of them in `make test-slow`.
+"""
+
+import fnmatch
+import importlib.util
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import timm
+from timm import list_models
+
+import moh_vision  # noqa: F401  registers the models
+
+# What is run on a list of models; the rest tests single models of timm's by name.
+CONTRACT = [
+    "test_model_forward",
+    "test_model_backward",
+    "test_model_default_cfgs",
+    "test_model_default_cfgs_non_std",
+    "test_model_forward_torchscript",
+    "test_model_forward_features",
+    "test_model_forward_intermediates_features",
+    "test_model_forward_intermediates",
+    "test_prune_intermediate_layers_contract",
+    "test_model_forward_fx",
+    "test_model_backward_fx",
+    "test_model_forward_fx_torchscript",
+]
+SMALLEST = ("moh_vit_tiny_patch16_224", "transnext_micro", "moh_transnext_small_75")
+TOKENS = "moh_vit_*"  # whose features are tokens: "non-standard" in timm's terms, as its own vit_*
+
+SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.gz"))
+
+
+def ours(filter="", module="", pretrained=False, exclude_filters="", include_tags=False, **kwargs):
+    """timm.list_models for our families: which of them each of timm's filters means."""
+    names = [*list_models(module="moh_vit"), *list_models(module="moh_transnext")]
+    if pretrained or isinstance(filter, str) and filter:
+        return []  # single models of timm's
+    if "vit_*" in filter:
+        names = fnmatch.filter(names, TOKENS)
+    if "vit_*" in exclude_filters:
+        names = [name for name in names if not fnmatch.fnmatch(name, TOKENS)]
+    return names
+
+
+def load():
+    """timm's test module; `list_models` is swapped only while it is imported."""
+    with tarfile.open(SOURCE[0]) as archive:
+        code = archive.extractfile(f"timm-{timm.__version__}/tests/test_models.py").read()
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("timm_test_models", loader=None))
+    timm.list_models = ours
+    try:
+        exec(compile(code, f"{SOURCE[0]}:test_models.py", "exec"), module.__dict__)
+    finally:
+        timm.list_models = list_models
+    return module
+
+
+def marked(function):
+    """All but the smallest models are slow; timm's own marks are for its own machines."""
+    marks = []
+    for mark in function.pytestmark:
+        if mark.name == "parametrize":
+            names, values = mark.args
+            if names == "model_name":
+                values = [pytest.param(v, marks=[] if v in SMALLEST else [pytest.mark.slow]) for v in values]
+            marks.append(pytest.mark.parametrize(names, values).mark)
+    function.pytestmark = marks
+    return function
+
+
+if SOURCE:
+    _timm = load()
+    cfg_device = _timm.cfg_device
+    globals().update({name: marked(getattr(_timm, name)) for name in CONTRACT})
+
+
+@pytest.mark.skipif(
+    not SOURCE, reason=f"timm {timm.__version__}'s source distribution is not in {sys.prefix}/timm-sdist"
+)
+def test_all_of_them_run_on_all_of_our_models():
+    seen = {name: set() for name in CONTRACT}
+    for name in CONTRACT:
+        for mark in globals()[name].pytestmark:
+            if mark.args[0] == "model_name":
+                seen[name] = {value.values[0] for value in mark.args[1]}
+    everything = set(ours())
+    assert len(everything) == 12
+    for name, models in seen.items():
+        wanted = everything
+        if name.endswith("non_std"):
+            wanted = set(fnmatch.filter(everything, TOKENS))
+        elif name in ("test_model_default_cfgs", "test_model_forward_features"):
+            wanted = {m for m in everything if not fnmatch.fnmatch(m, TOKENS)}
+        assert models == wanted, name
