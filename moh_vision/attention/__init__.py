@@ -7,22 +7,26 @@ Letters used in every file: B batch, N query tokens, M key tokens, C model width
 E routed candidates, K active heads, D head width.
 """
 
-from moh_vision.attention.budget import HeadBudget, resolve_budget
+from moh_vision.attention.budget import BudgetSpec, HeadBudget, all_heads, resolve_budget
 from moh_vision.attention.cache import KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
-from moh_vision.attention.layer import HeadMixtureAttention, head_budget, init_routers
+from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.losses import head_usage, load_balance_loss, moa_balance_loss, router_z_loss
+from moh_vision.attention.model_heads import attention_layers, head_budget, init_routers, set_routed_heads
 from moh_vision.attention.routers import ROUTERS, runs_all_heads
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 
 __all__ = [
     "EXECUTORS",
     "ROUTERS",
+    "BudgetSpec",
     "HeadBudget",
     "HeadMixtureAttention",
     "KeyValueCache",
     "Routing",
     "RoutingStats",
+    "all_heads",
+    "attention_layers",
     "head_budget",
     "head_usage",
     "init_routers",
@@ -31,5 +35,6 @@ __all__ = [
     "router_z_loss",
     "resolve_budget",
     "run_block",
+    "set_routed_heads",
     "runs_all_heads",
 ]

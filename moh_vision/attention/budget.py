@@ -112,6 +112,61 @@ def resolve_budget(
     return tuple(budgets)
 
 
+def all_heads(heads: Sequence[int]) -> list[list[int]]:
+    """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
+
+    40 % of each layer's heads are shared, rounded down, so that even half of the heads leaves some to route.
+    """
+    shared = [int(SHARED_SHARE * h) for h in heads]
+    return [[s, h - s] for s, h in zip(shared, heads)]
+
+
+def change_routed(spec: BudgetSpec, budgets: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
+    """Other numbers of routed heads for layers that exist: their shared heads stay.
+
+    Args:
+        spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
+        budgets: what the layers have.
+
+    Raises:
+        ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change.
+    """
+    heads = [b.heads for b in budgets]
+    if isinstance(spec, (list, tuple)):
+        pairs = _explicit_pairs(spec, len(budgets))
+        for layer, ((shared, _), b) in enumerate(zip(pairs, budgets)):
+            if shared != b.shared:
+                raise ValueError(f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}")
+    else:
+        kind, target = _parse_share(spec)
+        fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
+        if fixed and target < 1:
+            layer = fixed[0]
+            raise ValueError(
+                f"head_budget {spec!r}: layer {layer} has no routed heads, all {heads[layer]} are shared"
+                + (f" (so have {len(fixed) - 1} other layers)" if len(fixed) > 1 else "")
+                + f"; give a list of pairs with ({heads[layer]}, 0) there"
+            )
+        least = [b.shared + (b.candidates > 0) for b in budgets]
+        if kind == "ramp":
+            total = math.floor(target * sum(heads) + 0.5)
+            active = _round_to_total(_ramp_wanted(target, heads), total, least, heads)
+        else:
+            active = [math.floor(target * h + 0.5) for h in heads]
+        for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
+            if a < low:
+                raise ValueError(
+                    f"head_budget {spec!r}: layer {layer} would run {a} of {b.heads} heads, "
+                    f"but {b.shared} are shared and at least 1 is routed"
+                )
+        if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
+            raise ValueError(
+                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of {sum(heads)} already"
+            )
+        pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
+    return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
+
+
 def _per_layer(name: str, value, depth: int) -> list[int]:
     if isinstance(value, int):
         return [value] * depth
@@ -153,33 +208,40 @@ def _parse_share(spec) -> tuple[str, float]:
     return kind, share
 
 
-def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
+def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
+    """Active heads of each layer, before rounding."""
     depth, total = len(heads), sum(heads)
     position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]  # -1 .. 1
     middle = sum(p * h for p, h in zip(position, heads)) / total  # 0 where all layers have equally many heads
     position = [p - middle for p in position]
     half_range = min((1 - target) / max(1.0, *position), target / 3)
-    wanted = [(target + half_range * p) * h for p, h in zip(position, heads)]
-    active = math.floor(target * total + 0.5)
-    return _round_to_total(wanted, active, least=1 if active >= depth else 0, most=list(heads))
+    return [(target + half_range * p) * h for p, h in zip(position, heads)]
+
+
+def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
+    active = math.floor(target * sum(heads) + 0.5)
+    least = 1 if active >= len(heads) else 0
+    return _round_to_total(_ramp_wanted(target, heads), active, [least] * len(heads), heads)
 
 
 def _shared_of(active: Sequence[int], heads: Sequence[int]) -> list[int]:
     # A router needs at least one head to route, unless the layer has a single head.
     most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
-    return _round_to_total([SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), 0, most)
+    return _round_to_total(
+        [SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), [0] * len(most), most
+    )
 
 
-def _round_to_total(wanted: Sequence[float], total: int, least: int, most: Sequence[int]) -> list[int]:
+def _round_to_total(wanted: Sequence[float], total: int, least: Sequence[int], most: Sequence[int]) -> list[int]:
     """Largest-remainder rounding: whole numbers near `wanted`, between `least` and `most`, that sum to `total`.
 
     If the bounds do not allow the total, the nearest sum that they allow.
     """
-    result = [min(max(math.floor(w + 1e-9), least), m) for w, m in zip(wanted, most)]
+    result = [min(max(math.floor(w + 1e-9), low), m) for w, low, m in zip(wanted, least, most)]
     layers = range(len(wanted))
     while sum(result) != total:
         step = 1 if sum(result) < total else -1
-        free = [i for i in layers if (result[i] < most[i] if step > 0 else result[i] > least)]
+        free = [i for i in layers if (result[i] < most[i] if step > 0 else result[i] > least[i])]
         if not free:
             break
         # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.

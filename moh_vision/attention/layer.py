@@ -238,33 +238,3 @@ def is_captured(x: Tensor) -> bool:
     # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
     special = type(x) not in (Tensor, nn.Parameter)
     return special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
-
-
-def init_routers(model: nn.Module) -> None:
-    """Give routers back the first weights that are part of their method (MoA's zeros), after a model set its own."""
-    for module in model.modules():
-        if isinstance(module, HeadMixtureAttention) and hasattr(module.router, "init_weights"):
-            module.router.init_weights()
-
-
-def head_budget(model: nn.Module) -> dict:
-    """The heads of every `HeadMixtureAttention` in a model, in order.
-
-    Returns:
-        dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
-        are head-weighted totals, the figure that the papers quote.
-
-    Raises:
-        ValueError: if the model has no such layer.
-    """
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, HeadMixtureAttention):
-            b = module.budget
-            layers.append(
-                dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active)
-            )
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
-    active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
-    return dict(layers=layers, active=active, heads=heads, share=active / heads)

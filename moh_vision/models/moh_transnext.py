@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
+from moh_vision.models.head_budgets import record_head_budget
 
 STAGES = 4
 
@@ -257,6 +258,10 @@ class TransNeXt(nn.Module):
                 nn.init.zeros_(module.bias)
         init_routers(self)
 
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As in torch; official checkpoints fit too."""
+        return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
+
     @torch.jit.ignore
     def no_weight_decay(self) -> set:
         """As the published recipe: what scales or places attention. Routers are decayed."""
@@ -418,7 +423,8 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
         result[name] = tensor
     for name in [n for n in result if ".attn.q." in n]:
         kv = name.replace(".attn.q.", ".attn.kv.")
-        result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
+        if kv in result:
+            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
     return result
 
 
@@ -472,7 +478,7 @@ def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNe
         args = {k: v for k, v in args.items() if k != "head_budget"}
     args = dict(args, **kwargs)
     out_indices = args.pop("out_indices", tuple(range(STAGES)))
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         TransNeXt,
         variant,
         pretrained,
@@ -480,6 +486,9 @@ def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNe
         feature_cfg=dict(out_indices=out_indices, flatten_sequential=True),
         **args,
     )
+    if isinstance(model, TransNeXt) and args.get("router", "dense") != "dense":
+        record_head_budget(model)  # also a default, so that a saved model does not depend on it
+    return model
 
 
 @register_model

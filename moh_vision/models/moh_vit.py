@@ -4,21 +4,26 @@
 """
 
 from functools import partial
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
+import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
     HeadMixtureAttention,
     RoutingStats,
+    all_heads,
     init_routers,
     resolve_budget,
     run_block,
     runs_all_heads,
 )
+from moh_vision.attention.routers import MoHRouter
+from moh_vision.models.head_budgets import record_head_budget
 
 
 class MoHBlock(Block):
@@ -113,6 +118,10 @@ class MoHVisionTransformer(VisionTransformer):
         if self.pos_embed is not None and self.pos_embed_std != 0.02:
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As in torch; the strict loading of a ViT without routers sets them to zero (see `checkpoint_filter_fn`)."""
+        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
+
     def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
         stats: List[RoutingStats] = []
@@ -133,6 +142,24 @@ def check_image_size(img_size, patch_size) -> None:
         raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
 
 
+def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Weights of a plain ViT, completed: MoH's routers become zero, which is plain attention while all heads run.
+
+    Other routers keep what they have. Weights that come with routers pass through.
+    """
+    if any(".attn.router." in name for name in state_dict):
+        return state_dict
+    own = {name: tensor for name, tensor in model.state_dict().items() if ".attn.router." in name}
+    moh = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
+    new = {n: torch.zeros_like(t) if n.rsplit(".", 2)[0] in moh else t for n, t in own.items()}
+    return {**state_dict, **new}
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """timm's and other published ViT weights for our model: as timm reads them, then `zero_missing_routers`."""
+    return zero_missing_routers(timm_filter(state_dict, model), model)
+
+
 def _cfg(**kwargs) -> dict:
     # As timm's ViTs were trained: mean and standard deviation 0.5, 90 % crop, bicubic.
     return {
@@ -151,19 +178,33 @@ def _cfg(**kwargs) -> dict:
     }
 
 
+# The weights are those of timm's plain ViTs: the paper trained none.
 default_cfgs = generate_default_cfgs(
     {
-        "moh_vit_tiny_patch16_224.untrained": _cfg(),
-        "moh_vit_small_patch16_224.untrained": _cfg(),
-        "moh_vit_base_patch16_224.untrained": _cfg(),
-        "moh_vit_large_patch16_224.untrained": _cfg(),
+        "moh_vit_tiny_patch16_224.augreg_in21k_ft_in1k": _cfg(
+            hf_hub_id="timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+        ),
+        "moh_vit_small_patch16_224.augreg_in21k_ft_in1k": _cfg(
+            hf_hub_id="timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
+        ),
+        "moh_vit_base_patch16_224.augreg2_in21k_ft_in1k": _cfg(
+            hf_hub_id="timm/vit_base_patch16_224.augreg2_in21k_ft_in1k"
+        ),
+        "moh_vit_large_patch16_224.augreg_in21k_ft_in1k": _cfg(
+            hf_hub_id="timm/vit_large_patch16_224.augreg_in21k_ft_in1k"
+        ),
+        # What `moh_vision.convert` makes of any other ViT is saved under this name.
+        "moh_vit.untrained": _cfg(),
     }
 )
 
 
 def _create_moh_vit(variant: str, pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
     out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
+    if pretrained and kwargs.get("head_budget") is None and not runs_all_heads(kwargs.get("router")):
+        # Until a budget is set: the weights were trained with all heads.
+        kwargs["head_budget"] = all_heads([kwargs.get("num_heads", 12)] * kwargs.get("depth", 12))
+    model = build_model_with_cfg(
         MoHVisionTransformer,
         variant,
         pretrained,
@@ -171,6 +212,15 @@ def _create_moh_vit(variant: str, pretrained: bool = False, **kwargs) -> MoHVisi
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
+    if isinstance(model, MoHVisionTransformer):
+        record_head_budget(model)  # also a default, so that a saved model does not depend on it
+    return model
+
+
+@register_model
+def moh_vit(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+    """A ViT of any shape; without arguments ViT-B/16."""
+    return _create_moh_vit("moh_vit", pretrained, **kwargs)
 
 
 @register_model

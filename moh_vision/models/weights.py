@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
+import pickle
+import re
 from pathlib import Path
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Tuple, Union
 
 import timm
+import torch
 from safetensors import SafetensorError, safe_open
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
+from moh_vision.models import moh_transnext, moh_vit
 from moh_vision.models.moh_vit import MoHVisionTransformer
 
+# What reads a foreign layout, by class.
+FILTERS = (
+    (MoHVisionTransformer, moh_vit.checkpoint_filter_fn),
+    (moh_transnext.TransNeXt, moh_transnext.checkpoint_filter_fn),
+)
+STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
 REMADE = ("head.", "y_embedder.", "pos_embed")
 
@@ -106,6 +117,65 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
         say(f"init_from: {routers} router tensors start fresh")
 
 
+def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
+    """Load published or own weights into a model, whatever their layout.
+
+    Reads .safetensors, PyTorch's .pt and .pth (tensors and argparse.Namespace only, no other pickled objects), the
+    .npz of the original ViTs, and the folder of a run. An EMA is preferred where the file holds one. Layouts: ours;
+    timm's ViTs (MoH's routers become zero); official TransNeXt and MoH-ViT.
+
+    Returns:
+        the model.
+
+    Raises:
+        FileNotFoundError, ValueError: naming the file, and what does not fit.
+    """
+    file = weights_file(str(path))
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer):
+        model.load_pretrained(str(file))
+        return model
+    state = read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
+    for kind, read in FILTERS:
+        if isinstance(model, kind):
+            state = read(state, model)
+    own = model.state_dict()
+    wrong = [n for n in state if n in own and state[n].shape != own[n].shape]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(f"{file}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}")
+    missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
+    if missing or unexpected:
+        raise ValueError(
+            f"{file} does not fit {type(model).__name__}: "
+            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
+        )
+    model.load_state_dict(state)
+    return model
+
+
+def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
+    """The state dict in a .pt or .pth file; its EMA where it has one.
+
+    Raises:
+        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{file}: not a readable file of tensors ({reason})") from None
+    for key in STATE_KEYS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
+
+
 def weights_file(path: str, weights: str = "ema") -> Path:
     """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
 
@@ -122,6 +192,14 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     return found[0]
 
 
+def _json(text: str):
+    """Ours is JSON, others' metadata are any strings."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:
     """Tensors and JSON metadata of a .safetensors file.
 
@@ -133,7 +211,7 @@ def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:
     try:
         with safe_open(file, "pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}
-            metadata = {k: json.loads(v) for k, v in (opened.metadata() or {}).items() if k != "format"}
+            metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: not a readable .safetensors file of a run ({error})") from None
     return state, metadata

@@ -91,7 +91,7 @@ def test_all_of_them_run_on_all_of_our_models():
             if mark.args[0] == "model_name":
                 seen[name] = {value.values[0] for value in mark.args[1]}
     everything = set(ours())
-    assert len(everything) == 12
+    assert len(everything) == 13
     for name, models in seen.items():
         wanted = everything
         if name.endswith("non_std"):

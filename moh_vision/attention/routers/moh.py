@@ -105,8 +105,10 @@ class MoHRouter(nn.Module):
             gate = probs * selected  # [E, B, N]
             factor = alpha[1:]
             if self.released:
-                # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
-                factor = self.num_routed * factor / gate.sum(0, keepdim=True)
+                factor = self.num_routed * factor
+                if self.num_routed < self.num_candidates:  # else the sum is 1, and rounding would spoil the identity
+                    # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
+                    factor = factor / gate.sum(0, keepdim=True)
             parts.append(gate * factor)
 
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)

@@ -1,0 +1,59 @@
+"""What is asked of, or done to, all attention layers of a model."""
+
+from typing import List
+
+from torch import nn
+
+from moh_vision.attention.budget import BudgetSpec, change_routed
+from moh_vision.attention.layer import HeadMixtureAttention
+
+
+def attention_layers(model: nn.Module) -> List[HeadMixtureAttention]:
+    """Every `HeadMixtureAttention` of a model, in order.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+    return layers
+
+
+def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
+    """Change how many routed heads run, see `change_routed`. All layers or, if one refuses, none."""
+    layers = attention_layers(model)
+    for layer, budget in zip(layers, change_routed(spec, [layer.budget for layer in layers])):
+        layer.budget = budget
+        if budget.candidates > 0:
+            layer.router.num_routed = budget.routed
+
+
+def init_routers(model: nn.Module) -> None:
+    """Give routers back the first weights that are part of their method (MoA's zeros), after a model set its own."""
+    for module in model.modules():
+        if isinstance(module, HeadMixtureAttention) and hasattr(module.router, "init_weights"):
+            module.router.init_weights()
+
+
+def head_budget(model: nn.Module) -> dict:
+    """The heads of every `HeadMixtureAttention` in a model, in order.
+
+    Returns:
+        dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
+        are head-weighted totals, the figure that the papers quote.
+
+    Raises:
+        ValueError: if the model has no such layer.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, HeadMixtureAttention):
+            b = module.budget
+            layers.append(
+                dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active)
+            )
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+    active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
+    return dict(layers=layers, active=active, heads=heads, share=active / heads)

@@ -1,0 +1,186 @@
+"""A dense, trained model becomes one with routed heads, in place and without changing its output."""
+
+from typing import Iterable, List, Optional
+
+import torch
+from timm.layers import Attention
+from timm.models._input import update_model_args
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from moh_vision.attention import BudgetSpec, HeadMixtureAttention, all_heads, resolve_budget, runs_all_heads
+from moh_vision.attention.routers import MoHRouter
+from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
+
+ROUTERS = (
+    "moh",
+    "query_norm",
+    "mae",
+)  # those that can be plain attention: MoA's experts share keys, which a ViT's do not
+
+
+def convert(
+    model: nn.Module,
+    head_budget: Optional[BudgetSpec] = None,
+    router: str = "moh",
+    scope: str = "token",
+    executor: str = "auto",
+    router_kwargs: Optional[dict] = None,
+    calibrate: Optional[Iterable[Tensor]] = None,
+) -> nn.Module:
+    """Turn a dense timm VisionTransformer into a `MoHVisionTransformer`, in place.
+
+    Projections, norms and everything outside attention stay the same objects. Routers start such that, with all heads
+    active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters, MAE's gate is uniform.
+
+        convert(model)                                  # nothing changes yet
+        set_head_budget(model, 0.75)                    # shared heads stay 40 % of all heads
+        convert(model, head_budget=0.75)                # or at once: 40 % of the active heads are shared
+
+    Args:
+        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling).
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared.
+        router: "moh", "query_norm" or "mae".
+        scope, executor, router_kwargs: see `HeadMixtureAttention`.
+        calibrate: a few batches of images [B, in_chans, height, width] as the model takes them. The heads of every layer
+            are then ordered by how much they contribute (see `head_contributions`), so that the shared heads are the
+            strongest ones; without it they are the first. The dense output stays, up to the order of its sums.
+
+    Returns:
+        the model. It is saved by timm under the name "moh_vit" with its arguments.
+
+    Raises:
+        ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
+            unchanged then.
+    """
+    if router not in ROUTERS:
+        raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
+    attentions = dense_attentions(model)
+    heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
+    if head_budget is None:
+        head_budget = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
+    budgets = resolve_budget(head_budget, len(heads), heads, widths)
+    layers = [
+        routed_attention(attention, budget, router, scope, executor, router_kwargs)
+        for attention, budget in zip(attentions, budgets)
+    ]
+    if calibrate is not None:
+        for attention, share in zip(attentions, head_contributions(model, calibrate)):
+            permute_heads(attention, share.argsort(descending=True, stable=True))
+
+    for block, layer in zip(model.blocks, layers):
+        block.attn = layer
+        block.__class__ = MoHBlock
+    model.__class__ = MoHVisionTransformer
+    model.pos_embed_std = 0.02
+    if getattr(model, "pretrained_cfg", None):
+        model.pretrained_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+        model.default_cfg = model.pretrained_cfg
+        options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+        update_model_args(model, **{name: value for name, value in options.items() if value is not None})
+        record_head_budget(model)
+    return model
+
+
+def dense_attentions(model: nn.Module) -> List[Attention]:
+    """The attention layers of a dense VisionTransformer.
+
+    Raises:
+        ValueError: if it is something else, or has an attention that computes more than heads.
+    """
+    if isinstance(model, MoHVisionTransformer):
+        raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+    if type(model) is not VisionTransformer:
+        raise ValueError(f"convert takes timm's VisionTransformer, not {type(model).__name__}")
+    attentions = []
+    for i, block in enumerate(model.blocks):
+        attn = getattr(block, "attn", None)
+        if type(block) is not Block or type(attn) is not Attention:
+            raise ValueError(
+                f"blocks.{i} is a {type(block).__name__} with {type(attn).__name__}; only timm's Block is known"
+            )
+        if not isinstance(attn.norm, nn.Identity):
+            raise ValueError(f"blocks.{i}.attn has a norm over all heads (scale_norm), which would mix the routed ones")
+        if attn.gate is not None:
+            raise ValueError(f"blocks.{i}.attn has a gate over all heads, which routing would skip past")
+        attentions.append(attn)
+    return attentions
+
+
+def routed_attention(
+    attn: Attention, budget, router: str, scope: str, executor: str, router_kwargs: Optional[dict]
+) -> HeadMixtureAttention:
+    """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
+    weight = attn.qkv.weight
+    layer = HeadMixtureAttention(
+        attn.qkv.in_features, budget, router=router, scope=scope, executor=executor, router_kwargs=router_kwargs,
+        attn_drop=attn.attn_drop.p, qk_norm=not isinstance(attn.q_norm, nn.Identity),
+        device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    layer.qkv, layer.proj, layer.proj_drop = attn.qkv, attn.proj, attn.proj_drop
+    layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
+    if isinstance(layer.router, MoHRouter):
+        for p in layer.router.parameters():
+            nn.init.zeros_(p)
+    elif router == "mae":  # a uniform gate
+        nn.init.zeros_(layer.router.out.weight)
+        nn.init.zeros_(layer.router.out.bias)
+    return layer.train(attn.training)
+
+
+@torch.no_grad()
+def head_contributions(model: nn.Module, batches: Iterable[Tensor]) -> List[Tensor]:
+    """How much each head of a dense VisionTransformer adds to the residual stream.
+
+    Args:
+        batches: images [B, in_chans, height, width] each.
+
+    Returns:
+        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token.
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    attentions = dense_attentions(model)
+    totals = [torch.zeros(attn.num_heads, dtype=torch.float64) for attn in attentions]
+    tokens = 0
+
+    def watch(attn: Attention, total: Tensor):
+        # |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
+        w = attn.proj.weight.float().unflatten(1, (attn.num_heads, attn.head_dim))  # [C, H, D]
+        gram = torch.einsum("chd,che->hde", w, w)
+
+        def hook(module, args):
+            o = args[0].float().unflatten(-1, (attn.num_heads, attn.head_dim))  # [B, N, H, D]
+            length = torch.einsum("bnhd,hde,bnhe->bnh", o, gram, o).clamp_min(0).sqrt()
+            total.add_(length.sum((0, 1)).double().cpu())
+
+        return attn.proj.register_forward_pre_hook(hook)
+
+    hooks = [watch(attn, total) for attn, total in zip(attentions, totals)]
+    mode = model.training
+    try:
+        model.eval()
+        for images in batches:
+            model(images)
+            tokens += len(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(mode)
+    if tokens == 0:
+        raise ValueError("calibrate holds no batch of images")
+    return [(total / tokens).float() for total in totals]
+
+
+@torch.no_grad()
+def permute_heads(attn: Attention, order: Tensor) -> None:
+    """Put head order[i] in place i; the output stays the same up to the order of its sums."""
+    H, D = attn.num_heads, attn.head_dim
+    rows = torch.arange(H * D, device=order.device).view(H, D)[order].flatten().to(attn.qkv.weight.device)
+    qkv = torch.cat([rows, rows + H * D, rows + 2 * H * D])
+    attn.qkv.weight.copy_(attn.qkv.weight[qkv])
+    if attn.qkv.bias is not None:
+        attn.qkv.bias.copy_(attn.qkv.bias[qkv])
+    attn.proj.weight.copy_(attn.proj.weight[:, rows])
