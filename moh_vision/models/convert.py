@@ -8,8 +8,15 @@ from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from moh_vision.attention import BudgetSpec, HeadMixtureAttention, all_heads, resolve_budget, runs_all_heads
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention import (
+    BudgetSpec,
+    HeadMixtureAttention,
+    all_heads,
+    attention_layers,
+    resolve_budget,
+    runs_all_heads,
+)
+from moh_vision.attention.routers import DenseRouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
@@ -29,7 +36,7 @@ def convert(
     router_kwargs: Optional[dict] = None,
     calibrate: Optional[Iterable[Tensor]] = None,
 ) -> nn.Module:
-    """Turn a dense timm VisionTransformer into a `MoHVisionTransformer`, in place.
+    """Turn a dense timm VisionTransformer, or a `moh_vit_*` with the router "dense", into a `MoHVisionTransformer`, in place.
 
     Projections, norms and everything outside attention stay the same objects. Routers start such that, with all heads
     active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters, MAE's gate is uniform.
@@ -66,8 +73,7 @@ def convert(
         for attention, budget in zip(attentions, budgets)
     ]
     if calibrate is not None:
-        for attention, share in zip(attentions, head_contributions(model, calibrate)):
-            permute_heads(attention, share.argsort(descending=True, stable=True))
+        order_heads(model, calibrate)
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
@@ -83,14 +89,17 @@ def convert(
     return model
 
 
-def dense_attentions(model: nn.Module) -> List[Attention]:
-    """The attention layers of a dense VisionTransformer.
+def dense_attentions(model: nn.Module) -> List[nn.Module]:
+    """The attention layers of a dense VisionTransformer: timm's, or ours with the router "dense".
 
     Raises:
         ValueError: if it is something else, or has an attention that computes more than heads.
     """
     if isinstance(model, MoHVisionTransformer):
-        raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+        attentions = attention_layers(model)
+        if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
+            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+        return attentions
     if type(model) is not VisionTransformer:
         raise ValueError(f"convert takes timm's VisionTransformer, not {type(model).__name__}")
     attentions = []
@@ -109,13 +118,13 @@ def dense_attentions(model: nn.Module) -> List[Attention]:
 
 
 def routed_attention(
-    attn: Attention, budget, router: str, scope: str, executor: str, router_kwargs: Optional[dict]
+    attn: nn.Module, budget, router: str, scope: str, executor: str, router_kwargs: Optional[dict]
 ) -> HeadMixtureAttention:
     """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
     weight = attn.qkv.weight
     layer = HeadMixtureAttention(
         attn.qkv.in_features, budget, router=router, scope=scope, executor=executor, router_kwargs=router_kwargs,
-        attn_drop=attn.attn_drop.p, qk_norm=not isinstance(attn.q_norm, nn.Identity),
+        attn_drop=attn.attn_drop.p if isinstance(attn.attn_drop, nn.Dropout) else attn.attn_drop, qk_norm=not isinstance(attn.q_norm, nn.Identity),
         device=weight.device, dtype=weight.dtype,
     )  # fmt: skip
     layer.qkv, layer.proj, layer.proj_drop = attn.qkv, attn.proj, attn.proj_drop
@@ -127,6 +136,17 @@ def routed_attention(
         nn.init.zeros_(layer.router.out.weight)
         nn.init.zeros_(layer.router.out.bias)
     return layer.train(attn.training)
+
+
+def order_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Put the heads of a dense VisionTransformer in order, in every layer the one that contributes most first.
+
+    Shared heads are the first ones, and among equal gates (routers at zero) the first ones run: so the strongest do.
+    The output stays the same up to the order of its sums.
+    """
+    contributions = head_contributions(model, batches)
+    for attn, share in zip(dense_attentions(model), contributions):
+        permute_heads(attn, share.argsort(descending=True, stable=True))
 
 
 @torch.no_grad()
@@ -146,7 +166,7 @@ def head_contributions(model: nn.Module, batches: Iterable[Tensor]) -> List[Tens
     totals = [torch.zeros(attn.num_heads, dtype=torch.float64) for attn in attentions]
     tokens = 0
 
-    def watch(attn: Attention, total: Tensor):
+    def watch(attn: nn.Module, total: Tensor):
         # |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
         w = attn.proj.weight.float().unflatten(1, (attn.num_heads, attn.head_dim))  # [C, H, D]
         gram = torch.einsum("chd,che->hde", w, w)
@@ -175,8 +195,8 @@ def head_contributions(model: nn.Module, batches: Iterable[Tensor]) -> List[Tens
 
 
 @torch.no_grad()
-def permute_heads(attn: Attention, order: Tensor) -> None:
-    """Put head order[i] in place i; the output stays the same up to the order of its sums."""
+def permute_heads(attn: nn.Module, order: Tensor) -> None:
+    """Put head order[i] in place i."""
     H, D = attn.num_heads, attn.head_dim
     rows = torch.arange(H * D, device=order.device).view(H, D)[order].flatten().to(attn.qkv.weight.device)
     qkv = torch.cat([rows, rows + H * D, rows + 2 * H * D])

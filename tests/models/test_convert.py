@@ -62,6 +62,14 @@ def test_converted_with_all_heads_is_the_dense_model(kind, router):
         assert now.keys() == kept.keys()
 
 
+def test_our_own_dense_models():
+    model, x = timm.create_model("moh_vit_small_patch16_224", router="dense", **SMALL).eval(), images()
+    with torch.no_grad():
+        want = model(x)
+        assert torch.equal(moh_vision.convert(model, calibrate=None)(x), want)
+    assert moh_vision.set_head_budget(model, 0.5).blocks[0].attn.budget.routed == 1
+
+
 @pytest.mark.parametrize("size, heads", [("tiny", 3), ("base", 12)])
 def test_other_numbers_of_heads(size, heads):
     model = timm.create_model(f"vit_{size}_patch16_224", img_size=32, depth=2).eval()

@@ -322,3 +322,22 @@ def test_reset_after_to_empty():
             tensor.data.fill_(float("nan"))
     model.init_weights()
     assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
+
+
+def test_scripted_and_exported():
+    model = scramble(small())
+    x = torch.randn(2, 3, 64, 64)
+    want = model(x)
+    torch.testing.assert_close(torch.jit.script(model)(x), want)
+    program = torch.export.export(model, (x,), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
+    torch.testing.assert_close(program.module()(x[:1].expand(3, -1, -1, -1)), want[:1].expand(3, -1))
+
+
+def test_saved_by_timm(tmp_path):
+    model = scramble(small(head_budget=MIXED))
+    moh_vision.set_head_budget(model, [(2, 0), (0, 1), (0, 3), (1, 2), (4, 1), (4, 4)])
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(again(x), model(x))
