@@ -7,8 +7,8 @@ from typing import Optional, Tuple
 
 from PIL import Image
 
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what training reads, and its extension
-READ = (*STORED, "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
+STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
+READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,7 +42,7 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
         image.load()
         if size is None:
             if image.format not in STORED:
-                raise BadImage(f"{image.format} inside; training reads {', '.join(STORED)} (--size re-encodes)")
+                raise BadImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
             return STORED[image.format], data
         if image.mode[0] in "IF":
             raise BadImage(f"mode {image.mode}, more than 8 bits a channel; convert it to 8 bits first")
