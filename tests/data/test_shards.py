@@ -1,8 +1,11 @@
 import fcntl
+import hashlib
 import io
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import tarfile
 import time
@@ -10,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import webdataset
-from PIL import Image
+from PIL import Image, ImageOps
 
 from moh_vision.data.shards import conversion, record, worker
 from moh_vision.data.shards.__main__ import main
@@ -60,8 +63,6 @@ def test_both_splits_are_written_and_read_by_training(tmp_path):
 
 
 def test_the_record_has_the_sums_of_the_shards(tmp_path):
-    import hashlib
-
     out = tmp_path / "out"
     assert run(write_folder(tmp_path / "images"), out, "--samples-per-shard", 10, "--size", 4) == 0
     header, *entries = [json.loads(line) for line in (out / "train.shards.jsonl").read_text().splitlines()]
@@ -140,8 +141,6 @@ def test_reduction_is_antialiased():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_rotated_photographs_are_turned_upright_when_reencoded(orientation):
-    from PIL import ImageOps
-
     image, exif = photograph(), Image.Exif()
     image.paste(120, (0, 0, 30, 10))
     exif[0x0112] = orientation
@@ -248,9 +247,6 @@ def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp
     ],
 )
 def test_other_arguments_or_input_are_refused_and_named(tmp_path, capsys, change, words):
-    import re
-    import shutil
-
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     assert run(root, out) == 0
     if change == "more":
@@ -357,12 +353,11 @@ def test_two_runs_at_a_time_are_refused(tmp_path, capsys, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(conversion.time, "sleep", lambda _: None)
-    with open(out / "lock", "w"):
-        other = os.open(out, os.O_RDONLY)
-        fcntl.flock(other, fcntl.LOCK_EX)
-        assert run(root, out) == 2
-        assert "another run is writing there" in error_line(capsys)
-        os.close(other)
+    other = os.open(out, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert run(root, out) == 2
+    assert "another run is writing there" in error_line(capsys)
+    os.close(other)
     assert run(root, out) == 0
 
 
@@ -484,6 +479,13 @@ def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
     assert main([a.format(**names) for a in arguments]) == 2
     assert words.format(**names) in error_line(capsys)
     assert not names["out"].exists() and names["file"].read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
+    monkeypatch.setattr(conversion.os, "access", lambda *_: False)  # root may write everywhere
+    assert run(root, out) == 2
+    assert f"--out {out} cannot be written" in error_line(capsys)
 
 
 def test_a_record_that_cannot_be_read(tmp_path, capsys):

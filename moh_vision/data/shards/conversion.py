@@ -72,6 +72,8 @@ def convert(
             say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
 
     folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {out} cannot be written")
     with _only_one(folder), _full_disk_in_one_line(out):
         arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
         # All are checked before anything is written.

@@ -65,7 +65,7 @@ class ShardRecord:
 
     def start(self) -> None:
         """Write the record if there is none, without a line that a kill tore."""
-        self.close(list(self.entries.values()))
+        self._write(list(self.entries.values()))
         self.file = open(self.path, "a", encoding="utf-8")
 
     def add(self, entry: dict) -> None:
@@ -75,7 +75,11 @@ class ShardRecord:
         os.fsync(self.file.fileno())
 
     def close(self, entries: List[dict]) -> None:
-        """Write the record anew with these entries."""
+        """Write the record anew with these entries, the final ones."""
+        self.file.close()
+        self._write(entries)
+
+    def _write(self, entries: List[dict]) -> None:
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in (self.header, *entries)))
 
 
