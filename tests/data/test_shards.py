@@ -2,6 +2,7 @@ import fcntl
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -38,8 +39,8 @@ def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(".index.safetensors")}
 
 
-def error_line(capsys):
-    lines = capsys.readouterr().err.strip().splitlines()
+def error_line(capfd):
+    lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("shards: error: "), lines
     return lines[0]
 
@@ -184,7 +185,7 @@ def slow_encoding(data, size, quality):
 
 
 @pytest.mark.parametrize("size", [(), ("--size", 3)])
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, capsys, size):
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, capfd, size):
     root, out, other = write_folder(tmp_path / "images", each=16), tmp_path / "out", tmp_path / "other"
     arguments = ("--samples-per-shard", 4, *size)
     with monkeypatch.context() as patch:
@@ -201,23 +202,23 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypat
     kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*.tar")}
     assert 3 <= len(kept) < 12 and list(out.glob(".*.tmp"))
     assert run(root, out, *arguments, workers=2) == 0
-    assert f"{len(kept)} of 12 shards are there" in capsys.readouterr().out
+    assert f"{len(kept)} of 12 shards are there" in capfd.readouterr().out
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
     assert run(root, other, *arguments) == 0
     assert contents(out) == contents(other) and not list(out.glob(".*.tmp"))
     assert np.array_equal(Shards(str(out), "train").labels, Shards(str(other), "train").labels)
 
 
-def test_a_finished_run_is_left_alone(tmp_path, capsys):
+def test_a_finished_run_is_left_alone(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     assert run(root, out) == 0
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
     assert run(root, out, workers=2) == 0
     assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
-    assert "all there already" in capsys.readouterr().out
+    assert "all there already" in capfd.readouterr().out
 
 
-def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp_path, capsys):
+def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     assert run(root, out, "--samples-per-shard", 6) == 0
     good = contents(out)
@@ -228,7 +229,7 @@ def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp
     (out / "train.shards.jsonl").write_bytes(good["train.shards.jsonl"][:-9])  # killed in the last line ...
     (out / "train-000003.tar").rename(out / ".train-000003.tar.tmp")  # ... before the rename
     assert run(root, out, "--samples-per-shard", 6) == 0
-    assert "train-000001.tar does not have its recorded sha256; moved to" in capsys.readouterr().out
+    assert "train-000001.tar does not have its recorded sha256; moved to" in capfd.readouterr().out
     after = contents(out)
     assert after.pop("train-000001.tar.damaged") == bytes(damaged) and after == good
     assert len(Shards(str(out), "train")) == 24
@@ -246,7 +247,7 @@ def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp
         ("gone", "class owl is gone"),
     ],
 )
-def test_other_arguments_or_input_are_refused_and_named(tmp_path, capsys, change, words):
+def test_other_arguments_or_input_are_refused_and_named(tmp_path, capfd, change, words):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     assert run(root, out) == 0
     if change == "more":
@@ -259,11 +260,11 @@ def test_other_arguments_or_input_are_refused_and_named(tmp_path, capsys, change
         shutil.rmtree(root / "owl")
     before = contents(out)
     assert run(root, out, *(change if isinstance(change, tuple) else ())) == 2
-    assert re.search(words, error_line(capsys))
+    assert re.search(words, error_line(capfd))
     assert contents(out) == before
 
 
-def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, capsys):
+def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -271,43 +272,43 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, capsys):
     for name in ("train-000007.tar", "train.files.txt", "train.bad.txt", ".train.index.safetensors"):
         (out / name).write_text("mine")
         assert run(root, out) == 2
-        assert f"holds {name}, which this command did not write" in error_line(capsys)
+        assert f"holds {name}, which this command did not write" in error_line(capfd)
         assert (out / name).read_text() == "mine" and not (out / "train.shards.jsonl").exists()
         (out / name).unlink()
     (out / "classes.txt").write_text("ant\nbee\n")
     assert run(root, out) == 2
-    assert "classes.txt is there and lists other classes" in error_line(capsys)
+    assert "classes.txt is there and lists other classes" in error_line(capfd)
     (out / "classes.txt").unlink()
     assert run(root, out) == 0
     assert (out / "notes.txt").read_text() == "mine" and (out / "val-000000.tar").read_text() == "another split's"
     (out / "train-000009.tar").write_text("mine")
     assert run(root, out) == 2
-    assert "holds train-000009.tar" in error_line(capsys)
+    assert "holds train-000009.tar" in error_line(capfd)
 
 
-def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capsys):
+def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     (root / "dog" / "03.png").write_bytes(b"")
     assert run(root, out, "--samples-per-shard", 6, workers=2) == 2
-    assert f"{root}/dog/03.png: zero bytes; 1 bad of 24 images, more than --max-bad-fraction 0" in error_line(capsys)
+    assert f"{root}/dog/03.png: zero bytes; 1 bad of 24 images, more than --max-bad-fraction 0" in error_line(capfd)
     (root / "owl" / "05.png").write_bytes(b"text")  # the listing is another now
     assert run(root, out, "--samples-per-shard", 6) == 2
-    assert "class owl has other files" in error_line(capsys)
+    assert "class owl has other files" in error_line(capfd)
     fresh = tmp_path / "fresh"
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.05) == 2
-    assert "2 bad of 24 images, more than --max-bad-fraction 0.05" in error_line(capsys)
+    assert "2 bad of 24 images, more than --max-bad-fraction 0.05" in error_line(capfd)
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.1, workers=2) == 0
-    assert "22 images" in (shown := capsys.readouterr().out) and "2 bad images left out, train.bad.txt" in shown
+    assert "22 images" in (shown := capfd.readouterr().out) and "2 bad images left out, train.bad.txt" in shown
     listed = (fresh / "train.bad.txt").read_text().splitlines()
     assert sorted(listed) == ["dog/03.png\tzero bytes", "owl/05.png\tnot an image that can be read"]
     source, files = Shards(str(fresh), "train"), (fresh / "train.files.txt").read_text().splitlines()
     assert len(source) == len(files) == 22
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
     assert run(root, fresh, "--samples-per-shard", 6) == 2, "what was allowed once is not allowed for ever"
-    assert "2 bad of 24" in error_line(capsys)
+    assert "2 bad of 24" in error_line(capfd)
 
 
-def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, capsys):
+def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images", each=20), tmp_path / "out"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # a shard has 20,480 bytes
@@ -315,12 +316,12 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, capsys):
         assert run(root, out, "--samples-per-shard", 6, workers=2) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f"--out {out}: File too large; finished shards are kept" in error_line(capsys)
+    assert f"--out {out}: File too large; finished shards are kept" in error_line(capfd)
     assert not list(out.glob("*.tar")) and not list(out.glob(".*.tmp"))
     assert run(root, out, "--samples-per-shard", 6) == 0
 
 
-def test_an_unreadable_file_is_no_bad_image(tmp_path, capsys, monkeypatch):
+def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
 
     def gone(self, *_):
@@ -328,48 +329,55 @@ def test_an_unreadable_file_is_no_bad_image(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(worker.Path, "read_bytes", gone)
     assert run(root, out, "--max-bad-fraction", 1) == 2
-    assert ".png: Input/output error" in error_line(capsys)
+    assert ".png: Input/output error" in error_line(capfd)
 
 
-def test_a_worker_that_dies_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_worker_that_dies_is_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(worker, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 2
-    assert "a worker of 1 died" in error_line(capsys)
+    assert "a worker of 1 died" in error_line(capfd)
     assert not list((tmp_path / "out").glob(".*.tmp"))
 
 
-def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capsys, monkeypatch):
+def control_c(*_):
+    """A terminal interrupts the workers too."""
+    for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+        os.kill(process.pid, signal.SIGINT)
+
+
+def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(worker, "encode_sample", slow_encoding)
-        patch.setattr(record.Progress, "show", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(record.Progress, "show", control_c)
         assert run(root, out, "--samples-per-shard", 6) == 130
-    assert "interrupted; finished shards are kept" in capsys.readouterr().err
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["shards: interrupted; finished shards are kept, the same command goes on"]
     assert not list(out.glob(".*.tmp")) and len(list(out.glob("*.tar"))) < 4
     assert run(root, out, "--samples-per-shard", 6) == 0
 
 
-def test_two_runs_at_a_time_are_refused(tmp_path, capsys, monkeypatch):
+def test_two_runs_at_a_time_are_refused(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(conversion.time, "sleep", lambda _: None)
     other = os.open(out, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     assert run(root, out) == 2
-    assert "another run is writing there" in error_line(capsys)
+    assert "another run is writing there" in error_line(capfd)
     os.close(other)
     assert run(root, out) == 0
 
 
 @pytest.mark.parametrize("other", ["validation", "test"])
-def test_names_of_the_validation_split(tmp_path, capsys, other):
+def test_names_of_the_validation_split(tmp_path, capfd, other):
     write_folder(tmp_path / "images" / "train", each=1)
     write_folder(tmp_path / "images" / other, each=2)
     assert run(tmp_path / "images", tmp_path / "out") == 0
     assert len(Shards(str(tmp_path / "out"), "val")) == 6
 
 
-def test_what_is_left_out_is_said(tmp_path, capsys):
+def test_what_is_left_out_is_said(tmp_path, capfd):
     root = tmp_path / "images"
     write_folder(root / "train", each=1)
     write_folder(root / "val", each=1)
@@ -378,7 +386,7 @@ def test_what_is_left_out_is_said(tmp_path, capsys):
     (root / "train" / "cat" / "Thumbs.db").write_text("x")
     (root / "train" / "cat" / "._00.png").write_text("hidden")
     assert run(root, tmp_path / "out") == 0
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert "left out, not a split: devkit, test\n" in shown
     assert "train: left out, not images by their names: 1, the first cat/Thumbs.db" in shown
     assert not (tmp_path / "out" / "test-000000.tar").exists()
@@ -394,7 +402,7 @@ def test_classes_called_train_and_two_roots_in_one_folder(tmp_path):
     assert (len(Shards(str(out), "train")), len(Shards(str(out), "val"))) == (4, 2)
 
 
-def test_images_deeper_in_a_class_and_behind_links_are_found(tmp_path, capsys):
+def test_images_deeper_in_a_class_and_behind_links_are_found(tmp_path, capfd):
     root = write_folder(tmp_path / "images", each=1)
     write_folder(tmp_path / "elsewhere", ["x"], each=3)
     (root / "ant").symlink_to(tmp_path / "elsewhere" / "x")
@@ -403,7 +411,7 @@ def test_images_deeper_in_a_class_and_behind_links_are_found(tmp_path, capsys):
     assert np.bincount(Shards(str(tmp_path / "out"), "train").labels).tolist() == [3, 3, 1, 1]
     (root / "dog" / "loop").symlink_to(root / "dog")
     assert run(root, tmp_path / "other") == 2
-    assert "dog/loop: a link to a folder above it" in error_line(capsys)
+    assert "dog/loop: a link to a folder above it" in error_line(capfd)
 
 
 def test_names_that_are_not_utf8(tmp_path):
@@ -442,13 +450,13 @@ def break_folder(root, how):
         ("space", "class folder 'cat ': a class name must be UTF-8"),
     ],
 )
-def test_folders_that_cannot_be_converted(tmp_path, capsys, how, words):
+def test_folders_that_cannot_be_converted(tmp_path, capfd, how, words):
     root = tmp_path / "images"
     write_folder(root / "train", each=1)
     write_folder(root / "val", each=1)
     break_folder(root, how)
     assert run(root, tmp_path / "out") == 2
-    assert words.format(root=root) in error_line(capsys)
+    assert words.format(root=root) in error_line(capfd)
     assert not (tmp_path / "out").exists()
 
 
@@ -473,22 +481,22 @@ def test_folders_that_cannot_be_converted(tmp_path, capsys, how, words):
         (["--in", "{root}", "--out", "{out}", "--split", "a/b"], "--split 'a/b': expected letters, digits and _"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, capsys, arguments, words):
+def test_mistakes_are_one_line(tmp_path, capfd, arguments, words):
     names = dict(root=write_folder(tmp_path / "images", each=1), out=tmp_path / "out", file=tmp_path / "file")
     names["file"].write_text("mine")
     assert main([a.format(**names) for a in arguments]) == 2
-    assert words.format(**names) in error_line(capsys)
+    assert words.format(**names) in error_line(capfd)
     assert not names["out"].exists() and names["file"].read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+def test_a_folder_that_cannot_be_written(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
     monkeypatch.setattr(conversion.os, "access", lambda *_: False)  # root may write everywhere
     assert run(root, out) == 2
-    assert f"--out {out} cannot be written" in error_line(capsys)
+    assert f"--out {out} cannot be written" in error_line(capfd)
 
 
-def test_a_record_that_cannot_be_read(tmp_path, capsys):
+def test_a_record_that_cannot_be_read(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
     assert run(root, out) == 0
     whole = (out / "train.shards.jsonl").read_text()
@@ -499,17 +507,17 @@ def test_a_record_that_cannot_be_read(tmp_path, capsys):
     ):
         (out / "train.shards.jsonl").write_text(text)
         assert run(root, out) == 2
-        assert words in error_line(capsys)
+        assert words in error_line(capfd)
 
 
-def test_a_log_gets_lines(tmp_path, capsys, monkeypatch):
+def test_a_log_gets_lines(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(record, "SECONDS_BETWEEN_LINES", -1)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out", "--samples-per-shard", 6) == 0
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert "train: 24 of 24 images, " in captured.out and captured.err == ""
 
 
-def test_a_terminal_gets_a_bar(tmp_path, capsys, monkeypatch):
+def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
-    assert "train: 100%" in capsys.readouterr().err
+    assert "train: 100%" in capfd.readouterr().err
