@@ -83,7 +83,7 @@ class Shards:
         self.shard, self.offset, self.size, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
         names = folder / "classes.txt"
         if names.exists():
-            self.classes = [line.strip() for line in names.read_text().splitlines() if line.strip()]
+            self.classes = [line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()]
             if self.labels.max() >= len(self.classes):
                 worst = int(self.labels.argmax())
                 raise ValueError(

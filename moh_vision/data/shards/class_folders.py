@@ -1,0 +1,119 @@
+"""Image folders in the layout of ImageNet and torchvision's ImageFolder: a folder a class, with or without splits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+
+
+class ImageFile(NamedTuple):
+    """One file: its path below the folder of the split, with /; its class number, bytes and time of change."""
+
+    path: str
+    label: int
+    size: int
+    mtime_ns: int
+
+
+@dataclass
+class ClassFolders:
+    """What `list_class_folders` found, sorted by path; `left_out` names files that are no images by their extension."""
+
+    root: Path
+    classes: List[str]
+    files: List[ImageFile]
+    left_out: List[str] = field(default_factory=list)
+
+    def fingerprint(self) -> Dict[str, List]:
+        """Class name -> [number of images, digest of their paths, sizes and times], to tell one listing from another."""
+        digests = defaultdict(hashlib.sha256)
+        counts = [0] * len(self.classes)
+        for file in self.files:
+            counts[file.label] += 1
+            digests[file.label].update(
+                f"{file.path}\0{file.size}\0{file.mtime_ns}\0".encode("utf-8", "surrogateescape")
+            )
+        return {name: [counts[i], digests[i].hexdigest()[:16]] for i, name in enumerate(self.classes)}
+
+
+def split_folders(root: Path, split: Optional[str] = None) -> Dict[str, Path]:
+    """Split name -> folder of its class folders.
+
+    ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits;
+    otherwise the folders in ROOT are classes. `test` beside a validation split is no split: ImageNet's has no labels.
+
+    Args:
+        root: the image folder.
+        split: take the folders in ROOT as classes, whatever they are called, and name the split so.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"--in {root}: no such folder")
+    if split is not None:
+        return {split: root}
+    names = {name for name in ("train", "val", "validation", "test") if (root / name).is_dir()}
+    with_classes = {name for name in names if _subfolders(root / name)}
+    if not with_classes:
+        return {"train": root}
+    for name in sorted(names - with_classes - {"test"}):
+        raise ValueError(f"--in {root}: {name} has no class folders in it, but {min(with_classes)} has")
+    if {"val", "validation"} <= with_classes:
+        raise ValueError(f"--in {root}: both val and validation are there; move one away")
+    found = {"train": root / "train"} if "train" in with_classes else {}
+    for name in ("val", "validation", "test"):
+        if name in with_classes and "val" not in found:
+            found["val"] = root / name
+    return found
+
+
+def list_class_folders(root: Path) -> ClassFolders:
+    """The images in ROOT/CLASS and below; links are followed, hidden files are not looked at.
+
+    Raises:
+        ValueError: no class folders, one without images, or one whose name a line of classes.txt cannot hold.
+    """
+    classes = _subfolders(root)
+    if not classes:
+        raise ValueError(f"--in {root}: no class folders in it (expected {root}/CLASS/*.jpg)")
+    found = ClassFolders(root, classes, [])
+    for label, name in enumerate(classes):
+        if name != name.strip() or name.splitlines() != [name] or name != name.encode("utf-8", "replace").decode():
+            raise ValueError(
+                f"--in {root}: class folder {name!r}: a class name must be UTF-8 without line breaks and outer spaces"
+            )
+        before = len(found.files)
+        _walk(root / name, name, label, found, ())
+        if len(found.files) == before:
+            raise ValueError(f"--in {root}: class folder {name} holds no images ({', '.join(EXTENSIONS)})")
+    found.left_out += sorted(e.name for e in os.scandir(root) if not e.name.startswith(".") and not e.is_dir())
+    found.files.sort()
+    return found
+
+
+def _subfolders(folder: Path) -> List[str]:
+    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+
+
+def _walk(folder: Path, prefix: str, label: int, found: ClassFolders, above: tuple) -> None:
+    here = folder.stat()
+    if (here.st_dev, here.st_ino) in above:
+        raise ValueError(f"{folder}: a link to a folder above it")
+    for entry in os.scandir(folder):
+        path = f"{prefix}/{entry.name}"
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            _walk(folder / entry.name, path, label, found, (*above, (here.st_dev, here.st_ino)))
+        elif entry.name.lower().endswith(EXTENSIONS):
+            stat = entry.stat()  # a dangling link is an error that names it
+            found.files.append(ImageFile(path, label, stat.st_size, stat.st_mtime_ns))
+        else:
+            found.left_out.append(path)

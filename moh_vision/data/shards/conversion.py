@@ -1,0 +1,143 @@
+"""From an image folder to shards: checks first, then one split after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Callable, Dict, Optional
+
+from moh_vision.data.shards.class_folders import ClassFolders, list_class_folders, split_folders
+from moh_vision.data.shards.record import one_line, write_whole
+from moh_vision.data.shards.writer import SplitWriter
+
+
+def convert(
+    source: str,
+    out: str,
+    *,
+    split: Optional[str] = None,
+    size: Optional[int] = None,
+    quality: int = 95,
+    samples_per_shard: int = 1000,
+    seed: int = 0,
+    workers: Optional[int] = None,
+    max_bad_fraction: float = 0.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write an image folder as shards; see the top of this file and `--help`.
+
+    Args:
+        source, split: see `class_folders.split_folders`.
+        out: folder, made if need be; other files in it are not touched.
+        size, quality, samples_per_shard, seed, max_bad_fraction: see `SplitWriter`.
+        workers: shards written at a time; default: one a processor.
+        say: takes the lines about what was done.
+
+    Raises:
+        ValueError, OSError: one line that names the argument or file.
+    """
+    for name, value, least in (("size", size, 1), ("samples-per-shard", samples_per_shard, 1), ("workers", workers, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"--{name} {value}: expected {least} or more")
+    if not 1 <= quality <= 100:
+        raise ValueError(f"--quality {quality}: expected 1 to 100")
+    if not 0 <= max_bad_fraction <= 1:
+        raise ValueError(f"--max-bad-fraction {max_bad_fraction:g}: expected 0 to 1")
+    if split is not None and not (split.isascii() and split.replace("_", "").isalnum()):
+        raise ValueError(f"--split {split!r}: expected letters, digits and _ (training reads train and val)")
+    root, folder = Path(source), Path(out)
+    if folder.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {out} is a file, expected a folder")
+
+    listings = {}
+    for name, place in split_folders(root, split).items():
+        listings[name] = listing = list_class_folders(place)
+        if size is None:
+            _refuse_unreadable_formats(listing)
+        say(f"{name}: {len(listing.files)} images of {len(listing.classes)} classes in {place}")
+        if listing.left_out:
+            first = one_line(listing.left_out[0])
+            say(f"{name}: left out, not images by their names: {len(listing.left_out)}, the first {first}")
+    _refuse_other_classes(listings)
+    used = {x.root.name for x in listings.values() if x.root != root}
+    if used:
+        others = sorted(e.name for e in os.scandir(root) if e.name not in used and not e.name.startswith("."))
+        if others:
+            say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {out} cannot be written")
+    with _only_one(folder), _full_disk_in_one_line(out):
+        arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
+        # All are checked before anything is written.
+        writers = [
+            SplitWriter(listing, name, folder, max_bad_fraction=max_bad_fraction, **arguments)
+            for name, listing in listings.items()
+        ]
+        names = folder / "classes.txt"
+        text = "".join(f"{c}\n" for c in next(iter(listings.values())).classes)
+        if names.exists() and names.read_bytes() != text.encode():
+            raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
+        write_whole(names, text)
+        for writer in writers:
+            writer.write(workers or len(os.sched_getaffinity(0)), say)
+
+
+def _refuse_unreadable_formats(listing: ClassFolders) -> None:
+    for file in listing.files:
+        if file.path.lower().endswith((".bmp", ".ppm", ".pgm", ".tif", ".tiff")):
+            raise ValueError(
+                f"{listing.root / file.path}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
+            )
+
+
+def _refuse_other_classes(listings: Dict[str, ClassFolders]) -> None:
+    if len(listings) < 2:
+        return
+    (a, first), (b, second) = listings.items()
+    for here, there, x, y in ((a, b, first, second), (b, a, second, first)):
+        missing = sorted(set(x.classes) - set(y.classes))
+        if missing:
+            raise ValueError(
+                f"class folders of {x.root} that {y.root} does not have: {len(missing)} ({', '.join(missing[:5])}"
+                f"{', ...' * (len(missing) > 5)}); {here} and {there} need the same classes"
+            )
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path):
+    """Two runs at a time would write the same hidden files; the lock goes with the processes, however they end."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        for attempt in range(20):  # the workers of a run that was killed just now need a moment to notice
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 19:
+                    raise ValueError(f"--out {folder}: another run is writing there") from None
+                time.sleep(0.1)
+            except OSError:
+                break  # some network file systems have no locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _full_disk_in_one_line(out: str):
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"--out {out}: {error.strerror}; finished shards are kept, the same command goes on from them"
+        ) from None

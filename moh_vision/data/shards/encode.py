@@ -1,0 +1,67 @@
+"""The bytes of an image file, checked, and made smaller if asked."""
+
+from __future__ import annotations
+
+import io
+from typing import Optional, Tuple
+
+from PIL import Image
+
+STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
+READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+EXIF_ORIENTATION = 0x0112
+
+
+class BadImage(ValueError):
+    """The bytes are not a whole image, or not one that can be stored."""
+
+
+def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, bytes]:
+    """The bytes of an image file -> (extension, bytes to store).
+
+    Args:
+        size: pixels of the shorter side, or None to store `data` itself.
+        quality: of the JPEG that is written with `size`, 1 to 100.
+
+    Raises:
+        BadImage: with what is wrong.
+    """
+    if not data:
+        raise BadImage("zero bytes")
+    try:
+        image = Image.open(io.BytesIO(data), formats=READ)
+        image.load()
+        if size is None:
+            if image.format not in STORED:
+                raise BadImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
+            return STORED[image.format], data
+        if image.mode[0] in "IF":
+            raise BadImage(f"mode {image.mode}, more than 8 bits a channel; convert it to 8 bits first")
+        try:
+            turn = UPRIGHT.get(image.getexif().get(EXIF_ORIENTATION))
+        except Exception:  # a broken EXIF block says nothing of the orientation; the pixels are whole
+            turn = None
+        image = image.convert("RGB")
+        image = image if turn is None else image.transpose(turn)
+        short = min(image.size)
+        if short > size:
+            image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
+        image.info = {}  # or the comment of the source would be stored again
+        out = io.BytesIO()
+        image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
+        return "jpg", out.getvalue()
+    except (BadImage, MemoryError):
+        raise
+    except Image.UnidentifiedImageError:
+        raise BadImage("not an image that can be read") from None
+    except Exception as error:  # decoders raise many kinds
+        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from None

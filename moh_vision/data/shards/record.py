@@ -1,0 +1,172 @@
+"""The record of a conversion to shards, and how it shows its progress."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Dict, List
+
+from tqdm import tqdm
+
+FORMAT = 1
+SECONDS_BETWEEN_LINES = 10
+
+
+class ShardRecord:
+    """`{split}.shards.jsonl`: a line with format, arguments and input, then a line a finished shard.
+
+    While shards are written lines are added as they finish, so that a kill loses at most the last; `close` puts them
+    in order. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
+
+    Args:
+        out: folder of the shards.
+        split: name of the split.
+        arguments: what determines the shards; a record with others is refused.
+        classes: class -> [number of images, digest], of the input listing.
+
+    Raises:
+        ValueError: if the record is of another conversion, or the folder has shards of this split without a record.
+    """
+
+    def __init__(self, out: Path, split: str, arguments: Dict[str, object], classes: Dict[str, list]):
+        self.path = out / f"{split}.shards.jsonl"
+        self.header = dict(format=FORMAT, **arguments, classes=classes)
+        self.entries: Dict[str, dict] = {}
+        recorded = self.path.exists()
+        if recorded:
+            self._read()
+        strangers = sorted(p.name for p in out.glob(f"{split}-*.tar") if p.name not in self.entries)
+        if not recorded:
+            others = (f"{split}.files.txt", f"{split}.bad.txt", f".{split}.index.safetensors")
+            strangers += [name for name in others if (out / name).exists()]
+        if strangers:
+            raise ValueError(f"--out {out} holds {strangers[0]}, which this command did not write; take another folder")
+
+    def _read(self) -> None:
+        *lines, _torn = self.path.read_text("utf-8").split("\n")
+        try:
+            header, *entries = [json.loads(line) for line in lines]
+            if header["format"] != FORMAT:
+                raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+            self.entries = {entry["shard"]: entry for entry in entries}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is not a record of shards that can be read: {error}") from None
+        found = _differences(header, self.header)
+        if found:
+            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ValueError(
+                f"--out {self.path.parent} holds shards of other arguments or another input: "
+                f"{'; '.join(found[:5])}{more}. Take another folder"
+            )
+
+    def start(self) -> None:
+        """Write the record if there is none, without a line that a kill tore."""
+        self._write(list(self.entries.values()))
+        self.file = open(self.path, "a", encoding="utf-8")
+
+    def add(self, entry: dict) -> None:
+        """A shard is finished; on return the disk knows it."""
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self, entries: List[dict]) -> None:
+        """Write the record anew with these entries, the final ones."""
+        self.file.close()
+        self._write(entries)
+
+    def _write(self, entries: List[dict]) -> None:
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in (self.header, *entries)))
+
+
+def _differences(saved: dict, asked: dict) -> List[str]:
+    found = []
+    for key, value in asked.items():
+        if key != "classes" and saved.get(key) != value:
+            found.append(f"--{key.replace('_', '-')} was {saved.get(key)}, now {value}")
+    old, new = saved["classes"], asked["classes"]
+    found += [f"class {name} is new" for name in new if name not in old]
+    found += [f"class {name} is gone" for name in old if name not in new]
+    for name in (n for n in new if n in old and new[n] != old[n]):
+        counts = f"{old[name][0]} images, now {new[name][0]}"
+        found.append(f"class {name} has other files ({counts})")
+    return found
+
+
+class Progress:
+    """A bar of images on a terminal, in a log a line now and then.
+
+    Args:
+        title: the split.
+        total: images in all.
+        done: images that were there before.
+    """
+
+    def __init__(self, title: str, total: int, done: int):
+        self.title, self.total, self.first, self.done = title, total, done, done
+        self.since = self.shown = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        self.bar = tqdm(
+            desc=self.title,
+            total=self.total,
+            initial=self.first,
+            unit="img",
+            dynamic_ncols=True,
+            disable=not self.terminal,
+        )
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    @property
+    def rate(self) -> float:
+        """Images per second."""
+        return (self.done - self.first) / max(time.monotonic() - self.since, 1e-9)
+
+    def show(self, done: int) -> None:
+        """`done` images are done now, the earlier ones included."""
+        self.bar.update(done - self.done)
+        self.done = done
+        if not self.terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+            self.shown = time.monotonic()
+            print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of UTF-8 so that it is there whole or not at all; the same text again changes nothing."""
+    if path.exists() and path.read_bytes() == text.encode():
+        return
+    hidden = path.with_name(f".{path.name}.tmp")
+    with open(hidden, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames in it last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def one_line(path: str) -> str:
+    """A file name on one line of UTF-8."""
+    return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")

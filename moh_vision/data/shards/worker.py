@@ -1,0 +1,124 @@
+"""Writes one shard, in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+import webdataset
+
+from moh_vision.data.shards.class_folders import ImageFile
+from moh_vision.data.shards.encode import BadImage, encode_sample
+
+# fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
+CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the shards of a split have in common; see `writer.SplitWriter`."""
+
+    root: Path
+    out: Path
+    size: Optional[int]
+    quality: int
+    max_bad_fraction: float
+    images: int
+
+
+class Shared:
+    """Counters over all workers, and the word to stop."""
+
+    def __init__(self, bad: int):
+        self.done, self.bad, self.stop = CONTEXT.Value("q", 0), CONTEXT.Value("q", bad), CONTEXT.Event()
+
+
+def start_worker(job: Job, shared: Shared, parent: int) -> None:
+    """Initialiser of a worker process."""
+    global _job, _shared
+    _job, _shared = job, shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and says stop
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
+    """Write the samples (number, file) under `hidden_path`, flushed.
+
+    Returns:
+        the entry of the record: shard, samples, bytes, sha256, bad.
+
+    Raises:
+        ValueError: a bad image too many, or all bad. OSError: a file that cannot be read, or a full disk.
+    """
+    bad, written = [], 0
+    with open(hidden_path(_job.out, name), "wb") as file:
+        sink = _HashingFile(file)
+        # Headers without time and owner, or every run would have other sums.
+        tar = webdataset.TarWriter(sink, user="", group="", mtime=0, encoder=False, compress=False)
+        try:
+            for number, image in samples:
+                if _shared.stop.is_set():
+                    raise InterruptedError("stopped")
+                data = (_job.root / image.path).read_bytes()
+                try:
+                    extension, data = encode_sample(data, _job.size, _job.quality)
+                except BadImage as error:
+                    bad.append([image.path, str(error)])
+                    with _shared.bad.get_lock():
+                        _shared.bad.value += 1
+                        refuse_too_many_bad(_job, _shared.bad.value, image.path, str(error))
+                else:
+                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": str(image.label).encode()})
+                    written += 1
+                with _shared.done.get_lock():
+                    _shared.done.value += 1
+            if not written:
+                raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
+            tar.close()
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            sink.closed = True  # or tarfile would write its end when it is collected
+            raise
+    return dict(shard=name, samples=written, bytes=sink.bytes, sha256=sink.sha256.hexdigest(), bad=bad)
+
+
+def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
+    """Raise ValueError if `bad` images are more than may be; `path` is the one that was met."""
+    if bad > job.max_bad_fraction * job.images:
+        raise ValueError(
+            f"{job.root / path}: {reason}; {bad} bad of {job.images} images, "
+            f"more than --max-bad-fraction {job.max_bad_fraction:g} allows"
+        )
+
+
+def hidden_path(out: Path, name: str) -> Path:
+    """Where a shard is until it is finished; training looks for {split}-*.tar."""
+    return out / f".{name}.tmp"
+
+
+def _die_with(parent: int) -> None:
+    """A worker whose parent was killed would write on, or wait for ever, and keep the lock of the folder."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+class _HashingFile:
+    """What `tarfile` writes, passed on, counted and hashed."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.bytes, self.closed = file, hashlib.sha256(), 0, False
+
+    def write(self, data: bytes) -> None:
+        if not self.closed:
+            self.file.write(data)
+            self.sha256.update(data)
+            self.bytes += len(data)

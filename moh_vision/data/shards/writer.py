@@ -1,0 +1,153 @@
+"""The shards of one split: which sample goes where, and writing those that are not there yet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Callable, Dict, List, Optional
+
+from moh_vision.data.shards.class_folders import ClassFolders
+from moh_vision.data.shards.record import Progress, ShardRecord, fsync_folder, one_line, sha256_of, write_whole
+from moh_vision.data.shards.worker import (
+    CONTEXT,
+    Job,
+    Shared,
+    hidden_path,
+    refuse_too_many_bad,
+    start_worker,
+    write_shard,
+)
+from moh_vision.data.sources import Shards
+
+
+class SplitWriter:
+    """Writes the shards of one split.
+
+    Args:
+        folders: the listing.
+        split: name of the split; shards are called {split}-000000.tar ...
+        out: an existing folder.
+        size, quality: see `encode.encode_sample`.
+        samples_per_shard: at most; the samples are spread evenly.
+        seed: of the shuffle.
+        max_bad_fraction: share of the images that may be bad before it stops.
+
+    Raises:
+        ValueError: if `out` holds shards that are not of this conversion.
+    """
+
+    def __init__(
+        self,
+        folders: ClassFolders,
+        split: str,
+        out: Path,
+        *,
+        size: Optional[int],
+        quality: int,
+        samples_per_shard: int,
+        seed: int,
+        max_bad_fraction: float,
+    ):
+        self.split, self.out, self.classes, files = split, out, folders.classes, folders.files
+        self.job = Job(folders.root, out, size, quality, max_bad_fraction, len(files))
+        arguments = dict(size=size, quality=size and quality, samples_per_shard=samples_per_shard, seed=seed)
+        self.record = ShardRecord(out, split, arguments, folders.fingerprint())
+        # Sorted by a hash of the name: a shuffle that no library's next version changes.
+        order = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f"{seed}/{f.path}")).digest())
+        samples, count = list(enumerate(order)), -(-len(order) // samples_per_shard)
+        starts = [i * len(order) // count for i in range(count + 1)]
+        self.plan = {f"{split}-{i:06d}.tar": samples[starts[i] : starts[i + 1]] for i in range(count)}
+
+    def write(self, workers: int, say: Callable[[str], None]) -> None:
+        """Write what is missing, then the list of files and the index.
+
+        Args:
+            workers: processes; each writes a shard at a time.
+            say: takes lines about what is done.
+
+        Raises:
+            ValueError, OSError: a bad image too many, an unreadable file, a full disk; finished shards stay.
+        """
+        done = self._check_finished(workers, say)
+        bad = [b for entry in done.values() for b in entry["bad"]]
+        if bad:
+            refuse_too_many_bad(self.job, len(bad), *bad[0])
+        todo = [name for name in self.plan if name not in done]
+        self.record.start()
+        rate = None
+        if todo:
+            (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
+            rate = self._write_missing(todo, done, min(workers, len(todo)), len(bad))
+        entries = [done[name] for name in self.plan]
+        self._finish(entries)
+
+        images, size = sum(e["samples"] for e in entries), sum(e["bytes"] for e in entries)
+        what = f"{images} images of {len(self.classes)} classes in {len(entries)} shards, {size / 1e6:.1f} MB"
+        how = f"written at {rate:.0f} img/s" if todo else "all there already"
+        left = self.job.images - images
+        say(f"{self.split}: {what}, {how}{f'; {left} bad images left out, {self.split}.bad.txt' if left else ''}")
+
+    def _check_finished(self, workers: int, say: Callable[[str], None]) -> Dict[str, dict]:
+        """The recorded shards that are whole; others that are there are moved aside."""
+        there = {n: e for n, e in self.record.entries.items() if n in self.plan and (self.out / n).exists()}
+        if there:
+            say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
+        with ThreadPoolExecutor(workers) as pool:
+            sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
+        for name in [n for n, entry in there.items() if sums[n] != entry["sha256"]]:
+            aside = _free_name(self.out / f"{name}.damaged")
+            say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside.name}, written again")
+            (self.out / name).rename(aside)
+            del there[name]
+        return there
+
+    def _write_missing(self, todo: List[str], done: Dict[str, dict], workers: int, bad: int) -> float:
+        """Write the shards `todo` and enter them in `done`; returns images per second."""
+        shared, before = Shared(bad), sum(len(self.plan[name]) for name in done)
+        initial = (self.job, shared, os.getpid())
+        with ProcessPoolExecutor(workers, CONTEXT, initializer=start_worker, initargs=initial) as pool:
+            pending = {pool.submit(write_shard, name, self.plan[name]) for name in todo}
+            try:
+                with Progress(self.split, self.job.images, before) as progress:
+                    while pending:
+                        finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                        for entry in [future.result() for future in finished]:
+                            # Recorded before it is renamed: a shard without a record would be a stranger's.
+                            self.record.add(entry)
+                            hidden_path(self.out, entry["shard"]).rename(self.out / entry["shard"])
+                            fsync_folder(self.out)
+                            done[entry["shard"]] = entry
+                        progress.show(before + shared.done.value)
+            except BaseException as error:
+                shared.stop.set()
+                pool.shutdown(cancel_futures=True)
+                for name in todo:
+                    hidden_path(self.out, name).unlink(missing_ok=True)
+                if isinstance(error, BrokenProcessPool):
+                    raise ValueError(
+                        f"a worker of {workers} died, of too little memory perhaps; finished shards are kept, the same "
+                        "command goes on (--workers may change)"
+                    ) from None
+                raise
+        return progress.rate
+
+    def _finish(self, entries: List[dict]) -> None:
+        bad = {path: reason for entry in entries for path, reason in entry["bad"]}
+        files = [image.path for samples in self.plan.values() for _, image in samples if image.path not in bad]
+        write_whole(self.out / f"{self.split}.files.txt", "".join(f"{one_line(p)}\n" for p in files))
+        listed = self.out / f"{self.split}.bad.txt"
+        if bad:
+            write_whole(listed, "".join(f"{one_line(p)}\t{one_line(reason)}\n" for p, reason in bad.items()))
+        self.record.close(entries)
+        source = Shards(str(self.out), self.split)  # builds the index, and so reads every header
+        assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == self.classes
+
+
+def _free_name(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number, free = number + 1, path.with_name(f"{path.name}.{number}")
+    return free

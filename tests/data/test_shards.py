@@ -1,0 +1,523 @@
+import fcntl
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image, ImageOps
+
+from moh_vision.data.shards import conversion, record, worker
+from moh_vision.data.shards.__main__ import main
+from moh_vision.data.shards.encode import BadImage, encode_sample
+from moh_vision.data.sources import Shards
+
+
+def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
+    for c, name in enumerate(classes):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i in range(first, first + each):
+            Image.new("RGB", (6, 4), (i, 10 * c, 200)).save(root / name / f"{i:02d}.{extension}")
+    return root
+
+
+def run(source, out, *more, workers=1):
+    return main(["--in", str(source), "--out", str(out), "--workers", str(workers), *map(str, more)])
+
+
+def contents(folder):
+    """Name -> bytes, without the index, which holds the times of the shards."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(".index.safetensors")}
+
+
+def error_line(capfd):
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("shards: error: "), lines
+    return lines[0]
+
+
+def test_both_splits_are_written_and_read_by_training(tmp_path):
+    root, out = tmp_path / "images", tmp_path / "out"
+    write_folder(root / "train")
+    write_folder(root / "val", each=2, first=50)
+    assert run(root, out, "--samples-per-shard", 7) == 0
+    for split, sizes in (("train", (6, 6, 6, 6)), ("val", (6,))):
+        source = Shards(str(out), split)
+        assert source.classes == ["cat", "dog", "owl"] and source.shard_sizes == sizes
+        files = (out / f"{split}.files.txt").read_text().splitlines()
+        assert sorted(files) == sorted(str(p.relative_to(root / split)) for p in (root / split).glob("*/*"))
+        for i, path in enumerate(files):
+            assert source.classes[source.labels[i]] == path.split("/")[0]
+            assert np.array_equal(source.image(i), Image.open(root / split / path))
+    assert (out / ".train.index.safetensors").exists()
+    train = Shards(str(out), "train").labels
+    assert all(len(set(train[i : i + 6])) > 1 for i in range(0, 24, 6)), "a shard of one class"
+
+
+def test_the_record_has_the_sums_of_the_shards(tmp_path):
+    out = tmp_path / "out"
+    assert run(write_folder(tmp_path / "images"), out, "--samples-per-shard", 10, "--size", 4) == 0
+    header, *entries = [json.loads(line) for line in (out / "train.shards.jsonl").read_text().splitlines()]
+    assert (header["format"], header["size"], header["quality"], header["samples_per_shard"]) == (1, 4, 95, 10)
+    assert {name: count for name, (count, _) in header["classes"].items()} == {"cat": 8, "dog": 8, "owl": 8}
+    assert [e["shard"] for e in entries] == [f"train-00000{i}.tar" for i in range(3)]
+    for e in entries:
+        data = (out / e["shard"]).read_bytes()
+        assert (e["samples"], e["bytes"], e["sha256"]) == (8, len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path):
+    root = write_folder(tmp_path / "images")
+    for name, workers, seed in (("a", 1, 0), ("b", 3, 0), ("c", 1, 1)):
+        assert run(root, tmp_path / name, "--samples-per-shard", 4, "--seed", seed, workers=workers) == 0
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b and len([n for n in a if n.endswith(".tar")]) == 6
+    assert a["train.files.txt"] != c["train.files.txt"]
+    with tarfile.open(tmp_path / "a" / "train-000000.tar") as tar:
+        assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {(0, 0, 0, "", "")}
+
+
+def test_webdataset_streams_them(tmp_path):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out) == 0
+    stored = list(webdataset.WebDataset(str(out / "train-000000.tar"), shardshuffle=False))
+    files = (out / "train.files.txt").read_text().splitlines()
+    assert [s["png"] for s in stored] == [(root / f).read_bytes() for f in files]
+
+
+def save(image, form, **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def photograph(mode="RGB", size=(60, 40)):
+    """Left half dark, right half light."""
+    image = Image.new("L", size, 20)
+    image.paste(230, (size[0] // 2, 0, *size))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    "data, size",
+    [
+        (save(photograph(), "PNG"), (30, 20)),
+        (save(photograph(size=(40, 60)), "JPEG"), (20, 30)),
+        (save(photograph("CMYK"), "JPEG"), (30, 20)),
+        (save(photograph("L"), "JPEG"), (30, 20)),
+        (save(photograph("RGBA"), "PNG"), (30, 20)),
+        (save(photograph("P"), "PNG"), (30, 20)),
+        (save(photograph("L"), "BMP"), (30, 20)),
+        (save(photograph("L"), "TIFF"), (30, 20)),
+        (save(photograph("LA"), "WEBP"), (30, 20)),
+        (save(photograph(size=(18, 12)), "PNG"), (18, 12)),  # not enlarged
+        (save(photograph(size=(61, 40)), "PNG"), (30, 20)),
+        (save(photograph(), "MPO", save_all=True, append_images=[photograph()]), (30, 20)),
+    ],
+    ids="rgb portrait cmyk grey alpha palette bmp tiff webp small uneven mpo".split(),
+)
+def test_reencoded_images_are_rgb_jpegs_of_the_size(data, size):
+    extension, stored = encode_sample(data, 20, 95)
+    image = Image.open(io.BytesIO(stored))
+    assert (extension, image.format, image.mode, image.size) == ("jpg", "JPEG", "RGB", size)
+    pixels = np.asarray(image).astype(int)
+    wide = size[0] // 4
+    assert abs(pixels[:, :wide] - 20).max() < 12 and abs(pixels[:, -wide:] - 230).max() < 12
+
+
+def test_reduction_is_antialiased():
+    stripes = Image.fromarray(np.tile(np.uint8([0, 255, 255, 0]), (64, 16)))
+    image = Image.open(io.BytesIO(encode_sample(save(stripes, "PNG"), 16, 95)[1]))
+    assert abs(np.asarray(image).astype(int)[2:-2, 2:-2] - 127).max() < 12
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_rotated_photographs_are_turned_upright_when_reencoded(orientation):
+    image, exif = photograph(), Image.Exif()
+    image.paste(120, (0, 0, 30, 10))
+    exif[0x0112] = orientation
+    data = save(image, "JPEG", exif=exif, quality=95)
+    stored = Image.open(io.BytesIO(encode_sample(data, 40, 95)[1]))
+    assert stored.getexif().get(0x0112, 1) == 1
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert stored.size == upright.size
+    assert np.abs(np.asarray(stored).astype(int) - np.asarray(upright.convert("RGB"))).mean() < 3
+    assert encode_sample(data, None, 95) == ("jpg", data)
+
+
+def test_a_comment_or_profile_is_not_stored_again():
+    data = save(photograph(), "JPEG", comment=b"secret", icc_profile=b"profile" * 9)
+    assert b"secret" in data
+    stored = encode_sample(data, 20, 95)[1]
+    assert b"secret" not in stored and b"profile" not in stored
+
+
+@pytest.mark.parametrize(
+    "data, size, words",
+    [
+        (b"", None, "zero bytes"),
+        (b"not an image", None, "not an image"),
+        (save(photograph(), "PNG")[:-40], None, "truncated|broken"),
+        (save(photograph(size=(200, 200)), "JPEG")[:500], 20, "(?i)truncated"),
+        (save(photograph(), "BMP"), None, "BMP inside; training reads jpg"),
+        (save(photograph("I;16"), "PNG"), 20, "mode I;16, more than 8 bits"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", 20, "not an image"),
+    ],
+    ids="empty text png jpeg bmp 16-bit eps".split(),
+)
+def test_bad_images_say_what_is_wrong(data, size, words):
+    with pytest.raises(BadImage, match=words):
+        encode_sample(data, size, 95)
+
+
+def slow_encoding(data, size, quality):
+    time.sleep(0.01)
+    return encode_sample(data, size, quality)
+
+
+@pytest.mark.parametrize("size", [(), ("--size", 3)])
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, capfd, size):
+    root, out, other = write_folder(tmp_path / "images", each=16), tmp_path / "out", tmp_path / "other"
+    arguments = ("--samples-per-shard", 4, *size)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "encode_sample", slow_encoding)
+        child = os.fork()
+        if child == 0:
+            os._exit(run(root, out, *arguments, workers=2))
+        deadline = time.monotonic() + 20
+        while len(list(out.glob("train-*.tar"))) < 3:
+            assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*.tar")}
+    assert 3 <= len(kept) < 12 and list(out.glob(".*.tmp"))
+    assert run(root, out, *arguments, workers=2) == 0
+    assert f"{len(kept)} of 12 shards are there" in capfd.readouterr().out
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+    assert run(root, other, *arguments) == 0
+    assert contents(out) == contents(other) and not list(out.glob(".*.tmp"))
+    assert np.array_equal(Shards(str(out), "train").labels, Shards(str(other), "train").labels)
+
+
+def test_a_finished_run_is_left_alone(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out) == 0
+    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert run(root, out, workers=2) == 0
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    assert "all there already" in capfd.readouterr().out
+
+
+def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out, "--samples-per-shard", 6) == 0
+    good = contents(out)
+    damaged = bytearray(good["train-000001.tar"])
+    damaged[700] ^= 1
+    (out / "train-000001.tar").write_bytes(damaged)
+    (out / "train-000002.tar").unlink()
+    (out / "train.shards.jsonl").write_bytes(good["train.shards.jsonl"][:-9])  # killed in the last line ...
+    (out / "train-000003.tar").rename(out / ".train-000003.tar.tmp")  # ... before the rename
+    assert run(root, out, "--samples-per-shard", 6) == 0
+    assert "train-000001.tar does not have its recorded sha256; moved to" in capfd.readouterr().out
+    after = contents(out)
+    assert after.pop("train-000001.tar.damaged") == bytes(damaged) and after == good
+    assert len(Shards(str(out), "train")) == 24
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("--seed", 5), "--seed was 0, now 5"),
+        (("--size", 4), "--size was None, now 4; --quality was None, now 95"),
+        (("--samples-per-shard", 9), "--samples-per-shard was 1000, now 9"),
+        ("more", "class dog has other files \\(8 images, now 9\\)"),
+        ("touched", "class cat has other files \\(8 images, now 8\\)"),
+        ("class", "class ant is new"),
+        ("gone", "class owl is gone"),
+    ],
+)
+def test_other_arguments_or_input_are_refused_and_named(tmp_path, capfd, change, words):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out) == 0
+    if change == "more":
+        Image.new("RGB", (4, 4)).save(root / "dog" / "new.png")
+    if change == "touched":
+        os.utime(root / "cat" / "03.png", ns=(1, 1))
+    if change == "class":
+        write_folder(root, ["ant"])
+    if change == "gone":
+        shutil.rmtree(root / "owl")
+    before = contents(out)
+    assert run(root, out, *(change if isinstance(change, tuple) else ())) == 2
+    assert re.search(words, error_line(capfd))
+    assert contents(out) == before
+
+
+def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "val-000000.tar").write_text("another split's")
+    for name in ("train-000007.tar", "train.files.txt", "train.bad.txt", ".train.index.safetensors"):
+        (out / name).write_text("mine")
+        assert run(root, out) == 2
+        assert f"holds {name}, which this command did not write" in error_line(capfd)
+        assert (out / name).read_text() == "mine" and not (out / "train.shards.jsonl").exists()
+        (out / name).unlink()
+    (out / "classes.txt").write_text("ant\nbee\n")
+    assert run(root, out) == 2
+    assert "classes.txt is there and lists other classes" in error_line(capfd)
+    (out / "classes.txt").unlink()
+    assert run(root, out) == 0
+    assert (out / "notes.txt").read_text() == "mine" and (out / "val-000000.tar").read_text() == "another split's"
+    (out / "train-000009.tar").write_text("mine")
+    assert run(root, out) == 2
+    assert "holds train-000009.tar" in error_line(capfd)
+
+
+def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    (root / "dog" / "03.png").write_bytes(b"")
+    assert run(root, out, "--samples-per-shard", 6, workers=2) == 2
+    assert f"{root}/dog/03.png: zero bytes; 1 bad of 24 images, more than --max-bad-fraction 0" in error_line(capfd)
+    (root / "owl" / "05.png").write_bytes(b"text")  # the listing is another now
+    assert run(root, out, "--samples-per-shard", 6) == 2
+    assert "class owl has other files" in error_line(capfd)
+    fresh = tmp_path / "fresh"
+    assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.05) == 2
+    assert "2 bad of 24 images, more than --max-bad-fraction 0.05" in error_line(capfd)
+    assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.1, workers=2) == 0
+    assert "22 images" in (shown := capfd.readouterr().out) and "2 bad images left out, train.bad.txt" in shown
+    listed = (fresh / "train.bad.txt").read_text().splitlines()
+    assert sorted(listed) == ["dog/03.png\tzero bytes", "owl/05.png\tnot an image that can be read"]
+    source, files = Shards(str(fresh), "train"), (fresh / "train.files.txt").read_text().splitlines()
+    assert len(source) == len(files) == 22
+    assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
+    assert run(root, fresh, "--samples-per-shard", 6) == 2, "what was allowed once is not allowed for ever"
+    assert "2 bad of 24" in error_line(capfd)
+
+
+def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images", each=20), tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # a shard has 20,480 bytes
+    try:
+        assert run(root, out, "--samples-per-shard", 6, workers=2) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"--out {out}: File too large; finished shards are kept" in error_line(capfd)
+    assert not list(out.glob("*.tar")) and not list(out.glob(".*.tmp"))
+    assert run(root, out, "--samples-per-shard", 6) == 0
+
+
+def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+
+    def gone(self, *_):
+        raise OSError(5, "Input/output error", str(self))
+
+    monkeypatch.setattr(worker.Path, "read_bytes", gone)
+    assert run(root, out, "--max-bad-fraction", 1) == 2
+    assert ".png: Input/output error" in error_line(capfd)
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(worker, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 2
+    assert "a worker of 1 died" in error_line(capfd)
+    assert not list((tmp_path / "out").glob(".*.tmp"))
+
+
+def control_c(*_):
+    """A terminal interrupts the workers too."""
+    for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+        os.kill(process.pid, signal.SIGINT)
+
+
+def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "encode_sample", slow_encoding)
+        patch.setattr(record.Progress, "show", control_c)
+        assert run(root, out, "--samples-per-shard", 6) == 130
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["shards: interrupted; finished shards are kept, the same command goes on"]
+    assert not list(out.glob(".*.tmp")) and len(list(out.glob("*.tar"))) < 4
+    assert run(root, out, "--samples-per-shard", 6) == 0
+
+
+def test_two_runs_at_a_time_are_refused(tmp_path, capfd, monkeypatch):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(conversion.time, "sleep", lambda _: None)
+    other = os.open(out, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert run(root, out) == 2
+    assert "another run is writing there" in error_line(capfd)
+    os.close(other)
+    assert run(root, out) == 0
+
+
+@pytest.mark.parametrize("other", ["validation", "test"])
+def test_names_of_the_validation_split(tmp_path, capfd, other):
+    write_folder(tmp_path / "images" / "train", each=1)
+    write_folder(tmp_path / "images" / other, each=2)
+    assert run(tmp_path / "images", tmp_path / "out") == 0
+    assert len(Shards(str(tmp_path / "out"), "val")) == 6
+
+
+def test_what_is_left_out_is_said(tmp_path, capfd):
+    root = tmp_path / "images"
+    write_folder(root / "train", each=1)
+    write_folder(root / "val", each=1)
+    write_folder(root / "test", each=1)
+    (root / "devkit").mkdir()
+    (root / "train" / "cat" / "Thumbs.db").write_text("x")
+    (root / "train" / "cat" / "._00.png").write_text("hidden")
+    assert run(root, tmp_path / "out") == 0
+    shown = capfd.readouterr().out
+    assert "left out, not a split: devkit, test\n" in shown
+    assert "train: left out, not images by their names: 1, the first cat/Thumbs.db" in shown
+    assert not (tmp_path / "out" / "test-000000.tar").exists()
+
+
+def test_classes_called_train_and_two_roots_in_one_folder(tmp_path):
+    out = tmp_path / "out"
+    write_folder(tmp_path / "a", ["train", "tram"], each=2)  # a train that runs on rails
+    write_folder(tmp_path / "b", ["train", "tram"], each=1)
+    assert run(tmp_path / "a", out) == 0
+    assert run(tmp_path / "b", out, "--split", "val") == 0
+    assert Shards(str(out), "val").classes == ["train", "tram"]
+    assert (len(Shards(str(out), "train")), len(Shards(str(out), "val"))) == (4, 2)
+
+
+def test_images_deeper_in_a_class_and_behind_links_are_found(tmp_path, capfd):
+    root = write_folder(tmp_path / "images", each=1)
+    write_folder(tmp_path / "elsewhere", ["x"], each=3)
+    (root / "ant").symlink_to(tmp_path / "elsewhere" / "x")
+    write_folder(root / "cat", ["deep"], each=2)
+    assert run(root, tmp_path / "out") == 0
+    assert np.bincount(Shards(str(tmp_path / "out"), "train").labels).tolist() == [3, 3, 1, 1]
+    (root / "dog" / "loop").symlink_to(root / "dog")
+    assert run(root, tmp_path / "other") == 2
+    assert "dog/loop: a link to a folder above it" in error_line(capfd)
+
+
+def test_names_that_are_not_utf8(tmp_path):
+    root = write_folder(tmp_path / "images", ["Käfer", "cat dog"], each=1)
+    os.rename(root / "cat dog" / "00.png", os.fsencode(root / "cat dog") + b"/\xff\n.png")
+    assert run(root, tmp_path / "out") == 0
+    assert Shards(str(tmp_path / "out"), "train").classes == ["Käfer", "cat dog"]
+    assert "cat dog/\\udcff\\n.png" in (tmp_path / "out" / "train.files.txt").read_text().splitlines()
+
+
+def break_folder(root, how):
+    train = root / "train"
+    if how == "empty class":
+        (train / "fox").mkdir()
+    if how == "other classes":
+        (root / "val" / "owl").rename(root / "val" / "elk")
+    if how == "no classes":
+        for folder in train.iterdir():
+            folder.rename(root / folder.name)
+    if how == "two validations":
+        write_folder(root / "validation")
+    if how == "bmp":
+        write_folder(train, ["cat"], each=1, extension="bmp")
+    if how == "space":
+        (train / "cat").rename(train / "cat ")
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("empty class", "class folder fox holds no images (.jpg,"),
+        ("other classes", "class folders of {root}/train that {root}/val does not have: 1 (owl); train and val need"),
+        ("no classes", "{root}: train has no class folders in it, but val has"),
+        ("two validations", "both val and validation are there"),
+        ("bmp", "{root}/train/cat/00.bmp: training reads jpg, png and webp; give --size"),
+        ("space", "class folder 'cat ': a class name must be UTF-8"),
+    ],
+)
+def test_folders_that_cannot_be_converted(tmp_path, capfd, how, words):
+    root = tmp_path / "images"
+    write_folder(root / "train", each=1)
+    write_folder(root / "val", each=1)
+    break_folder(root, how)
+    assert run(root, tmp_path / "out") == 2
+    assert words.format(root=root) in error_line(capfd)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--in", "{root}"], "the following arguments are required: --out"),
+        (["--in", "{root}/none", "--out", "{out}"], "--in {root}/none: no such folder"),
+        (["--in", "{root}/cat", "--out", "{out}"], "no class folders in it (expected {root}/cat/CLASS/*.jpg)"),
+        (["--in", "{root}", "--out", "{root}/cat/out"], "--out {root}/cat/out is inside --in {root}"),
+        (["--in", "{root}", "--out", "{root}"], "is inside --in"),
+        (["--in", "{root}", "--out", "{file}"], "--out {file} is a file, expected a folder"),
+        (["--in", "{root}", "--out", "{file}/x"], "{file}/x: Not a directory"),
+        (["--in", "{root}", "--out", "{out}", "--size", "0"], "--size 0: expected 1 or more"),
+        (["--in", "{root}", "--out", "{out}", "--size", "big"], "argument --size: invalid int value: 'big'"),
+        (["--in", "{root}", "--out", "{out}", "--sise", "9"], "unknown argument --sise, did you mean --size?"),
+        (["--in", "{root}", "--out", "{out}", "--workers", "0"], "--workers 0: expected 1 or more"),
+        (["--in", "{root}", "--out", "{out}", "--samples-per-shard", "0"], "--samples-per-shard 0: expected 1"),
+        (["--in", "{root}", "--out", "{out}", "--quality", "90"], "--quality 90 is of the JPEG that --size stores"),
+        (["--in", "{root}", "--out", "{out}", "--size", "9", "--quality", "101"], "--quality 101: expected 1 to 100"),
+        (["--in", "{root}", "--out", "{out}", "--max-bad-fraction", "2"], "--max-bad-fraction 2: expected 0 to 1"),
+        (["--in", "{root}", "--out", "{out}", "--split", "a/b"], "--split 'a/b': expected letters, digits and _"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capfd, arguments, words):
+    names = dict(root=write_folder(tmp_path / "images", each=1), out=tmp_path / "out", file=tmp_path / "file")
+    names["file"].write_text("mine")
+    assert main([a.format(**names) for a in arguments]) == 2
+    assert words.format(**names) in error_line(capfd)
+    assert not names["out"].exists() and names["file"].read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capfd, monkeypatch):
+    root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
+    monkeypatch.setattr(conversion.os, "access", lambda *_: False)  # root may write everywhere
+    assert run(root, out) == 2
+    assert f"--out {out} cannot be written" in error_line(capfd)
+
+
+def test_a_record_that_cannot_be_read(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
+    assert run(root, out) == 0
+    whole = (out / "train.shards.jsonl").read_text()
+    for text, words in (
+        ("", "is not a record of shards"),
+        ("[1]\n", "is not a record of shards"),
+        (whole.replace('"format": 1', '"format": 9'), "format 9, this version reads 1"),
+    ):
+        (out / "train.shards.jsonl").write_text(text)
+        assert run(root, out) == 2
+        assert words in error_line(capfd)
+
+
+def test_a_log_gets_lines(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(record, "SECONDS_BETWEEN_LINES", -1)
+    assert run(write_folder(tmp_path / "images"), tmp_path / "out", "--samples-per-shard", 6) == 0
+    captured = capfd.readouterr()
+    assert "train: 24 of 24 images, " in captured.out and captured.err == ""
+
+
+def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True)
+    assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
+    assert "train: 100%" in capfd.readouterr().err
