@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import timm
 from safetensors import SafetensorError, safe_open
@@ -67,6 +67,34 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
         raise ValueError(f"{path}: {error}") from None
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
+
+
+def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
+    """The classifier that `path` means: that of a run, or model `name` with `arguments` and weights from there.
+
+    Args:
+        path: see `init_from`.
+        img_size: another one than the run's; positions are resized.
+
+    Returns:
+        (model in eval mode, dict(name, arguments, classes or None, weights: the file))
+
+    Raises:
+        ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
+    """
+    about: dict = {}
+    if Path(path).exists():
+        path = str(weights_file(path))
+        about = read_safetensors(Path(path))[1]
+    if "architecture" in about:
+        name, arguments = about["architecture"], about["arguments"]
+    arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
+    model = create(name, "classifier", **arguments)
+    fresh: list = []
+    init_from(model, path, fresh.append)
+    if fresh:
+        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
+    return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path)
 
 
 def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> None:
