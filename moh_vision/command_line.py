@@ -75,12 +75,13 @@ def parse_config(kind, argv: List[str], prog: str):
 def _one_line(message: str) -> str:
     """jsonargparse's message without its line breaks, its list of failed attempts and Python's names of types."""
     text = " ".join(message.replace("Parser key", "key").split())
-    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "null")
+    text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", text).replace("NoneType", "null")
     union = re.match(r"(.*?)Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors: .*", text)
     if union is None:
         return text
     value = text.rpartition("Given value: ")[2]
-    return f"{union[1]}Expected {union[2].replace(', ', ' or ')}. Got value: {value}"
+    kinds = re.sub(r", (?![^\[]*\])", " or ", union[2])  # not the commas inside brackets
+    return f"{union[1]}Expected {kinds}. Got value: {value}"
 
 
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:

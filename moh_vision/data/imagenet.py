@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Callable, Optional, Sequence, Tuple
 
 import numpy as np
@@ -57,6 +58,7 @@ def imagenet_train_transform(
             f"data.auto_augment {auto_augment!r}: timm does not understand it ({error}); the recipe's is "
             "rand-m9-mstd0.5-inc1"
         ) from None
+    _let_posterize_reach_zero(augment)
     *_, normalise = create_transform(img_size, **augmentation, mean=tuple(mean), std=tuple(std))
     return Compose([_rgb, crop, augment, *([Grayscale()] if channels == 1 else []), normalise])
 
@@ -86,6 +88,23 @@ def imagenet_eval_transform(
         crop_mode=crop_mode,
     )
     return Compose([Grayscale() if channels == 1 else _rgb, transform])
+
+
+def _let_posterize_reach_zero(augment: Compose) -> None:
+    """Make posterizing to 0 bits a black image again.
+
+    RandAugment's magnitude reaches it (m9-mstd0.5: in one posterization of 40), older Pillows drew it, and Pillow 13
+    raises; the papers' recipes were run with it.
+    """
+    for step in augment.transforms:
+        policies = getattr(step, "policy", [])  # AutoAugment's
+        for op in [*getattr(step, "ops", []), *(op for policy in policies for op in policy)]:
+            if op.name.startswith("Posterize"):
+                op.aug_fn = partial(_posterize, op.aug_fn)
+
+
+def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) -> Image.Image:
+    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -91,7 +91,10 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     fresh: list = []
-    init_from(model, path, fresh.append)
+    try:
+        init_from(model, path, fresh.append)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(str(error).replace("init_from", "--checkpoint", 1)) from None
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
     return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path)
