@@ -96,7 +96,9 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(str(error).replace("init_from", "--checkpoint", 1)) from None
     if fresh:
-        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
+        raise ValueError(
+            f"{path} does not hold all of {name}: {'; '.join(f.removeprefix('init_from: ') for f in fresh)}"
+        )
     return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path)
 
 

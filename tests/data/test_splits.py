@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 
@@ -76,15 +77,24 @@ def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
 
 
 @pytest.fixture
-def parquet(tmp_path):
-    """A local folder in the hub's layout: parquet files with an image and a class label."""
+def parquet(tmp_path, monkeypatch):
+    """A local folder as the hub stores data sets: parquet files with an image and a class label."""
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(dict(img=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])))
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    features = {"img": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}
+    columns = [("img", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64())]
+    schema = pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+    (tmp_path / "d").mkdir()
     for split, count in (("train", 5), ("validation", 3)):
-        rows = dict(img=[dict(bytes=encoded(gradient()), path=None)] * count, label=[i % 2 for i in range(count)])
+        images = [encoded(gradient())] * count
         if split == "train":
-            rows["img"][4] = dict(bytes=b"broken", path=None)
-        datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "d" / f"{split}-00000-of-00001.parquet")
+            images[4] = b"broken"
+        rows = dict(img=[dict(bytes=data, path=None) for data in images], label=[i % 2 for i in range(count)])
+        file = tmp_path / "d" / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(pa.Table.from_pydict(rows, schema), file)
     return f"hfds/{tmp_path / 'd'}"
 
 
