@@ -20,7 +20,7 @@ from moh_vision.command_line import parse_config
 from moh_vision.config import SampleConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import derive_seed, rank_slice
-from moh_vision.data.sources import open_source
+from moh_vision.data.splits import open_source
 from moh_vision.diffusion import make_scheduler, sample_images
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.logging import peak_memory_mib

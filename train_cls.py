@@ -1,47 +1,61 @@
 """Train a classifier.   accelerate launch train_cls.py --config configs/cls/NAME.yaml [--key value ...]
 
-The same command run again resumes. See `python train_cls.py --help` for every key.
+The same command run again resumes; `--validate-only --checkpoint RUN` validates. See `python train_cls.py --help`.
 """
 
 import contextlib
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 
 import moh_vision  # noqa: F401  registers the models
-from moh_vision.analysis import HeadLoad, describe
+from moh_vision.analysis import describe
 from moh_vision.analysis.figures import draw_head_usage
 from moh_vision.attention import head_budget
 from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import ClsConfig
-from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform, training_batches
-from moh_vision.data.order import StepBatches, derive_seed, rank_slice
-from moh_vision.data.sources import open_source
+from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.imagenet import BatchMixing, classification_transforms
+from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
-from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
-from moh_vision.evaluation.accuracy import evaluate
-from moh_vision.models.weights import create, init_from
+from moh_vision.engine.steps import Updater, average_over_step
+from moh_vision.evaluation.accuracy import summary
+from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.weights import create, init_from, to_validate
 from moh_vision.tasks import ClassificationTask
+from moh_vision.validation import validate
+
+NAME = "train_cls.py"
 
 
 def main(argv) -> None:
     # ---------------------------------------------------------------- set-up
-    with user_errors("train_cls.py"):
-        config, flags = parse_config(ClsConfig, argv, "train_cls.py")
+    with user_errors(NAME):
+        config, flags = parse_config(ClsConfig, argv, NAME)
+        o = config.optim
         accelerator = make_accelerator(config.mixed_precision)
+        if config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError(f"ema.decay {config.ema.decay:g} does not work with FSDP; use configs/accelerate/ddp.yaml")
+    if flags.validate_only:
+        return validate_only(config, flags.checkpoint, accelerator)
+    with user_errors(NAME):
         with accelerator.main_process_first():
             train, val = (open_source(config.data.root, split, index_dir(config.output)) for split in ("train", "val"))
-        if len(val.classes) != len(train.classes):
-            raise ValueError(
-                f"data.root {config.data.root}: {len(train.classes)} classes in train, {len(val.classes)} in val"
-            )
+        check_same_classes(train.classes, "train", val, config.data.root)
+        config.check_micro_batch(accelerator.num_processes)
+        stop, cosine_steps, warmup_steps = config.steps(len(train))
         arguments = dict(config.model.arguments(), in_chans=train.channels, num_classes=len(train.classes))
         if config.data.img_size or train.img_size:
             arguments["img_size"] = config.data.img_size or train.img_size
@@ -51,30 +65,43 @@ def main(argv) -> None:
         if flags.dry_run:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
-        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        resumed = resume_point(Path(config.output), stop, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
-            init_from(model, config.init_from, accelerator.print)
-        normal = dict(
-            mean=model.pretrained_cfg["mean"][: train.channels], std=model.pretrained_cfg["std"][: train.channels]
-        )
+            fresh_routers = init_from(model, config.init_from, accelerator.print)
+            if config.calibrate_images and not fresh_routers:
+                raise ValueError(
+                    f"calibrate_images {config.calibrate_images}: the routers of init_from are trained already"
+                )
         batches = StepBatches(
-            train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
-            accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
-            start=resumed[0] if resumed else 0, stop=config.max_steps,
+            train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
+            accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
+            start=resumed[0] if resumed else 0, stop=stop, repeats=config.data.repeats,
         )  # fmt: skip
+        to_tensor, val_to_tensor = classification_transforms(
+            config.data, model.pretrained_cfg, img_size, train.channels
+        )
+        if config.calibrate_images and not resumed:
+            share_strongest_heads(model, calibration_batches(train, val_to_tensor, config.calibrate_images))
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
-    train_set = LabelledImages(
-        train, image_transform(config.data.augment, img_size, train.channels, **normal), config.seed
-    )
-    val_set = LabelledImages(val, image_transform("none", img_size, train.channels, **normal), config.seed)
-    val_slices = rank_slice(len(val), accelerator.process_index, accelerator.num_processes, 256)
+    mixing = BatchMixing(config.seed, len(train.classes), **asdict(config.mix)) if config.mix.on else None
+    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
 
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
     task = ClassificationTask(model, config.balance_weight, config.label_smoothing)
-    o = config.optim
-    optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
+    if config.compile:
+        task.compile()
+    optimizer = create_optimizer_v2(
+        model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
+    )
     task, optimizer = accelerator.prepare(task, optimizer)
+    # timm's schedule is a function of the step alone, so there is nothing of it to save.
+    scheduler, _ = create_scheduler_v2(
+        optimizer, o.schedule, cosine_steps, warmup_epochs=warmup_steps, warmup_lr=o.warmup_lr, min_lr=o.min_lr,
+        step_on_epochs=False, updates_per_epoch=1,
+    )  # fmt: skip
     model = accelerator.unwrap_model(task).model
     ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
     start = batches.start
@@ -82,83 +109,89 @@ def main(argv) -> None:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm)
-    log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "classification")
+    log = RunLog(run / "metrics.jsonl", start, stop, accelerator.is_main_process, "classification")
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
 
-    def validate(step: int) -> dict:
-        """Accuracy of the EMA weights where there are any, else of the model; heads used per layer and class."""
-        judged = ema.module if ema else model
-        judged.eval()
-        budget = head_budget(judged)["layers"]
-        load = HeadLoad([layer["heads"] for layer in budget], len(val.classes))
-
-        def predict(images, labels):
-            logits, stats = judged.forward_routed(images)
-            load.add(stats, labels)
-            return logits
-
-        def total(tensor):
-            if accelerator.num_processes == 1:
-                return tensor
-            return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
-        val_batches = log.progress(evaluation_batches(val_set, val_slices, config.data.workers), "validation")
-        scores = evaluate(predict, val_batches, accelerator.device, total)
-        load.reduce(total)
-        if accelerator.is_main_process and step >= config.max_steps:
-            title = f"{config.model.name}: head usage by class, {config.data.root}, test split"
-            draw_head_usage(
-                load.share(), [layer["shared"] for layer in budget], val.classes, str(run / "head_usage.png"), title
-            )
-        shown = f"validation after {step} steps: top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}"
-        log.event(
-            step - 1, {"validation": scores, "weights": "ema" if ema else "model"}, shown + (" (EMA)" if ema else "")
-        )
+    def judge(step: int, task) -> dict:
+        """Validate the EMA weights where there are any, else the model; draw the heads' use at the end."""
+        judged = ClassificationTask(ema.module, 0.0) if ema else task
+        with user_errors(NAME, (UnreadableImage,), every_rank=True):
+            scores, load = validate(judged, val, val_to_tensor, config.data, accelerator, log.progress)
+        if accelerator.is_main_process and step >= stop:
+            title = f"{config.model.name}: head usage by class, {config.data.root}, val split"
+            shared = [layer["shared"] for layer in head_budget(model)["layers"]]
+            draw_head_usage(load.share(), shared, val.classes, str(run / "head_usage.png"), title)
+        values = {"validation": scores, "weights": "ema" if ema else "model"}
+        log.event(step - 1, values, f"validation after {step} steps: {summary(scores)}" + (" (EMA)" if ema else ""))
         log.pause()
         return scores
 
     # ---------------------------------------------------------------- the loop
-    stream = training_batches(train_set, batches, config.data.workers)
-    for step in range(start, config.max_steps):
-        lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
-        set_learning_rate(optimizer, lr)
+    train_set = LabelledImages(train, to_tensor, config.seed)
+    stream = training_batches(train_set, batches, config.data.workers, unreadable, mixing)
+    for step in range(start, stop):
+        scheduler.step_update(step)
         losses = []
         task.train()
         for micro in range(o.accumulation):
-            batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            with user_errors(NAME, (UnreadableImage,), every_rank=True):
+                batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            if config.channels_last:
+                batch["images"] = batch["images"].contiguous(memory_format=torch.channels_last)
             # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
             torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
             last = micro == o.accumulation - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(task):
                 losses.append(task(**batch))
                 accelerator.backward(losses[-1]["loss"] / o.accumulation)
+        lr = max(group["lr"] for group in optimizer.param_groups)
         norm, updated = update(task, optimizer, step)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
 
-        if step % config.log_every == 0 or step + 1 == config.max_steps:
+        if step % config.log_every == 0 or step + 1 == stop:
             values = average_over_step(accelerator, losses)
+            counts = dict(skipped=update.skipped, unreadable=len(unreadable.seen))
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped),
+                dict(values, lr=lr, grad_norm=round(norm, 4), **counts),
                 f"loss {values['loss']:.4f}, balance {100 * values['balance_share']:.1f} %, "
                 f"acc {100 * values['batch_accuracy']:.0f} %",
             )
         done = step + 1
-        if done % config.save_every == 0 or done == config.max_steps:
+        if done % config.save_every == 0 or done == stop:
             save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
             log.pause()
-        if config.eval_every and done % config.eval_every == 0 and done < config.max_steps:
-            validate(done)
+        if config.eval_every and done % config.eval_every == 0 and done < stop:
+            judge(done, task)
 
     # ---------------------------------------------------------------- the end
-    scores = validate(config.max_steps)
+    scores = judge(stop, task)
     if accelerator.is_main_process:
-        results = dict(scores, step=config.max_steps, weights="ema" if ema else "model")
+        results = dict(scores, step=stop, weights="ema" if ema else "model")
         (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     log.close()
-    del task, optimizer, stream, update
+    del task, optimizer, stream, update, scheduler
+    finish(accelerator)
+
+
+def validate_only(config, path, accelerator):
+    """`--validate-only --checkpoint PATH`: print the scores of a run, or of other weights for model.*, on val."""
+    with user_errors(NAME):
+        with accelerator.main_process_first():
+            val = open_source(config.data.root, "val", index_dir(config.output))
+        arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
+        model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
+        check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
+        img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
+        _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)
+    task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
+    with user_errors(NAME, (UnreadableImage,), every_rank=True):
+        scores, _ = validate(task, val, transform, config.data, accelerator)
+    accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
+    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
+    accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
     finish(accelerator)
 
 

@@ -16,9 +16,10 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
 from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import DitConfig
-from moh_vision.data.batches import NoisedImages, image_transform, training_batches
+from moh_vision.data.batches import BadSamples, NoisedImages, image_transform, training_batches
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches, derive_seed
-from moh_vision.data.sources import open_source
+from moh_vision.data.splits import open_source
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
@@ -83,14 +84,16 @@ def main(argv) -> None:
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
 
     # ---------------------------------------------------------------- the loop
-    stream = training_batches(train_set, batches, config.data.workers)
+    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
+    stream = training_batches(train_set, batches, config.data.workers, unreadable)
     task.train()
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
         set_learning_rate(optimizer, lr)
         losses = []
         for micro in range(o.accumulation):
-            batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            with user_errors("train_dit.py", (UnreadableImage,), every_rank=True):
+                batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
             # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
             torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
             last = micro == o.accumulation - 1
@@ -106,7 +109,7 @@ def main(argv) -> None:
             values = average_over_step(accelerator, losses)
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped),
+                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped, unreadable=len(unreadable.seen)),
                 f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
             )
         done = step + 1

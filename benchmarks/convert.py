@@ -17,9 +17,15 @@ from pathlib import Path
 import torch
 
 import moh_vision
-from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform, training_batches
+from moh_vision.data.batches import (
+    LabelledImages,
+    calibration_batches,
+    evaluation_batches,
+    image_transform,
+    training_batches,
+)
 from moh_vision.data.order import StepBatches, rank_slice
-from moh_vision.data.sources import open_source
+from moh_vision.data.splits import open_source
 from moh_vision.engine.steps import learning_rate, set_learning_rate
 from moh_vision.evaluation.accuracy import evaluate
 from moh_vision.models.weights import from_run
@@ -77,9 +83,9 @@ def main():
         for augment in ("none", "crop_flip")
     }
     train_data = LabelledImages(train, transform["crop_flip"], args.seed)
-    plain_data, val_data = (LabelledImages(source, transform["none"], args.seed) for source in (train, val))
+    val_data = LabelledImages(val, transform["none"], args.seed)
     steps = args.steps or max(about["step"] // 20, 1)
-    calibration = [torch.stack([plain_data[i, i]["images"] for i in range(n, n + 256)]) for n in (0, 256)]
+    calibration = list(calibration_batches(train, transform["none"], 512))
 
     rows = []
 

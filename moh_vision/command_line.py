@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import typing
 from pathlib import Path
 from typing import List
@@ -12,14 +13,15 @@ from typing import List
 import jsonargparse
 import yaml
 
-from moh_vision.config import FREE_KEYS, Flags, RunConfig
+from moh_vision.config import FREE_KEYS, ClsConfig, Flags, RunConfig
 
 
 def parse_config(kind, argv: List[str], prog: str):
     """Read `--config FILE` and `--key.sub value` overrides.
 
     Args:
-        kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change.
+        kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change, a ClsConfig
+            --validate-only and --checkpoint (whose run's config.yaml is read where there is no --config).
         argv: command line without the program; - and _ are the same in option names.
         prog: name of the script.
 
@@ -29,10 +31,12 @@ def parse_config(kind, argv: List[str], prog: str):
     Raises:
         ValueError: one line that names the key, the value and what is allowed.
     """
-    argv = [_underscored(token) for token in argv]
+    argv = _switched_on([_underscored(token) for token in argv], kind)
     is_run = issubclass(kind, RunConfig)
     known = list(_leaf_keys(kind))
-    flags = ["config", "print_config", "help"] + [f.name for f in dataclasses.fields(Flags) if is_run]
+    judges = issubclass(kind, ClsConfig)
+    flags = ["config", "print_config", "help"] + ["dry_run", "fresh", "allow_change"] * is_run
+    flags += ["validate_only", "checkpoint"] * judges
     _refuse_unknown_options(argv, known, flags)
     parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file; later options override it")
@@ -42,6 +46,10 @@ def parse_config(kind, argv: List[str], prog: str):
         parser.add_argument(
             "--allow_change", action="append", default=[], metavar="KEY", help="resume although KEY has changed"
         )
+    if judges:
+        parser.add_argument("--validate_only", action="store_true", help="validate --checkpoint, and stop")
+        parser.add_argument("--checkpoint", metavar="PATH", help="run, or weights for model.*, to validate")
+        argv = _with_the_runs_config(argv)
     parser.add_class_arguments(kind)
     for path in _config_files(argv):
         _refuse_unknown_keys(path, kind, flags)
@@ -50,13 +58,30 @@ def parse_config(kind, argv: List[str], prog: str):
         built = parser.instantiate(namespace)
         config = kind(**{f.name: built[f.name] for f in dataclasses.fields(kind)})
     except (jsonargparse.ArgumentError, TypeError) as error:
-        raise ValueError(" ".join(str(error).replace("Parser key", "key").split())) from None
+        raise ValueError(_one_line(str(error))) from None
     if not is_run:
         return config, None
     for key in namespace.allow_change:
         if key not in known:
             raise ValueError(f"--allow-change {key}: {_unknown_key(key, known)}")
-    return config, Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change))
+    flags = Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change))
+    if judges:
+        flags.validate_only, flags.checkpoint = namespace.validate_only, namespace.checkpoint
+        if flags.validate_only != (flags.checkpoint is not None):
+            raise ValueError("--validate-only and --checkpoint PATH belong together; --init-from starts from weights")
+    return config, flags
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse's message without its line breaks, its list of failed attempts and Python's names of types."""
+    text = " ".join(message.replace("Parser key", "key").split())
+    text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", text).replace("NoneType", "null")
+    union = re.match(r"(.*?)Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors: .*", text)
+    if union is None:
+        return text
+    value = text.rpartition("Given value: ")[2]
+    kinds = re.sub(r", (?![^\[]*\])", " or ", union[2])  # not the commas inside brackets
+    return f"{union[1]}Expected {kinds}. Got value: {value}"
 
 
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
@@ -87,6 +112,15 @@ def _underscored(token: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
+def _switched_on(argv: List[str], kind) -> List[str]:
+    """The arguments, with "true" after a switch that stands alone, as in `--compile --seed 1`."""
+    switches = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
+    written = []
+    for token, following in zip(argv, [*argv[1:], "--"]):
+        written += [token, "true"] if token in switches and following.startswith("--") else [token]
+    return written
+
+
 def _leaf_keys(kind, prefix: str = ""):
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
@@ -111,6 +145,17 @@ def _refuse_unknown_options(argv: List[str], known: List[str], flags: List[str])
             inside = any(key.startswith(k + ".") for k in ("model.kwargs", "model.router_kwargs"))
             if not inside:
                 raise ValueError(_unknown_key(key, known + flags))
+
+
+def _with_the_runs_config(argv: List[str]) -> List[str]:
+    """The arguments, behind --config of the run that --checkpoint names, unless one is given."""
+    values = [b for a, b in zip(argv, argv[1:]) if a == "--checkpoint"]
+    values += [a.partition("=")[2] for a in argv if a.startswith("--checkpoint=")]
+    if not values or any(_config_files(argv)):
+        return argv
+    path = Path(values[-1])
+    saved = (path if path.is_dir() else path.parent) / "config.yaml"
+    return ["--config", str(saved), *argv] if saved.is_file() else argv
 
 
 def _config_files(argv: List[str]):

@@ -65,11 +65,13 @@ class DataConfig:
     """The images.
 
     Args:
-        root: "digits", or a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls).
+        root: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder with
+            train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set.
         img_size: side in pixels; left out: that of the data (digits) or of the model.
         augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip".
         shuffle_shards: shards that are shuffled together.
         workers: loader processes of each rank.
+        max_bad_fraction: share of the images that may be unreadable; each is replaced by the next one that is not.
     """
 
     root: str = "digits"
@@ -77,11 +79,71 @@ class DataConfig:
     augment: Literal["none", "affine", "crop_flip", "flip"] = "none"
     shuffle_shards: int = 8
     workers: int = 2
+    max_bad_fraction: float = 0.0
 
     def __post_init__(self):
         _check("data.img_size", self.img_size, self.img_size is None or self.img_size >= 1, "at least 1")
         _check("data.shuffle_shards", self.shuffle_shards, self.shuffle_shards >= 1, "at least 1")
         _check("data.workers", self.workers, self.workers >= 0, "0 or more")
+        _check("data.max_bad_fraction", self.max_bad_fraction, 0 <= self.max_bad_fraction < 1, "0 <= fraction < 1")
+
+
+@dataclass
+class ClsDataConfig(DataConfig):
+    """The images of a classifier; from `repeats` on: the ImageNet recipe, with timm's transforms.
+
+    Args:
+        augment: as above, or "imagenet": random resized crop, mirror, and what the keys below add.
+        repeats: repeated augmentation: copies of an image in an epoch, which covers as much less of the images.
+        crop_scale: area of the random crop, as a share of the image's.
+        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1; timm leaves color_jitter out where it is given.
+        color_jitter: of brightness, contrast and saturation.
+        erase_prob: how often a rectangle is erased.
+        erase_mode: what it is filled with: zeros, one random colour, or random pixels.
+        crop_pct: validation crops this share of the resized image; left out: the model's own with augment imagenet, else 1.
+        crop_mode: validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1), or
+            the longer ("border"); left out: the model's own with augment imagenet, else "squash".
+        eval_batch_size: images at a time in validation, on each process.
+    """
+
+    augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = "none"
+    repeats: int = 1
+    crop_scale: Tuple[float, float] = (0.08, 1.0)
+    auto_augment: Optional[str] = None
+    color_jitter: float = 0.0
+    erase_prob: float = 0.0
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"
+    crop_pct: Optional[float] = None
+    crop_mode: Optional[Literal["center", "squash", "border"]] = None
+    eval_batch_size: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        low, high = self.crop_scale
+        _check("data.repeats", self.repeats, self.repeats >= 1, "at least 1")
+        _check("data.crop_scale", self.crop_scale, 0 < low <= high <= 1, "0 < smallest <= largest <= 1")
+        _check("data.color_jitter", self.color_jitter, self.color_jitter >= 0, "0 or more")
+        _check("data.erase_prob", self.erase_prob, 0 <= self.erase_prob <= 1, "0 to 1")
+        _check("data.crop_pct", self.crop_pct, self.crop_pct is None or 0 < self.crop_pct <= 1, "0 < share <= 1")
+        _check("data.eval_batch_size", self.eval_batch_size, self.eval_batch_size >= 1, "at least 1")
+        for name in ("auto_augment", "color_jitter", "erase_prob"):
+            if getattr(self, name) and self.augment != "imagenet":
+                raise ValueError(
+                    f"data.{name} {getattr(self, name)!r} needs data.augment imagenet; it is {self.augment}"
+                )
+
+    def train_options(self) -> dict:
+        """Keyword arguments of `imagenet_train_transform`."""
+        return {k: getattr(self, k) for k in ("crop_scale", "auto_augment", "color_jitter", "erase_prob", "erase_mode")}
+
+    def eval_options(self, pretrained_cfg: dict) -> dict:
+        """Keyword arguments of `imagenet_eval_transform`; `pretrained_cfg` is the model's."""
+        own = dict(crop_pct=1.0, crop_mode="squash")
+        if self.augment == "imagenet":
+            own = dict(
+                crop_pct=pretrained_cfg.get("crop_pct", 0.875), crop_mode=pretrained_cfg.get("crop_mode") or "center"
+            )
+        return dict(crop_pct=self.crop_pct or own["crop_pct"], crop_mode=self.crop_mode or own["crop_mode"])
 
 
 @dataclass
@@ -122,6 +184,74 @@ class OptimConfig:
 
 
 @dataclass
+class ClsOptimConfig(OptimConfig):
+    """AdamW with timm's schedule: warm-up and cosine both count from step 0, as in timm.
+
+    Args:
+        epochs: length of the schedule; an epoch is as many images as there are, whatever data.repeats.
+        warmup_epochs: linear warm-up, instead of warmup_steps.
+        cooldown_epochs: at min_lr, after `epochs`.
+        warmup_lr: where the warm-up begins.
+        eps: of AdamW.
+        layer_decay: factor of the learning rate from each layer to the one before, for fine-tuning (timm's).
+    """
+
+    epochs: Optional[float] = None
+    warmup_epochs: float = 0.0
+    cooldown_epochs: float = 0.0
+    warmup_lr: float = 0.0
+    eps: float = 1e-8
+    layer_decay: Optional[float] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("optim.epochs", self.epochs, self.epochs is None or self.epochs > 0, "above 0")
+        _check("optim.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
+        _check("optim.cooldown_epochs", self.cooldown_epochs, self.cooldown_epochs >= 0, "0 or more")
+        _check("optim.warmup_lr", self.warmup_lr, 0 <= self.warmup_lr <= self.lr, "from 0 to optim.lr")
+        _check("optim.eps", self.eps, self.eps > 0, "above 0")
+        _check(
+            "optim.layer_decay",
+            self.layer_decay,
+            self.layer_decay is None or 0 < self.layer_decay <= 1,
+            "0 < factor <= 1",
+        )
+        if self.warmup_epochs and self.warmup_steps:
+            raise ValueError("optim.warmup_epochs and optim.warmup_steps are the same thing: give one")
+        if self.cooldown_epochs and self.epochs is None:
+            raise ValueError(f"optim.cooldown_epochs {self.cooldown_epochs:g} needs optim.epochs")
+
+
+@dataclass
+class MixConfig:
+    """Mixup and cutmix, timm's, inside a micro-batch.
+
+    Args:
+        mixup: alpha of mixup; 0: none.
+        cutmix: alpha of cutmix; 0: none.
+        prob: how often a micro-batch is mixed.
+        switch_prob: how often it is cutmix, where both are on.
+        mode: what shares one draw: the "batch", a "pair", or each image ("elem").
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+    def __post_init__(self):
+        for name in ("mixup", "cutmix"):
+            _check(f"mix.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        for name in ("prob", "switch_prob"):
+            _check(f"mix.{name}", getattr(self, name), 0 <= getattr(self, name) <= 1, "0 to 1")
+
+    @property
+    def on(self) -> bool:
+        return bool((self.mixup or self.cutmix) and self.prob)
+
+
+@dataclass
 class EmaConfig:
     """Exponential moving average of the weights.
 
@@ -149,7 +279,7 @@ class RunConfig:
         save_every: steps between checkpoints.
         keep_checkpoints: how many checkpoints stay.
         mixed_precision: "no", "bf16" or "fp16".
-        init_from: weights to start from: a run folder, a .safetensors file of a run, or a timm model name.
+        init_from: weights to start from: a run folder, a file of weights, or a timm model name.
         balance_weight: weight of the load-balance loss (0.01 in Jin 2024).
     """
 
@@ -168,8 +298,9 @@ class RunConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
 
     def __post_init__(self):
-        for name in ("max_steps", "log_every", "save_every", "keep_checkpoints"):
+        for name in ("log_every", "save_every", "keep_checkpoints"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= 1, "at least 1")
         _check_seed(self.seed)
         _check("balance_weight", self.balance_weight, self.balance_weight >= 0, "0 or more")
 
@@ -183,17 +314,57 @@ class ClsConfig(RunConfig):
     """Classification.
 
     Args:
+        max_steps: optimiser steps; left out: optim.epochs, or 1000. With optim.epochs, the schedule stays theirs and
+            max_steps only stops sooner.
         label_smoothing: of the cross-entropy.
+        calibrate_images: with init_from of a dense ViT: how many training images judge its heads, so that the strongest
+            ones of each layer become the shared ones and the first to run; 0: those that come first.
         eval_every: steps between validations; 0: only at the end.
+        compile: torch.compile the model and its losses.
+        channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 
+    max_steps: Optional[int] = None
     label_smoothing: float = 0.0
+    calibrate_images: int = 0
     eval_every: int = 0
+    compile: bool = False
+    channels_last: bool = False
+    data: ClsDataConfig = field(default_factory=ClsDataConfig)
+    optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self):
         super().__post_init__()
         _check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
+        _check("calibrate_images", self.calibrate_images, self.calibrate_images >= 0, "0 or more")
+        if self.calibrate_images and not self.init_from:
+            raise ValueError(f"calibrate_images {self.calibrate_images} needs init_from, the dense model to judge")
         _check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
+
+    def steps(self, images: int) -> Tuple[int, int, int]:
+        """(last step, steps of the cosine, of its warm-up) for so many training images."""
+        o = self.optim
+
+        def count(epochs: float) -> int:
+            return round(epochs * images / o.batch_size)
+
+        warmup = o.warmup_steps or count(o.warmup_epochs)
+        if o.epochs is None:
+            cosine = end = self.max_steps or 1000
+        else:
+            cosine = max(1, count(o.epochs))
+            end = min(cosine + count(o.cooldown_epochs), self.max_steps or 2**62)
+        return end, cosine, warmup
+
+    def check_micro_batch(self, processes: int) -> None:
+        """Raise ValueError if mixing cannot pair the images of a micro-batch."""
+        size, rest = divmod(self.optim.batch_size, self.optim.accumulation * processes)
+        if self.mix.on and not rest and size % 2:
+            raise ValueError(
+                f"optim.batch_size {self.optim.batch_size} over accumulation {self.optim.accumulation} x processes "
+                f"{processes} makes micro-batches of {size}; mixup and cutmix pair images and need an even number"
+            )
 
 
 @dataclass
@@ -223,10 +394,21 @@ class Flags:
     dry_run: bool
     fresh: bool
     allow_change: List[str]
+    validate_only: bool = False
+    checkpoint: Optional[str] = None
 
 
 # Differences in these do not make a run another run.
-FREE_KEYS = ("output", "max_steps", "log_every", "save_every", "keep_checkpoints", "eval_every", "data.workers")
+FREE_KEYS = (
+    "output",
+    "max_steps",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "data.workers",
+    "data.eval_batch_size",
+)
 
 
 @dataclass

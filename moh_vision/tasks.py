@@ -4,7 +4,7 @@ The balance loss is computed here from values that the model returns, so it is r
 accumulation and several models in a process.
 """
 
-from typing import Dict, List
+from typing import Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ class RoutedTask(nn.Module):
         self.balance_weight = balance_weight
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
         self.balanced = [layer.router.balanced for layer in layers]  # in the order of the statistics
+        # Blocks, for FSDP: their attention reads weights of its own children, which must be gathered with it.
+        blocks = [m for m in model.modules() if any(isinstance(c, HeadMixtureAttention) for c in m.children())]
+        self._no_split_modules = sorted({type(block).__name__ for block in blocks})
 
     def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
         """dict(loss, task_loss, balance_loss, balance_share, head_usage): the share is that of the whole loss."""
@@ -38,17 +41,24 @@ class RoutedTask(nn.Module):
 
 
 class ClassificationTask(RoutedTask):
-    """Cross-entropy."""
+    """Cross-entropy with class numbers, or with the mixed targets of mixup and cutmix."""
 
     def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0):
         super().__init__(model, balance_weight)
         self.label_smoothing = label_smoothing
 
-    def forward(self, images: Tensor, labels: Tensor) -> Dict:
-        """images [B, C, h, w], labels [B] -> losses, with batch_accuracy."""
+    def forward(self, images: Tensor, labels: Optional[Tensor] = None):
+        """images [B, C, h, w], labels [B] or targets [B, classes] -> losses, with batch_accuracy.
+
+        In eval mode: images -> (logits [B, classes], routing statistics), so that validation too goes through what
+        wraps the task.
+        """
         logits, stats = self.model.forward_routed(images)  # [B, classes]
+        if not self.training:
+            return logits, stats
         task_loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
-        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
+        dominant = labels.argmax(-1) if labels.ndim == 2 else labels
+        accuracy = (logits.detach().argmax(-1) == dominant).float().mean()
         return dict(self.losses(task_loss, stats), batch_accuracy=accuracy)
 
 

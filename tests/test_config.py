@@ -62,7 +62,7 @@ def test_every_key_misspelt_by_one_edit_is_refused_and_corrected(kind):
     [
         (["--lr", "1"], "unknown key 'lr', did you mean 'optim.lr'"),
         (["--zebra", "1"], "unknown key 'zebra'; known: "),
-        (["--max-steps", "many"], 'key "max_steps": Expected a .*int.*Got value: many'),
+        (["--max-steps", "many"], 'key "max_steps": Expected int or null. Got value: many'),
         (["--max-steps", "0"], "max_steps 0 is out of range: at least 1"),
         (["--optim.lr", "-1"], "optim.lr -1.0 is out of range: above 0"),
         (["--optim.schedule", "step"], 'key "optim.schedule": Expected .*cosine.*constant.*Got value: step'),
@@ -120,7 +120,10 @@ def test_a_saved_configuration_reads_back(tmp_path):
     assert parse("--config", str(file))[0] == config
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: f"{p.parent.name}/{p.name}")
+RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_shipped_configs_are_valid(path):
     kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
     parse("--config", str(path), kind=kind)
@@ -144,3 +147,102 @@ def test_sampling_options():
         parse("--steps", "5", kind=SampleConfig)
     with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):
         parse("--checkpoint", "run", "--seed", str(2**63), kind=SampleConfig)
+
+
+RECIPE = [
+    "moh_transnext_small_80",
+    "moh_transnext_small_75",
+    "moh_transnext_base_75",
+    "moh_transnext_base_50",
+    *(f"moh_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
+]
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_the_papers_recipe(name):
+    """Jin 2024's released options; batch 1024 of 1,281,167 images are 1251.1 steps an epoch."""
+    config = parse("--config", str(ROOT / "configs" / "cls" / f"{name}.yaml"))[0]
+    o, d = config.optim, config.data
+    assert (config.model.name, config.output) == (name, f"runs/cls/{name}")
+    assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (1e-3, 1e-6, 1e-5, 0.05, 1e-8, 1.0)
+    assert (o.batch_size, o.schedule, o.betas) == (1024, "cosine", (0.9, 0.999))
+    assert config.steps(1_281_167) == (375342, 375342, 6256)
+    assert (d.augment, d.repeats, d.auto_augment, d.color_jitter) == ("imagenet", 3, "rand-m9-mstd0.5-inc1", 0.4)
+    assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (0.25, "pixel", (0.08, 1.0), 224)
+    assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (0.8, 1.0, 1.0, 0.5)
+    assert (config.label_smoothing, config.balance_weight, config.ema.decay) == (0.1, 0.01, 0)
+    if "transnext" in name:
+        assert config.model.arguments()["drop_path_rate"] == (0.6 if "base" in name else 0.45)
+        assert config.mixed_precision == "fp16"
+
+
+def test_steps_from_epochs():
+    def steps(*argv, images=1000):
+        return parse("--optim.batch_size", "64", *argv)[0].steps(images)
+
+    assert steps() == (1000, 1000, 0)
+    assert steps("--max-steps", "7", "--optim.warmup_steps", "3") == (7, 7, 3)
+    assert steps("--optim.epochs", "300", "--optim.warmup_epochs", "5") == (4688, 4688, 78)
+    assert steps("--optim.epochs", "300", "--optim.cooldown_epochs", "10") == (4844, 4688, 0)
+    # a trial of the first steps: the schedule stays that of the epochs
+    assert steps("--optim.epochs", "300", "--max-steps", "9") == (9, 4688, 0)
+    assert steps("--max-steps", "320", "--optim.warmup_epochs", "2") == (320, 320, 31)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--optim.warmup_epochs", "1", "--optim.warmup_steps", "1"], "are the same thing: give one"),
+        (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1 needs optim.epochs"),
+        (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet; it is none"),
+        (["--data.erase_prob", "0.5", "--data.augment", "flip"], "data.erase_prob 0.5 needs data.augment imagenet"),
+        (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: 0 <= fraction < 1"),
+        (["--data.repeats", "0"], "data.repeats 0 is out of range"),
+        (["--data.crop_pct", "1.5"], "data.crop_pct 1.5 is out of range"),
+        (["--data.crop_scale", "[0.5, 0.1]"], "data.crop_scale .* is out of range"),
+        (["--optim.layer_decay", "2"], "optim.layer_decay 2.0 is out of range"),
+        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: from 0 to optim.lr"),
+        (["--mix.mixup", "-1"], "mix.mixup -1.0 is out of range"),
+        (["--mix.mode", "pairs"], 'key "mix.mode": Expected .*batch.*Got value: pairs'),
+        (["--validate-only"], "--validate-only and --checkpoint PATH belong together"),
+        (["--checkpoint", "x"], "--validate-only and --checkpoint PATH belong together"),
+        (["--model.kwargs", "5"], r'key "model.kwargs": Expected Dict\[str, Any\] or null. Got value: 5'),
+    ],
+)
+def test_mistakes_in_the_recipe(argv, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parse(*argv)
+    assert "\n" not in str(error.value)
+
+
+def test_an_odd_micro_batch_cannot_be_mixed():
+    config = parse("--optim.batch_size", "30", "--optim.accumulation", "5", "--mix.mixup", "0.8")[0]
+    config.check_micro_batch(1)
+    with pytest.raises(ValueError, match="accumulation 5 x processes 2 makes micro-batches of 3"):
+        config.check_micro_batch(2)
+
+
+def test_a_switch_may_stand_alone():
+    config = parse("--compile", "--channels-last", "--seed", "3")[0]
+    assert config.compile and config.channels_last and config.seed == 3
+    assert parse("--compile", "false")[0].compile is False
+
+
+def test_validation_reads_the_runs_configuration(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {root: shards, augment: imagenet}\n")
+    config, flags = parse("--validate-only", "--checkpoint", str(tmp_path), "--data.workers", "0")
+    assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)
+    assert flags.validate_only and flags.checkpoint == str(tmp_path)
+    (tmp_path / "own.yaml").write_text("seed: 3\n")
+    config = parse("--config", str(tmp_path / "own.yaml"), "--validate-only", "--checkpoint", str(tmp_path))[0]
+    assert (config.data.root, config.seed) == ("digits", 3)
+
+
+@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP")])
+def test_accelerate_reads_the_launch_files(name, kind):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    launch = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
+    assert str(launch.distributed_type).endswith(kind) and launch.mixed_precision == "no"
+    if name == "fsdp2":
+        assert launch.fsdp_config["fsdp_version"] == 2

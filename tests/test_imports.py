@@ -13,6 +13,7 @@ ALLOWED = {
     "models": {"attention"},
     "analysis": {"models", "attention"},
     "tasks": {"attention", "diffusion"},
+    "validation": {"analysis", "attention", "data", "engine", "evaluation"},
     "config": set(),
     "command_line": {"config"},
     "__init__": {"attention", "models"},

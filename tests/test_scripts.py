@@ -21,8 +21,12 @@ import train_dit  # noqa: E402
 
 SMALL = "--optim.batch_size 16 --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 4".split()
 STEPS = 30
+RECIPE = (
+    "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.4 --data.erase_prob 0.25 "
+    "--data.repeats 3 --mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1 --optim.layer_decay 0.9"
+).split()
 MORE = {
-    "cls": ["--model.kwargs", "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}"],
+    "cls": ["--model.kwargs", "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}", *RECIPE],
     "dit": ["--optim.accumulation", "2", "--mixed_precision", "bf16"],
 }
 
@@ -149,7 +153,8 @@ def test_a_changed_configuration_is_refused(runs, capsys):
             ["--optim.batch_size", "7", "--optim.accumulation", "2"],
             "optim.batch_size 7 is not a multiple of accumulation 2",
         ),
-        (["--init-from", "moh_vit_small_patch16_224"], "init_from moh_vit_small_patch16_224: No pretrained weights"),
+        (["--init-from", "moh_vit"], "init_from moh_vit: No pretrained weights"),
+        (["--calibrate_images", "8"], "calibrate_images 8 needs init_from"),
         (["--model.name", "moh_dit_small_patch2_75", "--model.kwargs", "null"], "is a diffusion model, a classifier"),
         (["--seed", str(2**63)], "is out of range: 0 to 2**63 - 1"),
         (["--init-from", "/no/where"], "init_from /no/where: neither a run"),

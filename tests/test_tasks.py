@@ -63,3 +63,25 @@ def test_a_dense_model_has_no_balance_loss():
     losses = DiffusionTask(model, 0.01, HybridLoss())(torch.zeros(1, 3, 8, 8), zeros, zeros, torch.randn(1, 3, 8, 8))
     assert losses["balance_loss"] == 0 and torch.equal(losses["loss"].detach(), losses["task_loss"])
     assert all(u.tolist() == [1.0] * 4 for u in losses["head_usage"])
+
+
+def test_mixed_targets_and_eval_mode():
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT)
+    task = ClassificationTask(model, 0.0, label_smoothing=0.1)
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 4])
+    hard = torch.nn.functional.one_hot(labels, 5).float()
+    torch.testing.assert_close(task(images, hard)["loss"], task(images, labels)["loss"])
+    assert task(images, hard)["batch_accuracy"] == task(images, labels)["batch_accuracy"]
+    logits, stats = task.eval()(images)
+    assert torch.equal(logits, model(images)) and len(stats) == 2
+
+
+def test_fsdp_wraps_whole_blocks():
+    """Attention reads its children's weights itself, so nothing below a block may be sharded on its own."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    task = ClassificationTask(timm.create_model("moh_vit_tiny_patch16_224", **VIT), 0.0)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin.set_auto_wrap_policy(task)
+    classes = plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
+    assert {c.__name__ for c in classes} == {"MoHBlock"}

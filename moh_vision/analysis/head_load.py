@@ -40,3 +40,7 @@ class HeadLoad:
     def share(self) -> List[Tensor]:
         """Share of a class's tokens that ran each head: one [classes, H] per layer, 0 for a class without tokens."""
         return [c / t.clamp_min(1)[:, None] for c, t in zip(self.counts, self.tokens)]
+
+    def active(self) -> List[float]:
+        """Heads that a token runs in each layer, on average over all samples."""
+        return [(c.sum() / t.sum().clamp_min(1)).item() for c, t in zip(self.counts, self.tokens)]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, List, Sequence, Tuple
+import random
+from functools import partial
+from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches, derive_seed
+
+MAX_BAD_IN_A_ROW = 100
 
 
 def image_transform(
@@ -36,18 +41,46 @@ def image_transform(
 
 
 class LabelledImages(Dataset):
-    """Items (position, sample number) -> dict(images, labels); the augmentation is drawn from (seed, position)."""
+    """Items (position, sample number) -> dict(images, labels, position, bad).
 
-    def __init__(self, source, transform: Callable, seed: int):
-        self.source, self.transform, self.seed = source, transform, seed
+    The augmentation is drawn from (seed, position). A sample that cannot be decoded is replaced by the next one in the
+    numbering of the source (after the last: the first), with the next one's label: a function of the sample number
+    only. `bad` lists (sample number, message) of those passed over.
+
+    Args:
+        source: see `splits.open_source`.
+        transform: PIL image -> tensor [C, h, w].
+        seed: of the run.
+        replace: False: leave such a sample out instead; for validation, where every sample counts once.
+    """
+
+    def __init__(self, source, transform: Callable, seed: int, replace: bool = True):
+        self.source, self.transform, self.seed, self.replace = source, transform, seed, replace
 
     def __getitem__(self, item: Tuple[int, int]) -> dict:
         position, index = item
-        # The transforms draw from torch's CPU generator. The training loop seeds it again after it has fetched a batch,
-        # so nothing is restored; torch.manual_seed, which also visits every accelerator, would cost 100 us a sample.
-        torch.default_generator.manual_seed(derive_seed(self.seed, position))
-        image = self.transform(self.source.image(index))
-        return dict(images=image, labels=int(self.source.labels[index]))
+        bad = []
+        for number in range(index, index + (MAX_BAD_IN_A_ROW if self.replace else 1)):
+            number %= len(self.source)
+            try:
+                image = self.source.image(number)
+            except UnreadableImage as error:
+                bad.append((number, str(error)))
+                continue
+            self._seed(position)
+            return dict(
+                images=self.transform(image), labels=int(self.source.labels[number]), position=position, bad=bad
+            )
+        return dict(position=position, bad=bad)
+
+    def _seed(self, position: int) -> None:
+        """Seed what transforms draw from: torch's CPU generator, and for timm's Python's and numpy's."""
+        # The training loop seeds torch again after it has fetched a batch, so nothing is restored;
+        # torch.manual_seed, which also visits every accelerator, would cost 100 us a sample.
+        seed = derive_seed(self.seed, position)
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 class NoisedImages(LabelledImages):
@@ -59,6 +92,8 @@ class NoisedImages(LabelledImages):
 
     def __getitem__(self, item: Tuple[int, int]) -> dict:
         sample = super().__getitem__(item)
+        if "images" not in sample:
+            return sample
         # Another stream than the augmentation's, so that more draws there do not move these.
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], 1)))
         sample["timesteps"] = int(rng.integers(self.num_timesteps))
@@ -68,19 +103,103 @@ class NoisedImages(LabelledImages):
         return sample
 
 
-def training_batches(dataset: Dataset, batches: StepBatches, workers: int) -> Iterable[dict]:
-    """Iterator over the micro-batches of one rank, in order."""
+class BadSamples:
+    """Counts the samples of this process that cannot be decoded, and stops where there are too many.
+
+    The count is of different samples since the process started; it is not part of a checkpoint.
+
+    Args:
+        total: samples there are.
+        max_fraction: share of them that may be unreadable (data.max_bad_fraction).
+    """
+
+    def __init__(self, total: int, max_fraction: float = 0.0):
+        self.total, self.max_fraction = total, max_fraction
+        self.seen: set = set()
+
+    def check(self, bad: List[Tuple[int, str]]) -> None:
+        """Take note of (sample number, message) of a batch.
+
+        Raises:
+            UnreadableImage: with the newest message, beyond the share.
+        """
+        self.seen.update(number for number, _ in bad)
+        if len(self.seen) > self.max_fraction * self.total:
+            allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
+            raise UnreadableImage(f"{bad[-1][1]} ({len(self.seen)} unreadable so far, allowed are {allowed})")
+
+
+class Batches:
+    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted; len() is their number.
+
+    Args:
+        complete: whether every batch must have all its samples, as in training.
+    """
+
+    def __init__(self, loader: DataLoader, bad: BadSamples, complete: bool):
+        self.loader, self.bad, self.complete = loader, bad, complete
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self):
+        for batch in self.loader:
+            bad, lost = batch.pop("bad"), batch.pop("lost")
+            self.bad.check(bad)
+            if lost and self.complete:
+                raise UnreadableImage(f"{bad[-1][1]} (and {MAX_BAD_IN_A_ROW - 1} images before it)")
+            if batch:  # else nothing of it could be read
+                yield batch
+
+
+def collate(items: List[dict], mixing: Optional[Callable] = None) -> dict:
+    """Items of a data set to one batch, mixed; runs in the loader's processes."""
+    position = items[0]["position"]
+    bad = [entry for item in items for entry in item["bad"]]
+    whole = [{k: v for k, v in item.items() if k not in ("position", "bad")} for item in items if "images" in item]
+    batch = default_collate(whole) if whole else {}
+    if mixing and len(whole) == len(items):
+        batch["images"], batch["labels"] = mixing(batch["images"], batch["labels"], position)
+    return dict(batch, bad=bad, lost=len(items) - len(whole))
+
+
+def training_batches(
+    dataset: LabelledImages,
+    batches: StepBatches,
+    workers: int,
+    bad: Optional[BadSamples] = None,
+    mixing: Optional[Callable] = None,
+) -> Iterable[dict]:
+    """Iterator over the micro-batches of one rank, in order.
+
+    Args:
+        bad: counts unreadable samples; left out: the first one stops.
+        mixing: (images, labels, position of the first) -> mixed images and targets, such as `imagenet.BatchMixing`.
+    """
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
+        collate_fn=partial(collate, mixing=mixing),
         pin_memory=torch.cuda.is_available(),
         persistent_workers=False,
         prefetch_factor=4 if workers else None,
     )
-    return iter(loader)
+    return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
 
 
-def evaluation_batches(dataset: LabelledImages, slices: List[List[int]], workers: int) -> DataLoader:
+def evaluation_batches(
+    dataset: LabelledImages, slices: List[List[int]], workers: int, bad: Optional[BadSamples] = None
+) -> Batches:
     """Batches of the given sample numbers, for a transform without randomness."""
-    return DataLoader(dataset, batch_sampler=[[(i, i) for i in numbers] for numbers in slices], num_workers=workers)
+    sampler = [[(i, i) for i in numbers] for numbers in slices]
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+    return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
+
+
+def calibration_batches(source, transform: Callable, count: int, batch_size: int = 64) -> Iterator[torch.Tensor]:
+    """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without randomness."""
+    count = min(count, len(source))
+    numbers = [i * len(source) // count for i in range(count)]
+    for start in range(0, count, batch_size):
+        yield torch.stack([transform(source.image(i)) for i in numbers[start : start + batch_size]])

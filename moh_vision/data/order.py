@@ -46,12 +46,19 @@ class StepBatches:
     Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the
     same step holds the same samples whatever the number of ranks.
 
+    Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch is still
+    as many positions as there are samples, but holds only the first third of the epoch's order, every sample three
+    times in the same step (at its end, the next), each copy with the augmentation of its own position. Inside a step,
+    first copies come before second ones, so that copies lie a third of the step apart: in other micro-batches where
+    there are three or more, as DeiT lays them on other GPUs.
+
     Args:
         shard_sizes, group, seed: see `epoch_order`.
         batch_size: samples per step, over all ranks and micro-batches.
         accumulation: micro-batches per step and rank.
         rank, world: this process, and how many there are.
         start, stop: first step, and the one after the last.
+        repeats: copies of a sample in an epoch; 1: none but itself.
 
     Raises:
         ValueError: if the batch cannot be divided, or there are no samples.
@@ -69,6 +76,7 @@ class StepBatches:
         world: int,
         start: int,
         stop: int,
+        repeats: int = 1,
     ):
         if sum(shard_sizes) < 1:
             raise ValueError("there are no training samples")
@@ -78,7 +86,9 @@ class StepBatches:
             )
         self.shard_sizes, self.group, self.seed = tuple(shard_sizes), group, seed
         self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.repeats = start, stop, repeats
+        # Slot of a step -> place in the order of that step: copy 0 of all its samples, then copy 1, ...
+        self.places = np.concatenate([np.arange(copy, batch_size, repeats) for copy in range(repeats)])
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start) * self.accumulation
@@ -92,8 +102,9 @@ class StepBatches:
 
     def sample(self, position: int) -> int:
         """The sample number at a position."""
-        epoch, place = divmod(position, sum(self.shard_sizes))
-        return int(epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place])
+        step, slot = divmod(position, self.batch_size)
+        epoch, place = divmod(step * self.batch_size + int(self.places[slot]), sum(self.shard_sizes))
+        return int(epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place // self.repeats])
 
 
 def rank_slice(count: int, rank: int, world: int, batch_size: int) -> List[List[int]]:

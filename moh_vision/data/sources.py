@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import stat
@@ -16,6 +15,8 @@ import numpy as np
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
+
+from moh_vision.data.decode import decode_image
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 INDEX_FORMAT = "1"
@@ -99,12 +100,7 @@ class Shards:
     def image(self, index: int) -> Image.Image:
         shard = int(self.shard[index])
         data = os.pread(self._file(shard), int(self.size[index]), int(self.offset[index]))
-        try:
-            image = Image.open(io.BytesIO(data))
-            image.load()
-        except Exception as error:
-            raise ValueError(f"{self.paths[shard]}, image at byte {self.offset[index]}: {error}") from None
-        return image
+        return decode_image(data, f"{self.paths[shard]}, image at byte {self.offset[index]}")
 
     def _file(self, shard: int) -> int:
         """An open descriptor, among the last few: there may be more shards than a process may open."""
@@ -193,8 +189,3 @@ def _scan(paths: List[Path]):
     table = np.array(rows, dtype=np.int64)
     arrays = {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(("shard", "offset", "size", "label"))}
     return arrays, samples
-
-
-def open_source(root: str, split: str, index_dir: Optional[str] = None):
-    """`Digits` or `Shards`: objects with len(), image(i) -> PIL, labels, classes, channels, img_size, shard_sizes."""
-    return Digits(split) if root == "digits" else Shards(root, split, index_dir)

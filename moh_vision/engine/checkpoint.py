@@ -19,6 +19,7 @@ from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -37,12 +38,12 @@ def save_training(accelerator, run: Path, step: int, model, ema, metadata: Dict[
     save_checkpoint(
         accelerator, run, step, lambda folder: ema and save_file(ema.module.state_dict(), folder / EMA), keep
     )
-    if accelerator.is_main_process:
-        export_weights(model, run / "model.safetensors", dict(metadata, step=step))
-        if ema:
-            export_weights(ema.module, run / EMA, dict(metadata, step=step))
-        elif (run / EMA).exists():
-            (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
+    main, about = accelerator.is_main_process, dict(metadata, step=step)
+    export_weights(model, run / "model.safetensors", about, main)
+    if ema:
+        export_weights(ema.module, run / EMA, about, main)
+    elif main and (run / EMA).exists():
+        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
@@ -126,9 +127,18 @@ def resume_point(
     return found
 
 
-def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object]) -> None:
-    """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON."""
-    tensors = {k: v.detach().contiguous().cpu() for k, v in module.state_dict().items()}
+def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
+    """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON.
+
+    With FSDP every process calls it, because shards are gathered, one tensor at a time, and one of them says `write`.
+    """
+    tensors = {}
+    for name, value in module.state_dict().items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if write:
+            tensors[name] = value.detach().contiguous().cpu()
+    if not write:
+        return
     hidden = path.with_name(f".{path.name}.tmp")
     save_file(tensors, hidden, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
     hidden.chmod(0o644)  # safetensors makes it private

@@ -14,14 +14,23 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 
+MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+
 
 @contextlib.contextmanager
-def user_errors(script: str):
-    """Turn a user's mistake during set-up (ValueError, a missing file) into one line and exit code 2."""
+def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False):
+    """Turn a user's mistake into one line and exit code 2.
+
+    Args:
+        script: its name.
+        kinds: exceptions that are one; during set-up a ValueError or a missing file.
+        every_rank: print on whatever process it happens, where others do not see the same.
+    """
     try:
         yield
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine: a folder may be missing on one of them
+    except kinds as error:
+        # Once on every machine: a folder may be missing on one of them.
+        if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"(rank {rank}) "
             print(f"{script}: error: {where}{' '.join(str(error).split())}", file=sys.stderr)

@@ -68,7 +68,7 @@ class Updater:
             FloatingPointError: naming step, learning rate and gradient norm, after ten bad steps in a row.
         """
         norm = self.accelerator.clip_grad_norm_(task.parameters(), self.clip_norm or math.inf)
-        norm = float(norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of FSDP's shards
         finite = math.isfinite(norm)
         if finite or self.accelerator.scaler is not None:  # a gradient scaler skips the step and lowers its scale
             optimizer.step()

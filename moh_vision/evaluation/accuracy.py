@@ -1,5 +1,6 @@
 """Accuracy and loss, exact over processes: every sample counts once, none is padded."""
 
+import time
 from typing import Callable, Dict, Iterable
 
 import torch
@@ -20,8 +21,9 @@ def evaluate(
         reduce: sums a tensor over processes.
 
     Returns:
-        dict(top1, top5, loss, images): the first two in percent.
+        dict(top1, top5, loss, images, images_per_s): the first two in percent, the last from this process's time.
     """
+    since = time.monotonic()
     totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
         labels = batch["labels"].to(device)
@@ -31,4 +33,17 @@ def evaluate(
         loss = F.cross_entropy(logits, labels, reduction="sum")
         totals += torch.tensor([hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels)])
     top1, top5, loss, images = reduce(totals).tolist()
-    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
+    if not images:
+        raise ValueError("there are no images to judge by")
+    rate = round(images / max(time.monotonic() - since, 1e-9), 1)
+    return dict(
+        top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images), images_per_s=rate
+    )
+
+
+def summary(scores: Dict) -> str:
+    """One line of what validation found."""
+    return (
+        f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}, "
+        f"{scores['images']} images, {scores['images_per_s']:.0f} img/s, peak {scores['peak_memory_mib']} MiB"
+    )

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from moh_vision.attention import (
     BudgetSpec,
+    HeadBudget,
     HeadMixtureAttention,
     all_heads,
     attention_layers,
     resolve_budget,
     runs_all_heads,
 )
-from moh_vision.attention.routers import DenseRouter, MoHRouter
+from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
@@ -129,12 +130,7 @@ def routed_attention(
     )  # fmt: skip
     layer.qkv, layer.proj, layer.proj_drop = attn.qkv, attn.proj, attn.proj_drop
     layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
-    if isinstance(layer.router, MoHRouter):
-        for p in layer.router.parameters():
-            nn.init.zeros_(p)
-    elif router == "mae":  # a uniform gate
-        nn.init.zeros_(layer.router.out.weight)
-        nn.init.zeros_(layer.router.out.bias)
+    zero_router(layer.router)
     return layer.train(attn.training)
 
 
@@ -147,6 +143,39 @@ def order_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
     contributions = head_contributions(model, batches)
     for attn, share in zip(dense_attentions(model), contributions):
         permute_heads(attn, share.argsort(descending=True, stable=True))
+
+
+def share_strongest_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """`order_heads` for a `moh_vit_*` that got a dense model's weights and has routers that were never trained.
+
+    MoH's routers become zero: the first step runs the strongest heads of every layer, with weight 1.
+
+    Raises:
+        ValueError: for another kind of model, or no batch.
+    """
+    if not isinstance(model, MoHVisionTransformer):
+        raise ValueError(f"heads are ordered in moh_vit_* only, not in a {type(model).__name__}")
+    layers = attention_layers(model)
+    routers = [layer.router for layer in layers]
+    try:
+        for layer in layers:
+            b = layer.budget
+            layer.router = DenseRouter(model.embed_dim, HeadBudget(b.heads, b.head_dim, b.heads, 0))
+        order_heads(model, batches)
+    finally:
+        for layer, router in zip(layers, routers):
+            layer.router = router
+            zero_router(router)
+
+
+def zero_router(router: nn.Module) -> None:
+    """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
+    if isinstance(router, MoHRouter):
+        parameters = list(router.parameters())
+    else:
+        parameters = list(router.out.parameters()) if isinstance(router, MAERouter) else []
+    for p in parameters:
+        nn.init.zeros_(p)
 
 
 @torch.no_grad()

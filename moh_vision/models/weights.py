@@ -8,7 +8,7 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Callable, Dict, Tuple, Union
+from typing import Callable, Dict, Optional, Tuple, Union
 
 import timm
 import torch
@@ -80,26 +80,64 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
     return model.eval(), dict(metadata, weights=str(file))
 
 
-def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> None:
-    """Load weights into a new model: a run, a .safetensors file, or the pretrained weights of a timm model name.
+def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
+    """The classifier that `path` means: that of a run, or model `name` with `arguments` and weights from there.
+
+    Args:
+        path: see `init_from`.
+        img_size: another one than the run's; positions are resized.
+
+    Returns:
+        (model in eval mode, dict(name, arguments, classes or None, weights: the file))
+
+    Raises:
+        ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
+    """
+    about: dict = {}
+    if Path(path).exists():
+        path = str(weights_file(path))
+        about = read_safetensors(Path(path))[1]
+    if "architecture" in about:
+        name, arguments = about["architecture"], about["arguments"]
+    arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
+    model = create(name, "classifier", **arguments)
+    fresh: list = []
+    try:
+        init_from(model, path, fresh.append)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(str(error).replace("init_from", "--checkpoint", 1)) from None
+    if fresh:
+        raise ValueError(
+            f"{path} does not hold all of {name}: {'; '.join(f.removeprefix('init_from: ') for f in fresh)}"
+        )
+    return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path)
+
+
+def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> bool:
+    """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
 
     The head or label table is made anew for another class count, position tables are resized or made anew for another
     image size, and routers start fresh where the source has none; each is named through `say`.
+
+    Returns:
+        whether routers start fresh.
 
     Raises:
         ValueError, FileNotFoundError: for a source that does not exist or does not fit.
     """
     if Path(source).exists():
-        state, _ = read_safetensors(weights_file(source))
+        state = read_tensors(weights_file(source))
     elif timm.is_model(source.split(".")[0]):
         try:
             state = timm.create_model(source, pretrained=True).state_dict()
-        except RuntimeError as error:  # timm: no weights are named for it
-            raise ValueError(f"init_from {source}: {error}") from None
+        except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
+            raise ValueError(f"init_from {source}: {str(error).splitlines()[0]}") from None
     else:
         raise FileNotFoundError(f"init_from {source}: neither a run, a .safetensors file, nor a registered model name")
     if isinstance(model, MoHVisionTransformer):
         state = checkpoint_filter_fn(state, model)
+    elif isinstance(model, moh_transnext.TransNeXt):
+        state = moh_transnext.checkpoint_filter_fn(state, model)
     own = model.state_dict()
     for name in [n for n in state if n in own and state[n].shape != own[n].shape]:
         if not name.startswith(REMADE):
@@ -115,6 +153,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     routers = sum(".router." in n for n in missing)
     if routers:
         say(f"init_from: {routers} router tensors start fresh")
+    return routers > 0
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
@@ -131,12 +170,10 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
         FileNotFoundError, ValueError: naming the file, and what does not fit.
     """
     file = weights_file(str(path))
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file")
-    if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer):
+    if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
         model.load_pretrained(str(file))
         return model
-    state = read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
+    state = read_tensors(file)
     for kind, read in FILTERS:
         if isinstance(model, kind):
             state = read(state, model)
@@ -153,6 +190,17 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
         )
     model.load_state_dict(state)
     return model
+
+
+def read_tensors(file: Path) -> Dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
 
 
 def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:

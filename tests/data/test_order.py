@@ -69,3 +69,31 @@ def test_seeds_are_stable_and_spread():
     assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1)
     assert len({derive_seed(0, i) & 0xFFFF for i in range(1000)}) > 950
     assert 0 <= derive_seed(2**40, -1) < 2**63
+
+
+@pytest.mark.parametrize("batch_size", [9, 8, 30, 64])
+def test_repeated_augmentation(batch_size):
+    """An epoch of as many positions shows a third of the samples, each three times, near each other."""
+    items = flat(batches(repeats=3, batch_size=batch_size, stop=90 * 8 // batch_size))
+    assert [p for p, _ in items] == list(range(len(items)))
+    in_order = sorted(items, key=lambda item: place(item[0], batch_size, 3))
+    for epoch in range(3):
+        order = epoch_order(3, epoch, (10, 7, 13), 2)
+        shown = [i for _, i in in_order[epoch * 30 : epoch * 30 + 30]]
+        assert shown == [i for i in order[:10] for _ in range(3)]
+
+
+def place(position, batch_size, repeats):
+    """Where a position stands when the copies of a sample stand side by side."""
+    step, slot = divmod(position, batch_size)
+    slots = [s for copy in range(repeats) for s in range(copy, batch_size, repeats)]
+    return step * batch_size + slots[slot]
+
+
+def test_copies_lie_in_different_micro_batches():
+    steps = list(batches(repeats=3, batch_size=12, accumulation=3, stop=2))
+    for step in range(2):
+        micro = [[i for _, i in steps[step * 3 + m]] for m in range(3)]
+        assert micro[0] == micro[1] == micro[2] and len(set(micro[0])) == 4
+    whole = list(batches(repeats=3, batch_size=12, stop=2))
+    assert [flat(steps[:3]), flat(steps[3:])] == whole  # the same step, however it is divided

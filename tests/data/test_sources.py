@@ -11,7 +11,8 @@ from PIL import Image
 
 from moh_vision.data.batches import LabelledImages, NoisedImages, image_transform
 from moh_vision.data.order import StepBatches
-from moh_vision.data.sources import Digits, Shards, open_source
+from moh_vision.data.sources import Digits, Shards
+from moh_vision.data.splits import open_source
 
 
 def write_shards(folder, count=23, per_shard=10, classes=3, split="train", extension="png"):
@@ -129,7 +130,7 @@ def test_bad_image_names_shard_and_place(tmp_path):
 def test_missing_folder_and_shards(tmp_path):
     with pytest.raises(FileNotFoundError, match="data.root /no/where: no such folder"):
         open_source("/no/where", "train")
-    with pytest.raises(FileNotFoundError, match="no val-\\*.tar shards in it"):
+    with pytest.raises(FileNotFoundError, match="neither val-\\*.tar shards nor a folder val in it"):
         open_source(str(write_shards(tmp_path / "d")), "val")
     (tmp_path / "d" / "val-000000.tar").write_bytes(b"torn" * 300)
     with pytest.raises(ValueError, match="val-000000.tar: not a readable tar"):

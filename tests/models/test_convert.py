@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, load_balance_loss
+from moh_vision.attention import HeadBudget, attention_layers, load_balance_loss
 from moh_vision.attention.budget import change_routed
-from moh_vision.models.convert import head_contributions
+from moh_vision.models.convert import head_contributions, share_strongest_heads
+from moh_vision.models.weights import init_from
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
 # What pretrained ViTs are made of.
@@ -146,6 +147,25 @@ def test_saved_and_loaded_by_timm(tmp_path):
     assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
     x = images()
     assert torch.equal(again(x), model.eval()(x))
+
+
+def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
+    """What `calibrate_images` does in train_cls.py."""
+    source, x = dense(), images(8)
+    source.blocks[0].attn.proj.weight.data.unflatten(1, (6, 8))[:, 4] *= 30
+    save_file(source.state_dict(), tmp_path / "vit.safetensors")
+    model = moh_vit(head_budget="uniform:0.5")
+    assert init_from(model, str(tmp_path / "vit.safetensors"), lambda text: None)
+    routers = [layer.router for layer in attention_layers(model)]
+    share_strongest_heads(model, [x])
+    assert [layer.router for layer in attention_layers(model)] == routers
+    assert not any(p.any() for router in routers for p in router.parameters())
+    strongest = source.blocks[0].attn.qkv.weight.data[4 * 8 : 5 * 8]
+    assert torch.equal(model.blocks[0].attn.qkv.weight.data[:8], strongest)
+    want = moh_vision.convert(source, "uniform:0.5", calibrate=[x])
+    assert torch.equal(model(x), want(x))
+    with pytest.raises(ValueError, match="heads are ordered in moh_vit_. only, not in a TransNeXt"):
+        share_strongest_heads(timm.create_model("transnext_micro", device="meta"), [x])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""A folder of class folders, as torchvision's and timm's ImageFolder read it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from moh_vision.data.decode import UnreadableImage, decode_image
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+VAL_NAMES = ("val", "validation")
+
+
+def split_folder(root: str, split: str) -> Path | None:
+    """`root`/train, or `root`/val or /validation, where it exists."""
+    names = VAL_NAMES if split == "val" else (split,)
+    return next((Path(root, name) for name in names if Path(root, name).is_dir()), None)
+
+
+class ImageFolder:
+    """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); the classes are the folders' names, sorted.
+
+    Files are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
+
+    Args:
+        root: the folder that holds the splits.
+        split: "train" or "val".
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder.
+    """
+
+    channels = 3
+    img_size = None  # as large as each image is; the transform decides
+
+    def __init__(self, root: str, split: str):
+        folder = split_folder(root, split)
+        if folder is None:
+            raise FileNotFoundError(f"data.root {root}: no folder {split} in it")
+        self.folder, self.name = folder, Path(root).name
+        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        if not self.classes:
+            raise ValueError(f"data.root {root}: {folder} holds no class folders")
+        names, labels = [], []
+        for label, name in enumerate(self.classes):
+            found = _images(folder, name)
+            if not found:
+                raise ValueError(f"{folder / name}: a class folder without images ({', '.join(EXTENSIONS)})")
+            names += found
+            labels += [label] * len(found)
+        # One array of bytes: a list of a million strings would be copied into every loader process.
+        self.files = np.array([os.fsencode(n) for n in names])
+        self.labels = np.array(labels, dtype=np.int64)
+        self.shard_sizes = (len(self.labels),)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        path = self.folder / os.fsdecode(bytes(self.files[index]))
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UnreadableImage(f"{path}: {error.strerror}") from None
+        return decode_image(data, str(path))
+
+
+def _images(folder: Path, name: str) -> list:
+    """Image files below folder/name, relative to folder, sorted."""
+    found = []
+    for place, _, files in os.walk(folder / name, followlinks=True):
+        below = os.path.relpath(place, folder)
+        found += [os.path.join(below, f) for f in files if f.lower().endswith(EXTENSIONS) and f[0] != "."]
+    return sorted(found)

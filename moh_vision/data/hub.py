@@ -1,0 +1,81 @@
+"""Labelled images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from moh_vision.data.decode import UnreadableImage, decode_image
+
+PREFIX = "hfds/"
+SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
+
+
+class HubDataset:
+    """`hfds/NAME`: a data set with one image column and one class-label column.
+
+    Args:
+        root: hfds/NAME, NAME being what datasets.load_dataset takes: a name on the hub, or a local folder.
+        split: "train", or "val" (validation, val, valid or test: the first that there is).
+
+    Raises:
+        ValueError: naming data.root, and what is missing.
+    """
+
+    channels = 3
+    img_size = None
+
+    def __init__(self, root: str, split: str):
+        try:
+            import datasets
+        except ImportError:
+            raise ValueError(f"data.root {root} needs the package datasets: pip install 'moh_vision[hub]'") from None
+        self.root = root
+        try:
+            splits = datasets.load_dataset(root.removeprefix(PREFIX))
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(f"data.root {root}: {error}") from None
+        self.split = next((name for name in SPLITS[split] if name in splits), None)
+        if self.split is None:
+            raise ValueError(f"data.root {root}: no split {' or '.join(SPLITS[split])}; it has {', '.join(splits)}")
+        table = splits[self.split]
+        image = self._column(table, datasets.Image, "image")
+        label = self._column(table, datasets.ClassLabel, "class-label")
+        self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        self.classes = list(table.features[label].names)
+        self.labels = np.array(table[label], dtype=np.int64)
+        self.shard_sizes = (len(self.labels),)
+        unlabelled = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
+        if len(unlabelled):
+            row = unlabelled[0]
+            raise ValueError(
+                f"data.root {root}, split {self.split}: row {row} has label {self.labels[row]}, "
+                f"allowed are 0 to {len(self.classes) - 1}"
+            )
+        # Bytes, not images: decoding is ours, so that every source treats files alike.
+        self.column = image
+        self.rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        where = f"{self.root}, split {self.split}, row {index}"
+        cell = self.rows[index][self.column]
+        data = cell["bytes"]
+        if data is None:  # the table holds paths
+            where = f"{where} ({cell['path']})"
+            try:
+                with open(cell["path"], "rb") as file:
+                    data = file.read()
+            except OSError as error:
+                raise UnreadableImage(f"{where}: {error.strerror}") from None
+        return decode_image(data, where)
+
+    def _column(self, table, kind, what: str) -> str:
+        names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
+        if len(names) != 1:
+            raise ValueError(
+                f"data.root {self.root}: one {what} column is needed, there are {len(names)} among {', '.join(table.features)}"
+            )
+        return names[0]

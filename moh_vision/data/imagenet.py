@@ -1,0 +1,161 @@
+"""The ImageNet recipe's transforms and mixing: timm's own, every draw a function of (seed, position)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Optional, Sequence, Tuple
+
+import numpy as np
+from PIL import Image
+from timm.data import Mixup, create_transform
+from torch import Tensor
+from torchvision.transforms import Compose, Grayscale
+
+from moh_vision.data.batches import image_transform
+from moh_vision.data.order import derive_seed
+
+
+def imagenet_train_transform(
+    img_size: int,
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    interpolation: str = "bicubic",
+    crop_scale: Tuple[float, float] = (0.08, 1.0),
+    auto_augment: Optional[str] = None,
+    color_jitter: float = 0.0,
+    erase_prob: float = 0.0,
+    erase_mode: str = "pixel",
+) -> Callable:
+    """timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
+
+    Args:
+        crop_scale: area of the random crop, as a share of the image's.
+        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1; while it is given, timm leaves `color_jitter` out.
+        color_jitter: of brightness, contrast and saturation.
+        erase_prob, erase_mode: random erasing.
+
+    Raises:
+        ValueError: for an `auto_augment` that timm does not understand.
+    """
+    augmentation = dict(
+        is_training=True,
+        scale=crop_scale,
+        interpolation=interpolation,
+        auto_augment=auto_augment,
+        color_jitter=color_jitter or None,
+        re_prob=erase_prob,
+        re_mode=erase_mode,
+        separate=True,
+    )
+    # Grey images are augmented in colour, because several of RandAugment's operations know only that.
+    in_colour = dict(mean=tuple(mean), std=tuple(std)) if channels == 3 else {}
+    try:
+        crop, augment, _ = create_transform(img_size, **augmentation, **in_colour)
+    except (AssertionError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"data.auto_augment {auto_augment!r}: timm does not understand it ({error}); the recipe's is "
+            "rand-m9-mstd0.5-inc1"
+        ) from None
+    _let_posterize_reach_zero(augment)
+    *_, normalise = create_transform(img_size, **augmentation, mean=tuple(mean), std=tuple(std))
+    return Compose([_rgb, crop, augment, *([Grayscale()] if channels == 1 else []), normalise])
+
+
+def imagenet_eval_transform(
+    img_size: int,
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    interpolation: str = "bicubic",
+    crop_pct: float = 0.875,
+    crop_mode: str = "center",
+) -> Callable:
+    """timm's validation transform: PIL image -> normalised float tensor [channels, img_size, img_size].
+
+    "center": the shorter side becomes floor(img_size / crop_pct), then the centre is cropped. "squash": both sides
+    become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
+    side becomes that, with a border.
+    """
+    transform = create_transform(
+        img_size,
+        mean=tuple(mean),
+        std=tuple(std),
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+    return Compose([Grayscale() if channels == 1 else _rgb, transform])
+
+
+def _let_posterize_reach_zero(augment: Compose) -> None:
+    """Make posterizing to 0 bits a black image again.
+
+    RandAugment's magnitude reaches it (m9-mstd0.5: in one posterization of 40), older Pillows drew it, and Pillow 13
+    raises; the papers' recipes were run with it.
+    """
+    for step in augment.transforms:
+        policies = getattr(step, "policy", [])  # AutoAugment's
+        for op in [*getattr(step, "ops", []), *(op for policy in policies for op in policy)]:
+            if op.name.startswith("Posterize"):
+                op.aug_fn = partial(_posterize, op.aug_fn)
+
+
+def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) -> Image.Image:
+    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    return image.convert("RGB")
+
+
+def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> Tuple[Callable, Callable]:
+    """The transforms for training and for validation.
+
+    Args:
+        data: a `ClsDataConfig`.
+        pretrained_cfg: the model's: mean, std, interpolation, crop_pct, crop_mode.
+
+    Raises:
+        ValueError: for an auto_augment that timm does not understand.
+    """
+    size = dict(img_size=img_size, channels=channels)
+    normal = dict(mean=pretrained_cfg["mean"][:channels], std=pretrained_cfg["std"][:channels])
+    interpolation = pretrained_cfg["interpolation"]
+    if data.augment == "imagenet":
+        train = imagenet_train_transform(**size, **normal, interpolation=interpolation, **data.train_options())
+    else:
+        train = image_transform(data.augment, **size, **normal)
+    options = data.eval_options(pretrained_cfg)
+    return train, imagenet_eval_transform(**size, **normal, interpolation=interpolation, **options)
+
+
+class BatchMixing:
+    """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
+
+    A position does not depend on ranks or workers, so a micro-batch of the same samples is always mixed alike: two
+    processes and two micro-batches of one process see the same. Images are mixed inside a micro-batch only, as timm
+    does, so another size of micro-batch (another number of processes at the same batch) pairs other images.
+
+    Args:
+        seed: of the run.
+        num_classes: classes.
+        mixup, cutmix: alphas of their Beta distributions; 0: without it.
+        prob: how often a micro-batch is mixed.
+        switch_prob: how often it is cutmix, where both are on.
+        mode: "batch", "pair" or "elem": what shares one draw.
+    """
+
+    def __init__(
+        self, seed: int, num_classes: int, mixup: float, cutmix: float, prob: float, switch_prob: float, mode: str
+    ):
+        self.seed = seed
+        # Smoothing is the loss's: smoothing mixed labels is mixing smoothed ones.
+        self.mixup = Mixup(mixup, cutmix, None, prob, switch_prob, mode, label_smoothing=0.0, num_classes=num_classes)
+
+    def __call__(self, images: Tensor, labels: Tensor, position: int) -> Tuple[Tensor, Tensor]:
+        """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
+        np.random.seed(derive_seed(self.seed, position, 2) % 2**32)  # timm draws from numpy's global generator
+        return self.mixup(images, labels)

@@ -1,0 +1,76 @@
+"""Validation of a classifier: exact over processes, with the use of its heads."""
+
+from typing import Callable, Iterable, Tuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from moh_vision.analysis import HeadLoad
+from moh_vision.attention import head_budget
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.order import rank_slice
+from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.evaluation.accuracy import evaluate
+
+
+def validate(
+    task: nn.Module,
+    source,
+    transform: Callable,
+    data,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+) -> Tuple[dict, HeadLoad]:
+    """Scores of a `ClassificationTask` over a split: every readable image once over all processes, none padded.
+
+    Args:
+        task: as accelerate prepared it, or bare; it is left in eval mode.
+        source: see `data.splits.open_source`.
+        transform: PIL image -> tensor, without randomness.
+        data: a `ClsDataConfig`.
+        accelerator: accelerate's Accelerator.
+        progress: puts a bar around batches.
+
+    Returns:
+        (dict(top1, top5 in percent, loss, images, images_per_s, peak_memory_mib, unreadable, active_heads per layer:
+        heads that a token runs, on average, active_share of all heads), the use of heads by class)
+
+    Raises:
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if not sharded:
+        task = accelerator.unwrap_model(task)  # DistributedDataParallel would wait for ranks with fewer batches
+    task.eval()
+    world, size = accelerator.num_processes, data.eval_batch_size
+    slices = rank_slice(len(source), accelerator.process_index, world, size)
+    load = HeadLoad([layer["heads"] for layer in head_budget(task)["layers"]], len(source.classes))
+    unreadable = BadSamples(len(source), data.max_bad_fraction)
+
+    @torch.no_grad()
+    def predict(images, labels):
+        with accelerator.autocast():
+            logits, stats = task(images)
+        load.add(stats, labels)
+        return logits
+
+    def total(tensor):
+        return tensor if world == 1 else accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
+
+    images = LabelledImages(source, transform, seed=0, replace=False)
+    batches = evaluation_batches(images, slices, data.workers, unreadable)
+    scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
+    if sharded:  # every forward gathers shards, so all ranks make as many
+        for _ in range(len(rank_slice(len(source), 0, world, size)) - len(slices)):
+            with torch.no_grad(), accelerator.autocast():
+                task(transform(source.image(0))[None].to(accelerator.device))
+    load.reduce(total)
+    active = load.active()
+    scores.update(
+        peak_memory_mib=round(peak_memory_mib()),
+        unreadable=int(total(torch.tensor(len(unreadable.seen)))),
+        active_heads=[round(heads, 3) for heads in active],
+        active_share=round(sum(active) / sum(load.layers), 4),
+    )
+    return scores, load

@@ -1,0 +1,216 @@
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.functional as vision
+from pictures import encoded, gradient, write_folder
+from PIL import Image, ImageOps
+from test_sources import write_shards
+
+from moh_vision.config import ClsDataConfig
+from moh_vision.data.batches import BadSamples, LabelledImages, collate, evaluation_batches, training_batches
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.imagenet import (
+    BatchMixing,
+    classification_transforms,
+    imagenet_eval_transform,
+    imagenet_train_transform,
+)
+from moh_vision.data.order import StepBatches
+from moh_vision.data.splits import open_source
+
+RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erase_prob=0.25, erase_mode="pixel")
+NORMAL = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+def loader(root, workers=0, bad=None, mixing=None, **order):
+    source = open_source(str(root), "train")
+    transform = imagenet_train_transform(16, 3, **NORMAL, **RECIPE)
+    order = {**dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3), **order}
+    batches = StepBatches(source.shard_sizes, group=2, seed=5, **order)
+    return training_batches(LabelledImages(source, transform, seed=5), batches, workers, bad, mixing)
+
+
+def test_augmentation_depends_on_seed_and_position_alone(tmp_path):
+    data = LabelledImages(
+        open_source(str(write_folder(tmp_path)), "train"), imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=4
+    )
+    views = []
+    for noise in (1, 2):
+        random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
+        views.append(torch.stack([data[(p, 3)]["images"] for p in range(40)]))
+    assert torch.equal(*views) and views[0].shape == (40, 3, 16, 16)
+    assert len(views[0].unique(dim=0)) > 30  # each position has its own view of the one image
+
+
+def test_workers_resuming_and_mixing_do_not_change_a_bit(tmp_path):
+    root = write_folder(tmp_path, train=15)
+
+    def run(workers, **order):
+        batches = list(loader(root, workers, mixing=BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch"), **order))
+        return [torch.stack([b[key] for b in batches]) for key in ("images", "labels")]
+
+    images, labels = run(0)
+    assert images.shape == (3, 8, 3, 16, 16) and labels.shape == (3, 8, 2)
+    torch.testing.assert_close(labels.sum(-1), torch.ones(3, 8))
+    again, later = run(2), run(0, start=1)
+    assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
+    assert torch.equal(images[1:], later[0]) and torch.equal(labels[1:], later[1])
+
+
+def test_two_processes_mix_as_two_micro_batches_do(tmp_path):
+    root = write_folder(tmp_path, train=15)
+    mixing = BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch")
+    alone = [b["images"] for b in loader(root, mixing=mixing, accumulation=2)]
+    ranks = [[b["images"] for b in loader(root, mixing=mixing, rank=r, world=2)] for r in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, [x for pair in zip(*ranks) for x in pair], strict=True))
+
+
+def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
+    x, y = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone(), torch.tensor([0, 1, 2, 3])
+    only_mixup = BatchMixing(0, 4, 0.8, 0.0, 1.0, 0.5, "batch")
+    mixed, targets = only_mixup(x.clone(), y, position=64)
+    share = targets[0, 0]
+    assert 0 < share < 1
+    torch.testing.assert_close(mixed, x * share + x.flip(0) * (1 - share))
+    torch.testing.assert_close(targets, torch.eye(4) * share + torch.eye(4).flip(1) * (1 - share))
+    assert not torch.equal(only_mixup(x.clone(), y, position=72)[1], targets)
+    mixed, targets = BatchMixing(0, 4, 0.0, 1.0, 1.0, 0.5, "batch")(x.clone(), y, position=64)
+    torch.testing.assert_close(targets[0, 0], (mixed[0] == 0).float().mean())  # cutmix: the area that is left
+
+
+def test_smoothing_mixed_labels_in_the_loss_is_mixing_smoothed_ones():
+    from timm.data.mixup import mixup_target
+
+    logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
+    theirs = -(mixup_target(labels, 5, 0.3, smoothing=0.1) * logits.log_softmax(-1)).sum(-1).mean()
+    ours = torch.nn.functional.cross_entropy(logits, mixup_target(labels, 5, 0.3), label_smoothing=0.1)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_posterizing_to_zero_bits_is_black():
+    """Magnitude 10 keeps no bits; Pillow 13 refuses that, older ones drew black."""
+    transform = imagenet_train_transform(8, 3, **NORMAL, auto_augment="rand-m10-inc1", crop_scale=(1, 1))
+    rand_augment = transform.transforms[2].transforms[0]
+    op = next(op for op in rand_augment.ops if op.name == "PosterizeIncreasing")
+    op.prob = 1.0
+    assert np.asarray(op(gradient())).max() == 0
+    op.magnitude = 5
+    assert np.array_equal(np.asarray(op(gradient())), np.asarray(ImageOps.posterize(gradient(), 2)))
+
+
+@pytest.mark.parametrize("wrong", ["rnd-m9", "rand-q9"])
+def test_an_augmentation_that_timm_does_not_know(wrong):
+    with pytest.raises(ValueError, match=f"data.auto_augment '{wrong}': timm does not understand it"):
+        imagenet_train_transform(16, 3, **NORMAL, auto_augment=wrong)
+
+
+def test_grey_images_are_augmented_too():
+    transform = imagenet_train_transform(8, 1, (0.5,), (0.5,), **RECIPE)
+    for seed in range(60):  # every operation comes up
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        assert transform(gradient().convert("L")).shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("size, crop_pct", [(224, 0.9), (224, 0.875), (32, 0.9)])
+def test_validation_resizes_the_shorter_side_and_crops_the_centre(size, crop_pct):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (301, 400, 3), dtype=np.uint8))
+    ours = imagenet_eval_transform(size, 3, **NORMAL, crop_pct=crop_pct)(image)
+    short = math.floor(size / crop_pct)
+    resized = vision.resize(image, short, interpolation=vision.InterpolationMode.BICUBIC)
+    expected = vision.to_tensor(vision.center_crop(resized, size)) * 2 - 1
+    torch.testing.assert_close(ours, expected)
+
+
+def test_squash_sees_the_whole_image():
+    image = gradient(400, 300)
+    ours = imagenet_eval_transform(384, 3, **NORMAL, crop_pct=1.0, crop_mode="squash")(image)
+    expected = vision.to_tensor(image.resize((384, 384), Image.Resampling.BICUBIC)) * 2 - 1
+    torch.testing.assert_close(ours, expected)
+
+
+def test_validation_follows_the_model_or_the_configuration():
+    cfg = dict(mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=0.9, crop_mode="center")
+    assert ClsDataConfig(augment="imagenet").eval_options(cfg) == dict(crop_pct=0.9, crop_mode="center")
+    assert ClsDataConfig(augment="flip").eval_options(cfg) == dict(crop_pct=1.0, crop_mode="squash")
+    own = ClsDataConfig(augment="imagenet", crop_pct=1.0, crop_mode="squash")
+    assert own.eval_options(cfg) == dict(crop_pct=1.0, crop_mode="squash")
+    train, val = classification_transforms(ClsDataConfig(augment="imagenet", erase_prob=0.25), cfg, 20, 3)
+    assert train(gradient()).shape == val(gradient()).shape == (3, 20, 20)
+
+
+def damage(root, *names):
+    for name in names:
+        path = root / "train" / name
+        path.write_bytes(path.read_bytes()[:60])
+
+
+def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
+    root = write_folder(tmp_path, train=8)
+    damage(root, "cat/3.png", "cat/4.png")
+    source = open_source(str(root), "train")
+    data = LabelledImages(source, imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=5)
+    item = data[(7, 3)]
+    assert [number for number, _ in item["bad"]] == [3, 4] and "train/cat/3.png" in item["bad"][0][1]
+    assert torch.equal(item["images"], data[(7, 5)]["images"])  # as if 5 had stood at position 7
+    bad = BadSamples(len(source), 0.2)
+    for workers in (0, 1):
+        batches = list(loader(root, workers, bad, repeats=1, stop=4))
+        assert [len(b["images"]) for b in batches] == [8] * 4 and set(batches[0]) == {"images", "labels"}
+    assert bad.seen == {3, 4}  # different ones, however often they come
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_unreadable_images_stop_with_the_file(tmp_path, workers):
+    root = write_folder(tmp_path, train=8)
+    damage(root, "dog/1.png")
+    with pytest.raises(
+        UnreadableImage, match=r"train/dog/1.png: .*\(1 unreadable so far, allowed are .*0 of 16"
+    ) as error:
+        list(loader(root, workers, repeats=1, stop=2))
+    assert "Traceback" not in str(error.value)
+    damage(root, "dog/2.png", "cat/0.png")
+    with pytest.raises(UnreadableImage, match=r"\(2 unreadable so far|\(3 unreadable so far"):
+        list(loader(root, workers, BadSamples(16, 0.1), repeats=1, stop=2))
+
+
+def test_all_unreadable_does_not_search_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("moh_vision.data.batches.MAX_BAD_IN_A_ROW", 4)
+    root = write_folder(tmp_path, train=8)
+    damage(root, *(f"{c}/{i}.png" for c in ("cat", "dog") for i in range(8)))
+    with pytest.raises(UnreadableImage, match="and 3 images before it"):
+        list(loader(root, 0, BadSamples(100, 0.99), repeats=1))
+
+
+def test_validation_leaves_unreadable_images_out(tmp_path):
+    root = write_folder(tmp_path, train=8)
+    damage(root, "cat/1.png", "cat/2.png")
+    source = open_source(str(root), "train")
+    data = LabelledImages(source, imagenet_eval_transform(16, 3, **NORMAL), 0, replace=False)
+    bad = BadSamples(16, 0.5)
+    batches = list(evaluation_batches(data, [[0, 1, 9], [1, 2], [8]], 0, bad))
+    assert [b["labels"].tolist() for b in batches] == [[0, 1], [1]] and bad.seen == {1, 2}
+
+
+def test_fewer_shards_than_workers_times_ranks(tmp_path):
+    """The reader is indexed: a shard is nobody's, so one shard feeds two ranks with two loader processes each."""
+    folder = write_shards(tmp_path / "d", count=24, per_shard=24)
+    whole = [b["labels"] for b in loader(folder, repeats=1)]
+    parts = [[b["labels"] for b in loader(folder, 2, repeats=1, rank=r, world=2)] for r in range(2)]
+    assert [torch.cat(p).tolist() for p in zip(*parts)] == [w.tolist() for w in whole] and len(whole) == 3
+
+
+def test_a_batch_without_readable_images_is_none():
+    assert collate([dict(position=3, bad=[(1, "x")])]) == dict(bad=[(1, "x")], lost=1)
+
+
+def test_truncated_bytes_in_a_shard_name_shard_and_byte(tmp_path):
+    from test_sources import append
+
+    folder = write_shards(tmp_path / "d", count=3)
+    append(folder / "train-000000.tar", "9999.jpg", encoded(gradient(64, 64), "JPEG")[:300])
+    append(folder / "train-000000.tar", "9999.cls", b"0")
+    with pytest.raises(UnreadableImage, match=r"train-000000.tar, image at byte \d+: .*[Tt]runcated.*0 of 4 images"):
+        list(loader(folder, 0, repeats=1, batch_size=4, stop=1))
