@@ -140,8 +140,8 @@ def test_mistakes(tmp_path, capsys):
     assert "data.auto_augment 'rnd-m9': timm does not understand it" in error
     error = refused(capsys, "--validate-only", "--checkpoint", tmp_path / "nowhere", "--data.root", root)
     assert f"--checkpoint {tmp_path / 'nowhere'}: neither a run" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit_small_patch16_224", "--data.root", root)
-    assert "--checkpoint moh_vit_small_patch16_224: No pretrained weights" in error
+    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit", "--data.root", root)
+    assert "--checkpoint moh_vit: No pretrained weights" in error
     (root / "val" / "dog").rename(tmp_path / "dog")
     error = refused(capsys, *argv)
     assert "2 classes in train, 1 in val; train has class 'dog', which val has not" in error
