@@ -36,7 +36,7 @@ BATCH, LR, BALANCE = 128, 3e-4, 0.01
 
 
 def accuracy(model, data):
-    slices = rank_slice(len(data), 0, 1, 256)
+    slices = rank_slice(len(data.source), 0, 1, 256)
     batches = evaluation_batches(data, slices, 1)
     return evaluate(lambda images, labels: model.eval()(images), batches, "cpu", lambda t: t)["top1"]
 

@@ -22,9 +22,6 @@ class RoutedTask(nn.Module):
         self.balance_weight = balance_weight
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
         self.balanced = [layer.router.balanced for layer in layers]  # in the order of the statistics
-        # Blocks, for FSDP: their attention reads weights of its own children, which must be gathered with it.
-        blocks = [m for m in model.modules() if any(isinstance(c, HeadMixtureAttention) for c in m.children())]
-        self._no_split_modules = sorted({type(block).__name__ for block in blocks})
 
     def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
         """dict(loss, task_loss, balance_loss, balance_share, head_usage): the share is that of the whole loss."""

@@ -1,5 +1,6 @@
 """Validation of a classifier: exact over processes, with the use of its heads."""
 
+import time
 from typing import Callable, Iterable, Tuple
 
 import torch
@@ -60,7 +61,9 @@ def validate(
 
     images = LabelledImages(source, transform, seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers, unreadable)
+    since = time.monotonic()
     scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
+    rate = scores["images"] / max(time.monotonic() - since, 1e-9)
     if sharded:  # every forward gathers shards, so all ranks make as many
         for _ in range(len(rank_slice(len(source), 0, world, size)) - len(slices)):
             with torch.no_grad(), accelerator.autocast():
@@ -68,6 +71,7 @@ def validate(
     load.reduce(total)
     active = load.active()
     scores.update(
+        images_per_s=round(rate, 1),
         peak_memory_mib=round(peak_memory_mib()),
         unreadable=int(total(torch.tensor(len(unreadable.seen)))),
         active_heads=[round(heads, 3) for heads in active],

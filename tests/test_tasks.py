@@ -74,14 +74,3 @@ def test_mixed_targets_and_eval_mode():
     assert task(images, hard)["batch_accuracy"] == task(images, labels)["batch_accuracy"]
     logits, stats = task.eval()(images)
     assert torch.equal(logits, model(images)) and len(stats) == 2
-
-
-def test_fsdp_wraps_whole_blocks():
-    """Attention reads its children's weights itself, so nothing below a block may be sharded on its own."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    task = ClassificationTask(timm.create_model("moh_vit_tiny_patch16_224", **VIT), 0.0)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    plugin.set_auto_wrap_policy(task)
-    classes = plugin.auto_wrap_policy.keywords["transformer_layer_cls"]
-    assert {c.__name__ for c in classes} == {"MoHBlock"}

@@ -130,6 +130,7 @@ class Shards:
             place.parent.mkdir(parents=True, exist_ok=True)
             hidden = place.with_name(f"{place.name}.{os.getpid()}.tmp")
             save_file(arrays, hidden, metadata={"format": INDEX_FORMAT, "meta": json.dumps(meta)})
+            hidden.chmod(0o644)  # safetensors writes 0600, and others may share the folder
             hidden.rename(place)
         return meta, arrays
 

@@ -1,6 +1,5 @@
 """Accuracy and loss, exact over processes: every sample counts once, none is padded."""
 
-import time
 from typing import Callable, Dict, Iterable
 
 import torch
@@ -21,9 +20,8 @@ def evaluate(
         reduce: sums a tensor over processes.
 
     Returns:
-        dict(top1, top5, loss, images, images_per_s): the first two in percent, the last from this process's time.
+        dict(top1, top5, loss, images): the first two in percent.
     """
-    since = time.monotonic()
     totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
         labels = batch["labels"].to(device)
@@ -35,10 +33,7 @@ def evaluate(
     top1, top5, loss, images = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to judge by")
-    rate = round(images / max(time.monotonic() - since, 1e-9), 1)
-    return dict(
-        top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images), images_per_s=rate
-    )
+    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
 
 
 def summary(scores: Dict) -> str:
