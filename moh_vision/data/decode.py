@@ -29,7 +29,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
-        image = _upright(image)
+        image = upright(image)
         if image.mode in ("1", "LA", "La"):
             return image.convert("L")
         if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
@@ -43,7 +43,8 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         raise UnreadableImage(f"{where}: {error}") from None
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
+    """With the rotation that its EXIF data note, if any."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data do no harm to the pixels

@@ -114,12 +114,11 @@ class CosineAttention(HeadMixtureAttention):
     def routed_qkv(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor], RoutingStats]:
         """x [B, N, C] -> unit queries, unit keys, values, each [B, N, h, D], head weights [B, N or 1, h], statistics."""
         routing, queries = self.route(x)
-        shape = (self.num_heads, self.head_dim)
         if queries is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
             _, kv_weight, _, kv_bias = self.split_qkv()
-            k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, shape[0], shape[1])).unbind(2)
+            k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
             q = queries.transpose(1, 2)
         return unit(q, -1), unit(k, -1), v, routing.weights, routing.stats
 

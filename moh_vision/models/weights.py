@@ -96,7 +96,8 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     about: dict = {}
     if Path(path).exists():
         path = str(weights_file(path))
-        about = read_safetensors(Path(path))[1]
+        if path.endswith(".safetensors"):  # the only kind of file that says what it is
+            about = read_safetensors(Path(path))[1]
     if "architecture" in about:
         name, arguments = about["architecture"], about["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
@@ -133,7 +134,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
         except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
             raise ValueError(f"init_from {source}: {str(error).splitlines()[0]}") from None
     else:
-        raise FileNotFoundError(f"init_from {source}: neither a run, a .safetensors file, nor a registered model name")
+        raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
     if isinstance(model, MoHVisionTransformer):
         state = checkpoint_filter_fn(state, model)
     elif isinstance(model, moh_transnext.TransNeXt):

@@ -7,18 +7,10 @@ from typing import Optional, Tuple
 
 from PIL import Image
 
+from moh_vision.data.decode import upright
+
 STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
 READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-EXIF_ORIENTATION = 0x0112
 
 
 class BadImage(ValueError):
@@ -46,12 +38,7 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
             return STORED[image.format], data
         if image.mode[0] in "IF":
             raise BadImage(f"mode {image.mode}, more than 8 bits a channel; convert it to 8 bits first")
-        try:
-            turn = UPRIGHT.get(image.getexif().get(EXIF_ORIENTATION))
-        except Exception:  # a broken EXIF block says nothing of the orientation; the pixels are whole
-            turn = None
-        image = image.convert("RGB")
-        image = image if turn is None else image.transpose(turn)
+        image = upright(image).convert("RGB")
         short = min(image.size)
         if short > size:
             image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
