@@ -53,6 +53,7 @@ MOA = {"8K8E128D": (8, 8, 128), "16K32E256D": (16, 32, 256), "8K64E256D": (8, 64
 MOA_TOKENS = MAE_TOKENS = (128, 1024)
 TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SCOPES = ("token", "sample", "alike")
 MODES = ("forward", "train")  # train: forward and backward
 SECONDS, ROUNDS = 2.0, (5, 31)  # per case; at least and at most
 
@@ -160,24 +161,27 @@ def copies(layer, executors):
 
 def bound(share, tokens, dim, scope):
     """Multiplications left, with the router free: projections 4 N C^2, attention 2 N^2 C."""
-    if scope == "sample":
+    if scope != "token":
         return share
     return 1 - (1 - share) * (2 * dim + 2 * tokens) / (4 * dim + 2 * tokens)
 
 
 def moh_case(shape, share, scope, dtype):
+    """`scope` "alike": per sample, and all samples are the same, so that they choose the same heads."""
     B, N, C, h = SHAPES[shape]
-    B = 8 if scope == "sample" else B
+    per_sample = scope != "token"
+    B = 8 if per_sample else B
     budget = resolve_budget(f"uniform:{share}", 1, h, C // h)[0]
-    layer = HeadMixtureAttention(C, budget, scope=scope, dtype=dtype)
-    for p in layer.router.parameters():
-        nn.init.normal_(
-            p, std=C**-0.5 * (N**0.5 if scope == "sample" else 1)
-        )  # logits near 1, of tokens and of their mean
+    layer = HeadMixtureAttention(C, budget, scope="sample" if per_sample else "token", dtype=dtype)
+    for p in layer.router.parameters():  # logits near 1, of tokens and of their mean
+        nn.init.normal_(p, std=C**-0.5 * (N**0.5 if per_sample else 1))
     real = budget.active / h
     about = dict(shape=shape, batch=B, tokens=N, width=C, heads=h, share=share, active=budget.active, scope=scope)
     modules = {"dense": Dense(C, h, dtype), **copies(layer, ("masked", "packed", "auto"))}
-    return about, modules, torch.randn(B, N, C, dtype=dtype), bound(real, N, C, scope)
+    x = torch.randn(B, N, C, dtype=dtype)
+    if scope == "alike":
+        x = x[:1].repeat(B, 1, 1)
+    return about, modules, x, bound(real, N, C, scope)
 
 
 def moa_case(name, tokens, dtype):
@@ -260,7 +264,7 @@ def main():
     every = [*SHAPES, *MOA, "mae_f_step"]
     parser.add_argument("--shapes", nargs="+", default=every, choices=every)
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.75, 0.9])
-    parser.add_argument("--scopes", nargs="+", default=["token", "sample"], choices=["token", "sample"])
+    parser.add_argument("--scopes", nargs="+", default=list(SCOPES), choices=SCOPES)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -315,6 +319,7 @@ def draw(report, path):
     kinds = {
         "token": ("token scope", "tab:blue"),
         "sample": ("sample scope", "tab:orange"),
+        "alike": ("sample scope, all samples alike", "tab:red"),
         "moa": ("MoA", "tab:green"),
     }
     marks = dict(zip([*SHAPES, *MOA, "mae_f_step"], "osD^vPXhd<"))

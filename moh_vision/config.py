@@ -32,7 +32,7 @@ class ModelConfig:
         name: model name in timm's registry.
         head_budget: share such as 0.75, "ramp:0.75", "uniform:0.75", or a list with one [shared, routed] per layer.
         router: who chooses the heads.
-        scope: "token" or "sample" (ViT only).
+        scope: "token" or "sample".
         executor: how attention is computed.
         router_kwargs: options of the router, such as {gate_scale: paper}.
         embed_dim: width.

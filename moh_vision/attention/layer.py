@@ -25,7 +25,8 @@ class HeadMixtureAttention(nn.Module):
         dim: C, width of the tokens.
         budget: heads, their width, and how many of them are shared and routed.
         router: a name in ROUTERS.
-        scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token.
+        scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
+            `condition` that the caller gives.
         executor: a name in EXECUTORS. While the layer is scripted, traced, compiled or exported, "packed" and "auto"
             are "masked": which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
@@ -96,6 +97,7 @@ class HeadMixtureAttention(nn.Module):
         padding_mask: Optional[Tensor] = None,
         rotary: Optional[Tuple[Tensor, Tensor]] = None,
         cache: Any = None,
+        condition: Optional[Tensor] = None,
     ) -> Tuple[Tensor, RoutingStats]:
         """Attend.
 
@@ -110,13 +112,14 @@ class HeadMixtureAttention(nn.Module):
                 layout: the second half of a head's channels repeats the angles of the first.
             cache: keys and values of earlier tokens, such as a KeyValueCache: its `length` says how many,
                 `update(k, v)` takes those of x [B, kv_heads, N, D] and returns all. M = length + N then.
+            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only.
 
         Returns:
             y [B, N, C] and the routing statistics.
 
         Raises:
-            ValueError: for rotary or cache with a context, a cache where routing reads more than the token, or a
-                padding_mask of another length.
+            ValueError: for rotary or cache with a context, a cache where routing reads more than the token, a
+                padding_mask of another length, or a condition where every token has its own heads.
         """
         N = x.shape[1]
         past = 0
@@ -131,9 +134,11 @@ class HeadMixtureAttention(nn.Module):
                 )
         if context is not None and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
+        if condition is not None and self.scope != "sample":
+            raise ValueError("a condition decides for whole sequences: it needs scope 'sample'")
 
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
-        routing, queries = self.route(x, padded)
+        routing, queries = self.route(x, padded, condition)
         keys = past + N if context is None else context.shape[1]
         attn_mask, is_causal = visible(
             attn_mask, is_causal, padding_mask if context is None else None, N, keys, past, x.device
@@ -149,10 +154,12 @@ class HeadMixtureAttention(nn.Module):
             y = execute(Call(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
 
-    def route(self, x: Tensor, padded: Optional[Tensor] = None) -> Tuple[Routing, Optional[Tensor]]:
+    def route(
+        self, x: Tensor, padded: Optional[Tensor] = None, condition: Optional[Tensor] = None
+    ) -> Tuple[Routing, Optional[Tensor]]:
         """The router's answer for tokens x [B, N, C], and the queries [B, H, N, D] if it had to see them.
 
-        padded: [B, N], True at padding.
+        padded: [B, N], True at padding; condition: see `forward`.
         """
         queries: Optional[Tensor] = None
         if self.needs_query:
@@ -160,7 +167,8 @@ class HeadMixtureAttention(nn.Module):
             queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         if self.scope == "sample":
             mean_q = None if queries is None else masked_mean(queries, padded)  # [B, H, 1, D]
-            return self.router(masked_mean(x, padded), mean_q), queries
+            read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
+            return self.router(read, mean_q), queries
         return self.router(x, queries, padded), queries
 
     def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:

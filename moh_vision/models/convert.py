@@ -1,6 +1,6 @@
-"""A dense, trained model becomes one with routed heads, in place and without changing its output."""
+"""A dense, trained ViT or DiT becomes one with routed heads, in place and without changing its output."""
 
-from typing import Iterable, List, Optional
+from typing import Iterable, List, Optional, Sequence, Union
 
 import torch
 from timm.layers import Attention
@@ -18,6 +18,7 @@ from moh_vision.attention import (
     runs_all_heads,
 )
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
+from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
@@ -28,6 +29,9 @@ ROUTERS = (
 )  # those that can be plain attention: MoA's experts share keys, which a ViT's do not
 
 
+Batch = Union[Tensor, Sequence[Tensor]]  # what a model is called with
+
+
 def convert(
     model: nn.Module,
     head_budget: Optional[BudgetSpec] = None,
@@ -35,10 +39,12 @@ def convert(
     scope: str = "token",
     executor: str = "auto",
     router_kwargs: Optional[dict] = None,
-    calibrate: Optional[Iterable[Tensor]] = None,
+    calibrate: Optional[Iterable[Batch]] = None,
 ) -> nn.Module:
-    """Turn a dense timm VisionTransformer, or a `moh_vit_*` with the router "dense", into a `MoHVisionTransformer`, in place.
+    """Turn a dense ViT or DiT into one with routed heads, in place.
 
+    A timm VisionTransformer becomes a `MoHVisionTransformer`; `dit_*`, and `moh_vit_*` with the router "dense", keep their
+    class. diffusers' DiT is the exception: the result is a new `MoHDiTTransformer2DModel` with its weights and outputs.
     Projections, norms and everything outside attention stay the same objects. Routers start such that, with all heads
     active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters, MAE's gate is uniform.
 
@@ -47,16 +53,18 @@ def convert(
         convert(model, head_budget=0.75)                # or at once: 40 % of the active heads are shared
 
     Args:
-        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling).
+        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling), one
+            of our dense models, or diffusers' DiTTransformer2DModel.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared.
         router: "moh", "query_norm" or "mae".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
-        calibrate: a few batches of images [B, in_chans, height, width] as the model takes them. The heads of every layer
+        calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
+            (noisy latents, timesteps, class labels). The heads of every layer
             are then ordered by how much they contribute (see `head_contributions`), so that the shared heads are the
             strongest ones; without it they are the first. The dense output stays, up to the order of its sums.
 
     Returns:
-        the model. It is saved by timm under the name "moh_vit" with its arguments.
+        the model. timm saves a converted VisionTransformer under the name "moh_vit" with its arguments.
 
     Raises:
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
@@ -64,6 +72,8 @@ def convert(
     """
     if router not in ROUTERS:
         raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
+    if is_diffusers_dit(model):
+        model = from_diffusers(model)
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
     if head_budget is None:
@@ -78,31 +88,43 @@ def convert(
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
-        block.__class__ = MoHBlock
-    model.__class__ = MoHVisionTransformer
-    model.pos_embed_std = 0.02
-    if getattr(model, "pretrained_cfg", None):
-        model.pretrained_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
-        model.default_cfg = model.pretrained_cfg
-        options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
-        update_model_args(model, **{name: value for name, value in options.items() if value is not None})
-        record_head_budget(model)
+    options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+    if hasattr(model, "register_to_config"):
+        model.register_to_config(**options)
+    else:
+        if type(model) is VisionTransformer:
+            for block in model.blocks:
+                block.__class__ = MoHBlock
+            model.__class__ = MoHVisionTransformer
+            model.pos_embed_std = 0.02
+        if getattr(model, "pretrained_cfg", None):
+            model.pretrained_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+            model.default_cfg = model.pretrained_cfg
+            update_model_args(model, **{name: value for name, value in options.items() if value is not None})
+    record_head_budget(model)
     return model
 
 
 def dense_attentions(model: nn.Module) -> List[nn.Module]:
-    """The attention layers of a dense VisionTransformer: timm's, or ours with the router "dense".
+    """The attention layers of a dense model: timm's VisionTransformer, or ours with the router "dense".
 
     Raises:
         ValueError: if it is something else, or has an attention that computes more than heads.
     """
-    if isinstance(model, MoHVisionTransformer):
+    if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
         if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
             raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+        if not all(type(attn) is HeadMixtureAttention for attn in attentions):
+            raise ValueError(
+                f"the attention of {type(model).__name__} is built with its router: create it with router='moh' and "
+                "load the dense weights with load_checkpoint"
+            )
         return attentions
     if type(model) is not VisionTransformer:
-        raise ValueError(f"convert takes timm's VisionTransformer, not {type(model).__name__}")
+        raise ValueError(
+            f"convert takes timm's VisionTransformer, diffusers' DiTTransformer2DModel and our own dense models, not {type(model).__name__}"
+        )
     attentions = []
     for i, block in enumerate(model.blocks):
         attn = getattr(block, "attn", None)
@@ -134,8 +156,8 @@ def routed_attention(
     return layer.train(attn.training)
 
 
-def order_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Put the heads of a dense VisionTransformer in order, in every layer the one that contributes most first.
+def order_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Put the heads of a dense model in order, in every layer the one that contributes most first.
 
     Shared heads are the first ones, and among equal gates (routers at zero) the first ones run: so the strongest do.
     The output stays the same up to the order of its sums.
@@ -145,7 +167,7 @@ def order_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
         permute_heads(attn, share.argsort(descending=True, stable=True))
 
 
-def share_strongest_heads(model: nn.Module, batches: Iterable[Tensor]) -> None:
+def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     """`order_heads` for a `moh_vit_*` that got a dense model's weights and has routers that were never trained.
 
     MoH's routers become zero: the first step runs the strongest heads of every layer, with weight 1.
@@ -179,21 +201,22 @@ def zero_router(router: nn.Module) -> None:
 
 
 @torch.no_grad()
-def head_contributions(model: nn.Module, batches: Iterable[Tensor]) -> List[Tensor]:
-    """How much each head of a dense VisionTransformer adds to the residual stream.
+def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
+    """How much each head of a dense model adds to the residual stream.
 
     Args:
-        batches: images [B, in_chans, height, width] each.
+        batches: see `convert`.
 
     Returns:
-        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token.
+        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token (in a DiT:
+        before the gate, which scales all heads alike).
 
     Raises:
         ValueError: if there is no batch.
     """
     attentions = dense_attentions(model)
     totals = [torch.zeros(attn.num_heads, dtype=torch.float64) for attn in attentions]
-    tokens = 0
+    images = 0
 
     def watch(attn: nn.Module, total: Tensor):
         # |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
@@ -211,16 +234,17 @@ def head_contributions(model: nn.Module, batches: Iterable[Tensor]) -> List[Tens
     mode = model.training
     try:
         model.eval()
-        for images in batches:
-            model(images)
-            tokens += len(images)
+        for batch in batches:
+            inputs = batch if isinstance(batch, (tuple, list)) else (batch,)
+            model(*inputs)
+            images += len(inputs[0])
     finally:
         for hook in hooks:
             hook.remove()
         model.train(mode)
-    if tokens == 0:
-        raise ValueError("calibrate holds no batch of images")
-    return [(total / tokens).float() for total in totals]
+    if images == 0:
+        raise ValueError("calibrate holds no batch")
+    return [(total / images).float() for total in totals]
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """The DiT of Peebles and Xie 2023, dense or with MoH attention, as a diffusers model.
 
 The path of this class is a promise: saved pipelines name it. Parameter names and shapes follow the official DiT.
-The timestep frequencies are the official ones, which diffusers' own DiT does not have (its spacing is off by one).
+diffusers' own DiT spaces its timestep frequencies by one step too much and has another epsilon before the MLP: weights
+trained elsewhere fit the official numbers, which are the default; `compat="diffusers"` has theirs.
 """
 
 import math
@@ -14,6 +15,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
 from timm.layers import Mlp, PatchEmbed
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moh_vision.attention import (
     ROUTERS,
@@ -25,8 +27,11 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
+from moh_vision.models.dit_checkpoints import checkpoint_filter_fn
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
+COMPAT = ("official", "diffusers")
+ROUTE_BY = ("condition", "timestep")
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -37,12 +42,14 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 class TimestepEmbedder(nn.Module):
     """Timesteps [B] -> [B, C]: sinusoids (cosines first), then an MLP."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, freq_shift: int = 0):
         super().__init__()
+        self.freq_shift = freq_shift  # the lowest frequency is 10000 ** -(half - 1) / (half - freq_shift)
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, timestep: Tensor) -> Tensor:
-        features = get_timestep_embedding(timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
+        shift = self.freq_shift
+        features = get_timestep_embedding(timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=shift)
         return self.mlp(features.to(self.mlp[0].weight.dtype))
 
 
@@ -60,18 +67,23 @@ class LabelEmbedder(nn.Module):
 class DiTBlock(nn.Module):
     """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero)."""
 
-    def __init__(self, dim: int, budget: HeadBudget, mlp_ratio: float, attn_kwargs: dict):
+    def __init__(self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.attn = HeadMixtureAttention(dim, budget, **attn_kwargs)
-        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=mlp_norm_eps)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
-    def forward(self, x: Tensor, c: Tensor, stats: Optional[List[RoutingStats]] = None) -> Tensor:
-        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
+    def forward(
+        self, x: Tensor, c: Tensor, route_by: Optional[Tensor] = None, stats: Optional[List[RoutingStats]] = None
+    ) -> Tensor:
+        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
+
+        route_by: [B, C], what decides on the heads of a whole image; None: every token for itself.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)  # [B, C] each
-        y, layer_stats = self.attn(modulate(self.norm1(x), shift1, scale1))  # [B, N, C]
+        y, layer_stats = self.attn(modulate(self.norm1(x), shift1, scale1), condition=route_by)  # [B, N, C]
         if stats is not None:
             stats.append(layer_stats)
         x = x + gate1.unsqueeze(1) * y
@@ -109,11 +121,18 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         mlp_ratio: width of the MLP over C.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, or 0.75 if a router is named.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
+        scope: "token": every token has its own heads, as in Jin 2024; "sample": all tokens of an image share theirs, and
+            the heads that do not run cost nothing, keys and values included.
+        route_by: with scope "sample", what the routers read: "condition", the embedding of timestep and class; or
+            "timestep", its part without the class: then all images of a sampling step run the same heads. Both are
+            normalised to mean 0 and variance 1, as the tokens are that routers read otherwise.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
+        compat: "official", or "diffusers" for the timestep frequencies and the epsilon of diffusers' DiT.
         out_channels: follows from learn_sigma; stored because diffusers' pipelines read it.
     """
 
+    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # what `load_checkpoint` reads foreign layouts by
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DiTBlock"]
 
@@ -132,8 +151,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         mlp_ratio: float = 4.0,
         head_budget=None,
         router: Optional[str] = None,
+        scope: str = "token",
+        route_by: str = "condition",
         executor: str = "auto",
         router_kwargs: Optional[dict] = None,
+        compat: str = "official",
         out_channels: Optional[int] = None,
     ):
         super().__init__()
@@ -141,25 +163,30 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(f"img_size {sample_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
+        for what, value, allowed in (("compat", compat, COMPAT), ("route_by", route_by, ROUTE_BY)):
+            if value not in allowed:
+                raise ValueError(f"{what} {value!r} is not one of {', '.join(allowed)}")
         if router is None:
             router = "dense" if head_budget is None else "moh"
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
-        attn_kwargs = dict(router=router, executor=executor, router_kwargs=router_kwargs)
+        attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.register_to_config(out_channels=self.out_channels)
         self.gradient_checkpointing = False
         self.num_classes = num_classes
 
         self.x_embedder = PatchEmbed(sample_size, patch_size, in_channels, hidden_size)
-        self.t_embedder = TimestepEmbedder(hidden_size)
+        theirs = compat == "diffusers"
+        self.t_embedder = TimestepEmbedder(hidden_size, freq_shift=1 if theirs else 0)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size)
         grid = sample_size // patch_size
         # The official model counts positions 0, 1, 2, ...; base_size=grid makes diffusers do the same.
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
         self.pos_embed = nn.Parameter(pos_embed.float().unsqueeze(0), requires_grad=False)  # [1, N, C]
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, budget, mlp_ratio, attn_kwargs) for budget in budgets)
+        eps = 1e-5 if theirs else 1e-6
+        self.blocks = nn.ModuleList(DiTBlock(hidden_size, budget, mlp_ratio, eps, attn_kwargs) for budget in budgets)
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
         self.initialize_weights()
 
@@ -196,12 +223,16 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             )
         stats: List[RoutingStats] = []
         x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
-        c = self.t_embedder(timestep.expand(x.shape[0])) + self.y_embedder(class_labels)  # [B, C]
+        t = self.t_embedder(timestep.expand(x.shape[0]))  # [B, C]
+        c = t + self.y_embedder(class_labels)  # [B, C]
+        route_by: Optional[Tensor] = None
+        if self.config.scope == "sample":
+            route_by = F.layer_norm(t if self.config.route_by == "timestep" else c, c.shape[1:])  # [B, C]
         checkpoint = (
             self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else None
         )
         for block in self.blocks:
-            x = run_block(block, x, c, stats=stats, checkpoint=checkpoint)  # [B, N, C]
+            x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
         return self._unpatchify(x), stats
 

@@ -43,14 +43,27 @@ VARIANTS = {
     ),
 }
 
+
+def _cfg(size: int = 32, **kwargs) -> dict:
+    """Of SD VAE latents with `size` a side, an eighth of the image's."""
+    common = dict(num_classes=1000, input_size=(4, size, size), mean=(0.0,) * 4, std=(1.0,) * 4)
+    return dict(common, license="apache-2.0", **kwargs)
+
+
+def _published(pixels: int) -> dict:
+    file = f"DiT-XL-2-{pixels}x{pixels}.pt"
+    return dict(_cfg(pixels // 8, url=f"https://dl.fbaipublicfiles.com/DiT/models/{file}"), license="cc-by-nc-4.0")
+
+
+PUBLISHED = {
+    "dit_xlarge_patch2.in1k_256": _published(256),
+    "dit_xlarge_patch2.in1k_512": _published(512),
+    # The file's name follows the published instructions and could not be checked against the hub.
+    "moh_dit_xlarge_patch2_90.in1k_256": _cfg(hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"),
+}
+NAMED = {name.split(".")[0] for name in PUBLISHED}
 default_cfgs = generate_default_cfgs(
-    {
-        # The size is that of SD VAE latents of 256-pixel images.
-        f"{name}.untrained": dict(
-            num_classes=1000, input_size=(4, 32, 32), mean=(0.0,) * 4, std=(1.0,) * 4, license="apache-2.0"
-        )
-        for name in VARIANTS
-    }
+    {**PUBLISHED, **{f"{name}.untrained": _cfg() for name in VARIANTS if name not in NAMED}}
 )
 
 
@@ -60,7 +73,7 @@ def _create_dit(
     pretrained_cfg=None,
     pretrained_cfg_overlay: Optional[dict] = None,
     cache_dir=None,
-    img_size: int = 32,
+    img_size: Optional[int] = None,
     in_chans: int = 4,
     num_classes: int = 1000,
     **overrides,
@@ -68,21 +81,25 @@ def _create_dit(
     """Build a variant.
 
     Args:
-        img_size, in_chans: of the latents, or of the images in pixel space.
+        pretrained: load the weights that the configuration names (file, url or hf_hub_id).
+        img_size, in_chans: of the latents, or of the images in pixel space; left out: those of the configuration.
         overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router,
-            executor, router_kwargs.
+            scope, route_by, executor, router_kwargs, compat.
 
     Raises:
-        ValueError: for an impossible size or budget.
+        ValueError: for an impossible size or budget, or weights that do not fit.
         TypeError: for an argument that does not exist.
+        RuntimeError: if no weights are named.
     """
     from timm.models import resolve_pretrained_cfg
 
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+    from moh_vision.models.weights import load_checkpoint
 
-    if pretrained:
+    cfg = resolve_pretrained_cfg(variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay)
+    if pretrained and not (cfg.file or cfg.url or cfg.hf_hub_id):
         raise RuntimeError(
-            f"No pretrained weights are named for {variant} yet. Use pretrained=False, or checkpoint_path=FILE."
+            f"No pretrained weights are named for {variant}. Use pretrained=False, or checkpoint_path=FILE."
         )
     args = dict(VARIANTS[variant])
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
@@ -95,7 +112,7 @@ def _create_dit(
         args.pop("head_budget", None)
     args.update(overrides)
     model = MoHDiTTransformer2DModel(
-        sample_size=img_size,
+        sample_size=img_size or cfg.input_size[-1],
         in_channels=in_chans,
         num_classes=num_classes,
         hidden_size=args.pop("embed_dim"),
@@ -104,9 +121,22 @@ def _create_dit(
         attention_head_dim=args.pop("head_dim", None),
         **args,
     )
-    cfg = resolve_pretrained_cfg(variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay)
     model.pretrained_cfg = model.default_cfg = cfg.to_dict()
+    if pretrained:
+        load_checkpoint(model, _weights(cfg, cache_dir))
     return model
+
+
+def _weights(cfg, cache_dir) -> str:
+    """The file that a configuration names, fetched if it is elsewhere."""
+    from huggingface_hub import hf_hub_download
+    from timm.models._hub import download_cached_file
+
+    if cfg.file:
+        return cfg.file
+    if cfg.hf_hub_id:
+        return hf_hub_download(cfg.hf_hub_id, cfg.hf_hub_filename, cache_dir=cache_dir)
+    return download_cached_file(cfg.url, progress=True, cache_dir=cache_dir)
 
 
 def _register(variant: str) -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
 from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.official_routers import rename_routers
 
 STAGES = 4
 
@@ -258,6 +259,10 @@ class TransNeXt(nn.Module):
                 nn.init.zeros_(module.bias)
         init_routers(self)
 
+    @staticmethod
+    def checkpoint_filter(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+        return checkpoint_filter_fn(state_dict, model)
+
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As in torch; official checkpoints fit too."""
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
@@ -404,9 +409,6 @@ RENAMED = (
     (r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks."),
     (r"^norm(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.norm."),
     (r"\.dwconv\.dwconv\.", ".dwconv."),
-    (r"\.attn\.wg\.", ".attn.router.routed."),
-    (r"\.attn\.wg_0\.", ".attn.router.balance."),
-    (r"\.attn\.wg_1\.", ".attn.router.shared."),
 )
 
 
@@ -415,9 +417,8 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 
     Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
     """
-    state_dict = state_dict.get("model", state_dict)
     result = {}
-    for name, tensor in state_dict.items():
+    for name, tensor in rename_routers(state_dict.get("model", state_dict)).items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         result[name] = tensor

@@ -69,6 +69,8 @@ class MoHVisionTransformer(VisionTransformer):
         **kwargs: those of timm's VisionTransformer, but block_fn, attn_layer and scale_attn_norm.
     """
 
+    checkpoint_filter = staticmethod(timm_filter)  # what `load_checkpoint` reads foreign layouts by
+
     def __init__(
         self,
         img_size=224,

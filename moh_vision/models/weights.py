@@ -13,17 +13,10 @@ from typing import Callable, Dict, Optional, Tuple, Union
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
-from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from moh_vision.models import moh_transnext, moh_vit
-from moh_vision.models.moh_vit import MoHVisionTransformer
+from moh_vision.models.moh_vit import MoHVisionTransformer, zero_missing_routers
 
-# What reads a foreign layout, by class.
-FILTERS = (
-    (MoHVisionTransformer, moh_vit.checkpoint_filter_fn),
-    (moh_transnext.TransNeXt, moh_transnext.checkpoint_filter_fn),
-)
 STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
 REMADE = ("head.", "y_embedder.", "pos_embed")
@@ -135,10 +128,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
             raise ValueError(f"init_from {source}: {str(error).splitlines()[0]}") from None
     else:
         raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
-    if isinstance(model, MoHVisionTransformer):
-        state = checkpoint_filter_fn(state, model)
-    elif isinstance(model, moh_transnext.TransNeXt):
-        state = moh_transnext.checkpoint_filter_fn(state, model)
+    state = model.checkpoint_filter(state, model)
     own = model.state_dict()
     for name in [n for n in state if n in own and state[n].shape != own[n].shape]:
         if not name.startswith(REMADE):
@@ -160,9 +150,10 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
 def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
     """Load published or own weights into a model, whatever their layout.
 
-    Reads .safetensors, PyTorch's .pt and .pth (tensors and argparse.Namespace only, no other pickled objects), the
-    .npz of the original ViTs, and the folder of a run. An EMA is preferred where the file holds one. Layouts: ours;
-    timm's ViTs (MoH's routers become zero); official TransNeXt and MoH-ViT.
+    Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects), the
+    .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. An EMA is preferred where the file
+    holds one. Layouts: ours; timm's ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose
+    outputs a model with compat="diffusers" has. Weights of a dense model leave MoH's routers at zero.
 
     Returns:
         the model.
@@ -175,9 +166,11 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
         model.load_pretrained(str(file))
         return model
     state = read_tensors(file)
-    for kind, read in FILTERS:
-        if isinstance(model, kind):
-            state = read(state, model)
+    try:
+        if hasattr(model, "checkpoint_filter"):
+            state = zero_missing_routers(model.checkpoint_filter(state, model), model)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     own = model.state_dict()
     wrong = [n for n in state if n in own and state[n].shape != own[n].shape]
     if wrong:
@@ -228,6 +221,8 @@ def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
 def weights_file(path: str, weights: str = "ema") -> Path:
     """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
 
+    The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
+
     Raises:
         FileNotFoundError: for a folder without them.
     """
@@ -235,7 +230,10 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     if not file.is_dir():
         return file
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
-    found = [file / n for n in names if (file / n).exists()]
+    theirs = [
+        f"{place}diffusion_pytorch_model.{kind}" for kind in ("safetensors", "bin") for place in ("", "transformer/")
+    ]
+    found = [file / n for n in [*names, *theirs] if (file / n).exists()]
     if not found:
         raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
     return found[0]

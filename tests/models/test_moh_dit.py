@@ -216,3 +216,56 @@ def test_wrong_input_size_is_named():
 def test_no_pretrained_weights_yet():
     with pytest.raises(RuntimeError, match="No pretrained weights are named for dit_small_patch2"):
         timm.create_model("dit_small_patch2", pretrained=True)
+
+
+@pytest.mark.parametrize("route_by", ["condition", "timestep"])
+def test_sample_scope_decides_from_the_condition(route_by):
+    model = awake(tiny(scope="sample", route_by=route_by)).eval()
+    x, t, y = torch.randn(4, 3, 8, 8), torch.tensor([3, 3, 900, 900]), torch.tensor([0, 4, 0, 4])
+    with torch.no_grad():
+        _, stats = model.forward_routed(x, t, y)
+        _, other = model.forward_routed(torch.randn_like(x), t, y)
+    chosen = [torch.cat([s.counts for s in stats], 1), torch.cat([s.counts for s in other], 1)]
+    assert torch.equal(*chosen)  # the image has no say
+    probs = stats[0].probs  # [B, 1, E]
+    assert probs.shape == (4, 1, 3)
+    assert not torch.allclose(probs[0], probs[2])
+    assert torch.equal(probs[0], probs[1]) == (route_by == "timestep")
+
+
+@pytest.mark.parametrize("route_by", ["condition", "timestep"])
+@pytest.mark.parametrize("timesteps", [[5, 5, 5], [0, 500, 999]])
+def test_sample_scope_runs_what_it_chose(route_by, timesteps):
+    outputs, grads = [], []
+    for executor in ("reference", "packed", "masked"):
+        torch.manual_seed(0)
+        model = awake(tiny(scope="sample", route_by=route_by, executor=executor))
+        x, t, y = torch.linspace(-1, 1, 3 * 192).view(3, 3, 8, 8), torch.tensor(timesteps), torch.tensor([0, 4, 5])
+        output, stats = model.forward_routed(x, t, y)
+        (output.square().mean() + load_balance_loss(stats)).backward()
+        outputs.append(output.detach())
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    for output, grad in zip(outputs[1:], grads[1:]):
+        torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-5)
+        for got, want in zip(grad, grads[0], strict=True):
+            torch.testing.assert_close(got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4)
+    assert all(g.norm() > 0 for g in grads[0])
+
+
+def test_sample_scope_with_gradient_checkpointing_and_saving(tmp_path):
+    model = awake(tiny(scope="sample", route_by="timestep"))
+    want = model(*FIXED).sample
+    model.enable_gradient_checkpointing()
+    got = model(*FIXED).sample
+    got.sum().backward()
+    assert torch.equal(got, want) and model.blocks[0].attn.router.routed.weight.grad.norm() > 0
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.route_by == "timestep" and torch.equal(again(*FIXED).sample, want)
+
+
+def test_a_condition_needs_sample_scope():
+    with pytest.raises(ValueError, match="route_by 'class' is not one of condition, timestep"):
+        tiny(scope="sample", route_by="class")
+    with pytest.raises(ValueError, match="it needs scope 'sample'"):
+        tiny().blocks[0].attn(torch.zeros(1, 4, 32), condition=torch.zeros(1, 32))

@@ -2,7 +2,8 @@
 
 All sequences run the same number of heads K, so after the projections this is plain attention with K heads. The
 projections are the sparse part: sequence b multiplies with the rows of its own heads. A row of weights is read where it
-lies, neighbouring heads in one product; where the chosen heads are scattered the rows are copied together first.
+lies, neighbouring heads in one product; where the chosen heads are scattered the rows are copied together first. Where
+all sequences chose the same heads (a DiT at one timestep) the batch is one long sequence to the products.
 """
 
 from typing import List, Optional, Tuple
@@ -30,6 +31,11 @@ def runs_of(heads: Tensor) -> Runs:
                 runs.append((h, h + 1, place))
         result.append(runs)
     return result
+
+
+def alike(active: Tensor) -> bool:
+    """Whether several sequences all chose the same heads, active [B, 1, H]."""
+    return active.shape[0] > 1 and bool((active == active[:1]).all())
 
 
 def copied(runs: Runs, K: int, width: int, dtype: torch.dtype) -> bool:
@@ -153,13 +159,16 @@ def by_sample(call: Call) -> Tensor:
     H, G, D = layer.num_heads, layer.kv_heads, layer.head_dim
     x, context = autocast(x), None if context is None else autocast(context)
     heads = routing.active[:, 0].nonzero()[:, 1].view(B, -1)  # [B, K]
-    K, runs = heads.shape[1], runs_of(heads)
+    K = heads.shape[1]
+    groups = heads[:1] if alike(routing.active) else heads  # one choice for each run of tokens: [1 or B, K]
+    runs = runs_of(groups)
     weights = routing.weights.gather(-1, heads.unsqueeze(1))  # [B, 1, K]
 
     def project(tokens: Tensor, weight: Tensor, bias: Optional[Tensor], parts: int) -> Tuple[Tensor, ...]:
         weight = weight.to(x.dtype).view(parts, H, D, C)
         bias = None if bias is None else bias.to(x.dtype).view(parts, H, D)
-        return ProjectSamples.apply(tokens, weight, bias, heads, runs).unflatten(-1, (K, D)).unbind(2)  # [B, N, K, D]
+        rows = ProjectSamples.apply(tokens.reshape(len(groups), -1, C), weight, bias, groups, runs)
+        return rows.view(*tokens.shape[:2], parts, K, D).unbind(2)  # [B, N, K, D]
 
     q_weight, kv_weight, q_bias, kv_bias = layer.split_qkv()
     chosen = torch.arange(B, device=x.device).unsqueeze(1), heads
@@ -178,4 +187,5 @@ def by_sample(call: Call) -> Tensor:
         attn_mask = attn_mask.expand(B, -1, -1, -1)[chosen]
     z = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), weights, attn_mask, is_causal, dropout_p)
     bias = None if layer.proj.bias is None else layer.proj.bias.to(z.dtype)
-    return CombineSamples.apply(z, layer.proj.weight.to(z.dtype), bias, heads, runs, D)
+    rows = z.reshape(len(groups), -1, K * D)
+    return CombineSamples.apply(rows, layer.proj.weight.to(z.dtype), bias, groups, runs, D).view(B, N, -1)

@@ -1,0 +1,267 @@
+"""Files in the official layouts give the official outputs, written down again here from the paper and the released code's key table."""
+
+import argparse
+import math
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+import moh_vision
+from moh_vision.models.official_routers import NAMES
+
+GRID, C, D, CLASSES = 4, 32, 8, 5
+HEADS = [2, 4, 6]
+BUDGET = [(2, 0), (2, 1), (3, 2)]
+SHAPE = dict(img_size=8, in_chans=4, num_classes=CLASSES, embed_dim=C, depth=3)
+MOH = dict(SHAPE, num_heads=HEADS, head_dim=D, head_budget=BUDGET)
+DENSE = dict(SHAPE, num_heads=4)
+INPUT = (
+    torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1)),
+    torch.tensor([0, 417, 999]),
+    torch.tensor([0, 3, 5]),
+)
+
+
+def sincos():
+    """2-D sine-cosine positions as MAE and DiT have them: half of the width for each axis, the column first."""
+    omega = 10000.0 ** -(torch.arange(C // 4, dtype=torch.float64) / (C / 4))
+    rows = []
+    for i in range(GRID):
+        for j in range(GRID):
+            axes = [torch.cat([(p * omega).sin(), (p * omega).cos()]) for p in (j, i)]
+            rows.append(torch.cat(axes))
+    return torch.stack(rows).float().unsqueeze(0)
+
+
+def official_weights(heads, head_dim, routed=None, seed=0):
+    """Random tensors under the official names (facts: key table of MoH-DiT); `routed`: (shared, routed) per layer."""
+    g = torch.Generator().manual_seed(seed)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g) * 0.2
+
+    state = {"pos_embed": sincos(), "x_embedder.proj.weight": r(C, 4, 2, 2), "x_embedder.proj.bias": r(C)}
+    state |= {"t_embedder.mlp.0.weight": r(C, 256), "t_embedder.mlp.0.bias": r(C)}
+    state |= {"t_embedder.mlp.2.weight": r(C, C), "t_embedder.mlp.2.bias": r(C)}
+    state["y_embedder.embedding_table.weight"] = r(CLASSES + 1, C)
+    for i, h in enumerate(heads):
+        shapes = {
+            "attn.qkv": (3 * h * head_dim, C),
+            "attn.proj": (C, h * head_dim),
+            "mlp.fc1": (4 * C, C),
+            "mlp.fc2": (C, 4 * C),
+            "adaLN_modulation.1": (6 * C, C),
+        }
+        for name, shape in shapes.items():
+            state |= {f"blocks.{i}.{name}.weight": r(*shape), f"blocks.{i}.{name}.bias": r(shape[0])}
+        if routed:
+            shared, k = routed[i]
+            state[f"blocks.{i}.attn.wg_1.weight"] = 3 * r(shared, C)
+            if k:
+                state[f"blocks.{i}.attn.wg.weight"] = 3 * r(h - shared, C)
+                state[f"blocks.{i}.attn.wg_0.weight"] = 3 * r(2, C)
+    state |= {"final_layer.linear.weight": r(32, C), "final_layer.linear.bias": r(32)}
+    state |= {
+        "final_layer.adaLN_modulation.1.weight": r(2 * C, C),
+        "final_layer.adaLN_modulation.1.bias": r(2 * C),
+    }
+    return state
+
+
+def official_gates(x, state, prefix, heads, shared, k):
+    """Head weights [B, N, heads] of the released MoH code, token by token."""
+    gates = torch.zeros(*x.shape[:2], heads, dtype=x.dtype)
+    own = (x @ state[f"{prefix}wg_1.weight"].T).softmax(-1) * shared
+    if k == 0:
+        return own
+    alpha = 2 * (x @ state[f"{prefix}wg_0.weight"].T).softmax(-1)
+    probs = (x @ state[f"{prefix}wg.weight"].T).softmax(-1)
+    for b in range(x.shape[0]):
+        for n in range(x.shape[1]):
+            top, index = probs[b, n].topk(k)
+            gates[b, n, shared + index] = alpha[b, n, 1] * k * top / top.sum()
+            gates[b, n, :shared] = alpha[b, n, 0] * own[b, n]
+    return gates
+
+
+def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
+    """DiT with adaLN-Zero (Peebles 2023, section 3), in another form than the model's: float64, loops, einsum."""
+    s = {name: tensor.to(dtype) for name, tensor in state.items()}
+    x, t, y = INPUT[0].to(dtype), INPUT[1], INPUT[2]
+
+    def linear(x, name):
+        return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
+
+    def norm(x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+
+    patches = x.view(3, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(3, GRID * GRID, 16)
+    x = patches @ s["x_embedder.proj.weight"].view(C, 16).T + s["x_embedder.proj.bias"] + s["pos_embed"]
+    # As the official code: frequencies in float32.
+    angles = (t[:, None].float() * torch.exp(-math.log(10000) * torch.arange(128).float() / 128)).to(dtype)
+    features = torch.cat([angles.cos(), angles.sin()], -1)
+    c = linear(F.silu(linear(features, "t_embedder.mlp.0")), "t_embedder.mlp.2")
+    c = c + s["y_embedder.embedding_table.weight"][y]
+    for i, h in enumerate(heads):
+        m = linear(F.silu(c), f"blocks.{i}.adaLN_modulation.1").view(3, 6, 1, C)
+        z = norm(x) * (1 + m[:, 1]) + m[:, 0]
+        q, k, v = linear(z, f"blocks.{i}.attn.qkv").view(3, -1, 3, h, head_dim).unbind(2)
+        a = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(head_dim)
+        o = torch.einsum("bhnm,bmhd->bnhd", a.softmax(-1), v)
+        if routed:
+            o = o * official_gates(z, s, f"blocks.{i}.attn.", h, *routed[i]).unsqueeze(-1)
+        x = x + m[:, 2] * linear(o.flatten(2), f"blocks.{i}.attn.proj")
+        z = linear(norm(x) * (1 + m[:, 4]) + m[:, 3], f"blocks.{i}.mlp.fc1")
+        z = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+        x = x + m[:, 5] * linear(z, f"blocks.{i}.mlp.fc2")
+    shift, scale = linear(F.silu(c), "final_layer.adaLN_modulation.1").chunk(2, -1)
+    x = linear(norm(x) * (1 + scale[:, None]) + shift[:, None], "final_layer.linear")  # [B, N, 2 * 2 * 8]
+    x = x.view(3, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
+    return x.reshape(3, 8, 8, 8)
+
+
+CASES = {
+    "moh": ("moh_dit_small_patch2_75", MOH, dict(heads=HEADS, head_dim=D, routed=BUDGET)),
+    "dense": ("dit_small_patch2", DENSE, dict(heads=[4] * 3, head_dim=8)),
+}
+
+
+def assert_official(model, about, weights):
+    with torch.no_grad():
+        got = model.eval()(*INPUT).sample
+    want = official_forward(weights, **about).float()
+    assert want.std() > 0.5
+    torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", ["load_checkpoint", "checkpoint_path", "overlay"])
+@pytest.mark.parametrize("layout", ["plain", "training"])
+def test_official_files_give_the_official_outputs(tmp_path, case, how, layout):
+    name, arguments, about = CASES[case]
+    weights, file = official_weights(**about), str(tmp_path / "official.pt")
+    if layout == "plain":
+        torch.save(weights, file)
+    else:  # as the training script saves it: the EMA is what the papers report
+        other = official_weights(**about, seed=1)
+        content = dict(model=other, ema=weights, opt=dict(state={}), args=argparse.Namespace(model="DiT-S/2", lr=1e-4))
+        torch.save(content, file)
+    if how == "load_checkpoint":
+        model = timm.create_model(name, **arguments)
+        assert moh_vision.load_checkpoint(model, file) is model
+    elif how == "checkpoint_path":
+        model = timm.create_model(name, checkpoint_path=file, **arguments)
+    else:
+        model = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=dict(file=file), **arguments)
+    assert_official(model, about, weights)
+
+
+def test_the_released_model_has_every_official_name():
+    with torch.device("meta"):
+        model = timm.create_model("moh_dit_xlarge_patch2_90")
+    names = set(model.state_dict())
+    for official, ours in NAMES.items():
+        names = {name.replace(f"router.{ours}.", f"{official}.") for name in names}
+    assert len(names) == 338
+    assert "blocks.0.attn.wg_1.weight" in names and "blocks.0.attn.wg.weight" not in names
+    assert {f"blocks.27.attn.{wg}.weight" for wg in ("wg", "wg_0", "wg_1")} <= names
+
+
+def test_other_pickled_objects_are_refused(tmp_path):
+    file = tmp_path / "evil.pt"
+    torch.save(dict(ema=official_weights([4] * 3, 8), args=tmp_path), file)
+    with pytest.raises(ValueError, match="evil.pt: not a readable file of tensors"):
+        moh_vision.load_checkpoint(timm.create_model("dit_small_patch2", **DENSE), file)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    model = timm.create_model("moh_dit_small_patch2_75", **MOH)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    file = tmp_path / "dense.pt"
+    torch.save(official_weights([4] * 3, 8), file)
+    with pytest.raises(
+        ValueError, match=r"dense.pt: blocks.0.attn.qkv.weight has shape \[96, 32\], the model needs \[48"
+    ):
+        moh_vision.load_checkpoint(model, file)
+    weights = official_weights(HEADS, D, BUDGET)
+    del weights["final_layer.linear.bias"]
+    torch.save(weights, file)
+    with pytest.raises(ValueError, match="1 tensors are missing .'final_layer.linear.bias'"):
+        timm.create_model("moh_dit_small_patch2_75", checkpoint_path=str(file), **MOH)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_dense_file_leaves_the_routers_of_equal_heads_at_zero(tmp_path):
+    weights, file = official_weights([4] * 3, 8), tmp_path / "dense.pt"
+    torch.save(weights, file)
+    model = timm.create_model("moh_dit_small_patch2_75", **DENSE, head_budget=[(2, 2)] * 3)
+    moh_vision.load_checkpoint(model, file)
+    assert_official(model, dict(heads=[4] * 3, head_dim=8), weights)
+
+
+# ---------------------------------------------------------------- diffusers
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    from diffusers import DiTTransformer2DModel
+
+    torch.manual_seed(0)
+    model = DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=3, sample_size=8,
+        num_embeds_ada_norm=CLASSES, norm_num_groups=4,
+    ).eval()  # fmt: skip
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    emb = model.transformer_blocks[0].norm1.emb.state_dict()
+    for block in model.transformer_blocks:
+        block.norm1.emb.load_state_dict(emb)
+    return model
+
+
+@pytest.mark.parametrize("folder", ["model", "pipeline", "bin"])
+def test_diffusers_weights_give_diffusers_outputs_if_asked(theirs, tmp_path, folder):
+    if folder == "bin":
+        torch.save(theirs.state_dict(), tmp_path / "diffusion_pytorch_model.bin")
+    else:
+        theirs.save_pretrained(tmp_path / "transformer" if folder == "pipeline" else tmp_path)
+    with torch.no_grad():
+        want = theirs(*INPUT).sample
+        outputs = {}
+        for compat in ("diffusers", "official"):
+            model = timm.create_model("dit_small_patch2", compat=compat, **DENSE)
+            outputs[compat] = moh_vision.load_checkpoint(model, tmp_path).eval()(*INPUT).sample
+    torch.testing.assert_close(outputs["diffusers"], want, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(outputs["official"][0], want[0], atol=1e-3)  # at t = 0 only an epsilon differs
+    assert (outputs["official"] - want)[2].abs().max() > 1e-3
+
+
+def test_a_diffusers_model_with_embeddings_of_its_own_in_every_block_is_refused(theirs, tmp_path):
+    state = {k: v.clone() for k, v in theirs.state_dict().items()}
+    state["transformer_blocks.2.norm1.emb.class_embedder.embedding_table.weight"] += 1
+    save_file(state, tmp_path / "own.safetensors")
+    with pytest.raises(ValueError, match="own.safetensors: transformer_blocks.2.*differs from that of other blocks"):
+        moh_vision.load_checkpoint(timm.create_model("dit_small_patch2", **DENSE), tmp_path / "own.safetensors")
+
+
+def test_compat_is_saved(tmp_path):
+    from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+
+    model = timm.create_model("dit_small_patch2", compat="diffusers", **DENSE)
+    model.save_pretrained(tmp_path)
+    again = MoHDiTTransformer2DModel.from_pretrained(tmp_path)
+    assert again.t_embedder.freq_shift == 1 and again.blocks[0].norm2.eps == 1e-5
+    with pytest.raises(ValueError, match="compat 'kohya' is not one of official, diffusers"):
+        timm.create_model("dit_small_patch2", compat="kohya", **DENSE)
+
+
+def test_published_weights_are_named():
+    cfg = timm.get_pretrained_cfg("dit_xlarge_patch2.in1k_512")
+    assert cfg.url.endswith("DiT-XL-2-512x512.pt") and cfg.input_size == (4, 64, 64)
+    assert timm.get_pretrained_cfg("moh_dit_xlarge_patch2_90").hf_hub_id == "Chat-UniVi/MoH-DiT-XL-90"
+    with torch.device("meta"):
+        assert timm.create_model("dit_xlarge_patch2.in1k_512").config.sample_size == 64
+        assert timm.create_model("dit_xlarge_patch2").config.sample_size == 32
