@@ -74,7 +74,13 @@ def test_script_trace_and_compile(shared, routed):
         torch.fx.symbolic_trace(
             module,
             concrete_args=dict(
-                context=None, attn_mask=None, is_causal=False, padding_mask=None, rotary=None, cache=None
+                context=None,
+                attn_mask=None,
+                is_causal=False,
+                padding_mask=None,
+                rotary=None,
+                cache=None,
+                condition=None,
             ),
         ),
         torch.compile(module, fullgraph=True, backend="aot_eager"),
