@@ -28,7 +28,7 @@ from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
-from moh_vision.engine.logging import RunLog
+from moh_vision.engine.logging import open_log
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
@@ -45,7 +45,7 @@ def main(argv) -> None:
     with user_errors(NAME):
         config, flags = parse_config(ClsConfig, argv, NAME)
         o = config.optim
-        accelerator = make_accelerator(config.mixed_precision)
+        accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         if config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(f"ema.decay {config.ema.decay:g} does not work with FSDP; use configs/accelerate/ddp.yaml")
     if flags.validate_only:
@@ -109,7 +109,7 @@ def main(argv) -> None:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm)
-    log = RunLog(run / "metrics.jsonl", start, stop, accelerator.is_main_process, "classification")
+    log = open_log(run, start, stop, "classification", config.tracker, config.tree(), accelerator.is_main_process)
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
 
     def judge(step: int, task) -> dict:

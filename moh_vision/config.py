@@ -281,6 +281,9 @@ class RunConfig:
         mixed_precision: "no", "bf16" or "fp16".
         init_from: weights to start from: a run folder, a file of weights, or a timm model name.
         balance_weight: weight of the load-balance loss (0.01 in Jin 2024).
+        compile: torch.compile the model and its losses.
+        tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
+        tracker: "tensorboard" (events in OUTPUT/tensorboard) or "wandb", beside metrics.jsonl.
     """
 
     output: str = "runs/run"
@@ -292,6 +295,9 @@ class RunConfig:
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     init_from: Optional[str] = None
     balance_weight: float = 0.01
+    compile: bool = False
+    tf32: bool = False
+    tracker: Optional[Literal["tensorboard", "wandb"]] = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -320,7 +326,6 @@ class ClsConfig(RunConfig):
         calibrate_images: with init_from of a dense ViT: how many training images judge its heads, so that the strongest
             ones of each layer become the shared ones and the first to run; 0: those that come first.
         eval_every: steps between validations; 0: only at the end.
-        compile: torch.compile the model and its losses.
         channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 
@@ -328,7 +333,6 @@ class ClsConfig(RunConfig):
     label_smoothing: float = 0.0
     calibrate_images: int = 0
     eval_every: int = 0
-    compile: bool = False
     channels_last: bool = False
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
@@ -406,6 +410,7 @@ FREE_KEYS = (
     "save_every",
     "keep_checkpoints",
     "eval_every",
+    "tracker",
     "data.workers",
     "data.eval_batch_size",
 )

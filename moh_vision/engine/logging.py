@@ -8,9 +8,12 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Optional
 
 import torch
 from tqdm import tqdm
+
+from moh_vision.engine.tracking import Tracker, open_tracker
 
 
 class RunLog:
@@ -20,10 +23,15 @@ class RunLog:
         path: metrics.jsonl; lines of steps from `start` on, left by an interrupted run, are dropped.
         start, total: first step and end of the run.
         enabled: whether this is the main process.
+        title: of the lines and the bar.
+        tracker: it gets the same numbers.
     """
 
-    def __init__(self, path: Path, start: int, total: int, enabled: bool, title: str):
+    def __init__(
+        self, path: Path, start: int, total: int, enabled: bool, title: str, tracker: Optional[Tracker] = None
+    ):
         self.enabled = enabled
+        self.tracker = tracker
         self.terminal = sys.stderr.isatty()
         self.title, self.total = title, total
         self.pause()
@@ -58,7 +66,7 @@ class RunLog:
         self.pause()
         if not self.enabled:
             return
-        self._write({"step": step, **values, "images_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
+        self._write(step, dict(values, images_per_s=round(rate, 1), peak_memory_mib=round(memory)))
         text = f"{show}, {rate:.0f} img/s, peak {memory:.0f} MiB"
         if self.terminal:
             self.bar.set_postfix_str(text)
@@ -69,13 +77,15 @@ class RunLog:
         """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
         if not self.enabled:
             return
-        self._write({"step": step, **values})
+        self._write(step, values)
         self.say(show)
 
-    def _write(self, values: dict) -> None:
+    def _write(self, step: int, values: dict) -> None:
         # JSON has no NaN; a skipped step has one.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.file.write(json.dumps(plain) + "\n")
+        self.file.write(json.dumps({"step": step, **plain}) + "\n")
+        if self.tracker:
+            self.tracker.log(step, plain)
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -94,6 +104,16 @@ class RunLog:
         if self.enabled:
             self.bar.close()
             self.file.close()
+        if self.tracker:
+            self.tracker.close()
+
+
+def open_log(
+    run: Path, start: int, total: int, title: str, tracker: Optional[str], config: dict, enabled: bool
+) -> RunLog:
+    """The log of a run in its folder, with the tracker of that name; see `RunLog` and `tracking.open_tracker`."""
+    tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
+    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking)
 
 
 def peak_memory_mib() -> float:

@@ -7,12 +7,14 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Callable, List
+from typing import Callable, List, Optional
 
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+
+from moh_vision.engine.tracking import check_tracker
 
 MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
@@ -42,15 +44,23 @@ def index_dir(output: str) -> str:
     return str(Path(output).resolve().with_name(".index"))
 
 
-def make_accelerator(mixed_precision: str) -> Accelerator:
+def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:
     """accelerate's Accelerator; accumulation is the script's own.
 
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
+        tracker: name of the package that the run will need for it.
+
     Raises:
-        ValueError: if `accelerate launch` was told another precision than the configuration.
+        ValueError: if `accelerate launch` was told another precision than the configuration, or the package is missing.
     """
+    check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
         raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
     # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
     accumulation = GradientAccumulationPlugin(num_steps=1)
     return Accelerator(mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation)
