@@ -87,8 +87,9 @@ def _one_line(message: str) -> str:
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
     """Keys, with both values, that differ between two saved configurations and may not."""
     old, new = _flat(old), _flat(new)
+    free = {*FREE_KEYS, *allowed}
     keys = [
-        k for k in sorted(set(old) | set(new)) if k not in FREE_KEYS and k not in allowed and old.get(k) != new.get(k)
+        k for k in sorted({*old, *new}) if k not in free and k.split(".")[0] not in free and old.get(k) != new.get(k)
     ]
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 

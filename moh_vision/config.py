@@ -268,6 +268,37 @@ class EmaConfig:
 
 
 @dataclass
+class PreviewConfig:
+    """Pictures of a diffusion run while it trains: always of the same noise and labels, with the EMA weights if any.
+
+    Args:
+        every: steps between pictures, OUTPUT/previews/step_N.png; 0: none.
+        images: how many; image i has class i modulo the number of classes.
+        columns: images a row.
+        sampler: as in sample.py.
+        steps: denoising steps.
+        cfg_scale: classifier-free guidance; 1: none.
+        seed: of the noise.
+    """
+
+    every: int = 0
+    images: int = 40
+    columns: int = 10
+    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddim"
+    steps: int = 50
+    cfg_scale: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self):
+        _check("preview.every", self.every, self.every >= 0, "0 or more")
+        for name in ("images", "columns"):
+            _check(f"preview.{name}", getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _check("preview.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        _check("preview.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        _check("preview.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+
+
+@dataclass
 class RunConfig:
     """What all runs share.
 
@@ -379,16 +410,22 @@ class DitConfig(RunConfig):
         vae: "none": diffusion on pixels.
         learn_sigma: learn the variance too (hybrid loss).
         label_drop: share of labels replaced by "no class", for guidance.
+        preview: pictures while training.
     """
 
     vae: Literal["none"] = "none"
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     learn_sigma: bool = True
     label_drop: float = 0.1
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
 
     def __post_init__(self):
         super().__post_init__()
         _check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
+        if self.preview.every and self.preview.cfg_scale != 1 and not self.label_drop:
+            raise ValueError(
+                f"preview.cfg_scale {self.preview.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
+            )
 
 
 @dataclass
@@ -402,7 +439,7 @@ class Flags:
     checkpoint: Optional[str] = None
 
 
-# Differences in these do not make a run another run.
+# Differences in these keys, or sections, do not make a run another run.
 FREE_KEYS = (
     "output",
     "max_steps",
@@ -411,6 +448,7 @@ FREE_KEYS = (
     "keep_checkpoints",
     "eval_every",
     "tracker",
+    "preview",
     "data.workers",
     "data.eval_batch_size",
 )

@@ -14,6 +14,7 @@ ALLOWED = {
     "analysis": {"models", "attention"},
     "tasks": {"attention", "diffusion"},
     "validation": {"analysis", "attention", "data", "engine", "evaluation"},
+    "previews": {"analysis", "diffusion"},
     "config": set(),
     "command_line": {"config"},
     "__init__": {"attention", "models"},
