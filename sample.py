@@ -21,7 +21,7 @@ from moh_vision.config import SampleConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import derive_seed, rank_slice
 from moh_vision.data.splits import open_source
-from moh_vision.diffusion import make_scheduler, sample_images
+from moh_vision.diffusion import Guidance, make_scheduler, sample_images
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.script import index_dir, user_errors
@@ -79,8 +79,8 @@ def main(argv) -> None:
                 (channels, size, size),
                 seeds,
                 len(classes),
-                config.cfg_scale,
-                on_step=bar.update,
+                Guidance(config.cfg_scale),
+                on_step=lambda *_: bar.update() and None,
             )
             images.append(to_uint8(x).cpu())
             bar.set_postfix_str(f"{first + len(batch)} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
