@@ -3,4 +3,12 @@
 from moh_vision.diffusion.hybrid_loss import HybridLoss
 from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images
 
-__all__ = ["SAMPLERS", "Guidance", "HybridLoss", "make_scheduler", "sample_images"]
+__all__ = ["SAMPLERS", "Guidance", "HybridLoss", "MoHDiTPipeline", "make_scheduler", "sample_images"]
+
+
+def __getattr__(name: str):
+    if name == "MoHDiTPipeline":  # its base class takes diffusers, which takes seconds to import
+        from moh_vision.diffusion.pipeline import MoHDiTPipeline
+
+        return MoHDiTPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
