@@ -64,9 +64,9 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As diffusers' own, which loads parts only from modules that have been imported."""
+        """As diffusers' own, which loads parts only from modules that have been imported; safetensors only."""
         importlib.import_module(TRANSFORMER_MODULE)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
     @property
     def labels(self) -> Dict[str, int]:
