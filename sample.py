@@ -4,19 +4,17 @@ See `python sample.py --help` for every option.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Optional
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import as_pil, draw_head_usage, draw_image_grid
+from moh_vision.analysis.figures import as_pil, draw_head_usage, draw_image_grid, write_images
 from moh_vision.attention import head_budget
 from moh_vision.command_line import parse_config
 from moh_vision.config import SampleConfig
@@ -26,7 +24,7 @@ from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.script import index_dir, user_errors
+from moh_vision.engine.script import claim_outputs, index_dir, user_errors
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.models.weights import from_run
 
@@ -167,33 +165,6 @@ def open_vae(override: Optional[str], recorded: Optional[dict]) -> Optional[Auto
         vae.register_to_config(scaling_factor=recorded["scaling_factor"])
     vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
     return vae.eval()
-
-
-def claim_outputs(paths, overwrite: bool) -> None:
-    """Raise ValueError, before any work, for an output that exists already or cannot be written."""
-    for path in (Path(p) for p in paths if p):
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
-        if taken and not overwrite:
-            raise ValueError(f"{path} exists; give another path, or --overwrite true")
-        if path.is_file() and not path.suffix:
-            raise ValueError(f"{path} is a file, expected a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{path} cannot be written")
-
-
-def write_images(images: torch.Tensor, labels: torch.Tensor, out: Path) -> None:
-    """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
-    if out.suffix == ".npz":
-        hidden = out.with_name(f".{out.name}.tmp.npz")
-        np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
-        os.replace(hidden, out)
-        return
-    out.mkdir(exist_ok=True)
-    for stale in out.glob("*.png"):
-        stale.unlink()
-    for i, image in enumerate(images):
-        as_pil(image).save(out / f"{i:06d}.png")
 
 
 if __name__ == "__main__":
