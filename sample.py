@@ -4,29 +4,31 @@ See `python sample.py --help` for every option.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
+from typing import Optional
 
-import numpy as np
 import torch
+from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import as_pil, draw_head_usage, draw_image_grid
+from moh_vision.analysis.figures import as_pil, draw_head_usage, draw_image_grid, write_images
 from moh_vision.attention import head_budget
 from moh_vision.command_line import parse_config
 from moh_vision.config import SampleConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import derive_seed, rank_slice
 from moh_vision.data.splits import open_source
-from moh_vision.diffusion import make_scheduler, sample_images
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.script import index_dir, user_errors
+from moh_vision.engine.script import claim_outputs, index_dir, user_errors
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.models.weights import from_run
+
+SAMPLING = ("sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed")  # what scores depend on
 
 
 def main(argv) -> None:
@@ -34,13 +36,22 @@ def main(argv) -> None:
     with user_errors("sample.py"):
         config, _ = parse_config(SampleConfig, argv, "sample.py")
         model, about = from_run(config.checkpoint, "diffusion", config.weights)
-        classes, size, channels = about["classes"], model.config.sample_size, model.config.in_channels
-        if config.cfg_scale != 1 and about["config"]["label_drop"] == 0:
+        classes, channels = about["classes"], model.config.in_channels
+        vae = open_vae(config.vae, about.get("vae"))
+        # A prediction is clipped to the range of pixels; latents have none.
+        scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
+        label_drop = about["config"]["label_drop"]
+        pipe = MoHDiTPipeline(model, scheduler, vae, dict(enumerate(classes)), label_drop)
+        if vae is None and channels not in (1, 3):
+            raise ValueError(f"{about['weights']} makes latents of {channels} channels: --vae NAME or FOLDER is needed")
+        if config.cfg_scale != 1 and label_drop == 0:
             raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
         scores_path = (
             Path(config.score_file or Path(about["weights"]).with_name("scores.json")) if config.score else None
         )
-        claim_outputs([config.out, config.grid, config.head_usage, scores_path], config.overwrite)
+        if config.save_pipeline and Path(config.save_pipeline).is_file():
+            raise ValueError(f"--save-pipeline {config.save_pipeline} is a file, expected a folder")
+        claim_outputs([config.out, config.grid, config.head_usage, config.save_pipeline, scores_path], config.overwrite)
         if config.score:
             reference = open_source(config.score, "val", index_dir(config.checkpoint))
             classifier, judge = from_run(config.extractor, "classifier")
@@ -49,43 +60,47 @@ def main(argv) -> None:
                     f"--extractor {config.extractor} and --score {config.score} need the classes of {config.checkpoint}: {classes}"
                 )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device)
+    pipe.to(device).set_progress_bar_config(disable=True)
+    if config.save_pipeline:
+        pipe.save_pretrained(config.save_pipeline)
+        print(f"pipeline: {config.save_pipeline}")
+    if not config.num_images:
+        return
 
     # ---------------------------------------------------------------- sample
     labels = torch.arange(config.num_images) % len(classes)
     budget = head_budget(model)["layers"]
     load = HeadLoad([layer["heads"] for layer in budget], len(classes) + 1)  # the last row: "no class"
 
-    def predict(x, t, y):
-        output, stats = model.forward_routed(x, t, y)
-        if config.head_usage:
-            load.add(stats, y)
-        return output
-
     images = []
-    # The prediction is clipped to the range of pixels.
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=True)
     batches = labels.split(config.batch_size)
     with tqdm(
         total=len(batches) * len(scheduler.timesteps), desc="sampling", unit="step", disable=not sys.stderr.isatty()
     ) as bar:
+
+        def advance(*_):
+            bar.update()
+
         for number, batch in enumerate(batches):
             first = number * config.batch_size
             seeds = [derive_seed(config.seed, first + i) for i in range(len(batch))]
-            x = sample_images(
-                predict,
-                scheduler,
-                batch.to(device),
-                (channels, size, size),
-                seeds,
-                len(classes),
+            latents = pipe(
+                batch,
                 config.cfg_scale,
-                on_step=bar.update,
-            )
-            images.append(to_uint8(x).cpu())
+                None if config.guide_channels == "all" else config.guide_channels,
+                config.cfg_interval,
+                config.steps,
+                [torch.Generator().manual_seed(seed) for seed in seeds],
+                output_type="latent",
+                callback_on_step_end=advance,
+                on_routing=load.add if config.head_usage else None,
+            ).images
+            images.append(to_uint8(pipe.decode(latents)).cpu())
             bar.set_postfix_str(f"{first + len(batch)} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
     images = torch.cat(images)  # [n, C, h, w] uint8
     how = f"{config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
+    if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
+        how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     print(f"{len(images)} images, {how}, {about['weights']}")
 
     # ---------------------------------------------------------------- write
@@ -121,7 +136,7 @@ def main(argv) -> None:
             feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}); not Inception, not FID",
             reference=f"{config.score}, test split",
             weights=about["weights"],
-            sampling=dict(sampler=config.sampler, steps=config.steps, cfg_scale=config.cfg_scale, seed=config.seed),
+            sampling={k: getattr(config, k) for k in SAMPLING},
         )
         scores_path.write_text(json.dumps(scores, indent=1) + "\n")
         recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
@@ -132,31 +147,24 @@ def main(argv) -> None:
         print(f"scores: {scores_path}")
 
 
-def claim_outputs(paths, overwrite: bool) -> None:
-    """Raise ValueError, before any work, for an output that exists already or cannot be written."""
-    for path in (Path(p) for p in paths if p):
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
-        if taken and not overwrite:
-            raise ValueError(f"{path} exists; give another path, or --overwrite true")
-        if path.is_file() and not path.suffix:
-            raise ValueError(f"{path} is a file, expected a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{path} cannot be written")
+def open_vae(override: Optional[str], recorded: Optional[dict]) -> Optional[AutoencoderKL]:
+    """The VAE that --vae names, or that the run records as dict(name, sha256, scaling_factor); None on pixels.
 
-
-def write_images(images: torch.Tensor, labels: torch.Tensor, out: Path) -> None:
-    """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
-    if out.suffix == ".npz":
-        hidden = out.with_name(f".{out.name}.tmp.npz")
-        np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
-        os.replace(hidden, out)
-        return
-    out.mkdir(exist_ok=True)
-    for stale in out.glob("*.png"):
-        stale.unlink()
-    for i, image in enumerate(images):
-        as_pil(image).save(out / f"{i:06d}.png")
+    Raises:
+        ValueError: if it cannot be loaded.
+    """
+    name = override or (recorded or {}).get("name")
+    if name is None:
+        return None
+    try:
+        vae = AutoencoderKL.from_pretrained(name, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        whose = "--vae" if override else "the run's VAE"
+        raise ValueError(f"{whose} {name}: {str(error).splitlines()[0]}") from None
+    if recorded:  # latents were scaled by the factor of the training, whatever this decoder's own is
+        vae.register_to_config(scaling_factor=recorded["scaling_factor"])
+    vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
+    return vae.eval()
 
 
 if __name__ == "__main__":

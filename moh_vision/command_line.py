@@ -31,7 +31,7 @@ def parse_config(kind, argv: List[str], prog: str):
     Raises:
         ValueError: one line that names the key, the value and what is allowed.
     """
-    argv = _switched_on([_underscored(token) for token in argv], kind)
+    argv = _paired(_switched_on([_underscored(token) for token in argv], kind), kind)
     is_run = issubclass(kind, RunConfig)
     known = list(_leaf_keys(kind))
     judges = issubclass(kind, ClsConfig)
@@ -119,6 +119,20 @@ def _switched_on(argv: List[str], kind) -> List[str]:
     written = []
     for token, following in zip(argv, [*argv[1:], "--"]):
         written += [token, "true"] if token in switches and following.startswith("--") else [token]
+    return written
+
+
+def _paired(argv: List[str], kind) -> List[str]:
+    """The arguments, with `--cfg_interval 0.1 0.8` as `--cfg_interval [0.1,0.8]`, for keys that hold two values."""
+    hints = typing.get_type_hints(kind).items()
+    pairs = {
+        f"--{name}" for name, hint in hints if typing.get_origin(hint) is tuple and len(typing.get_args(hint)) == 2
+    }
+    written, rest = [], list(argv)
+    while rest:
+        written.append(rest.pop(0))
+        if written[-1] in pairs and len(rest) > 1 and not rest[0].startswith(("[", "--")):
+            written.append(f"[{rest.pop(0)},{rest.pop(0)}]")
     return written
 
 

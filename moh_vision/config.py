@@ -462,11 +462,16 @@ class SampleConfig:
         checkpoint: folder of a diffusion run, or one of its .safetensors files.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many; image i has class i modulo the number of classes.
-        sampler: "ddpm" or "ddim".
+        sampler: "ddpm", "ddim" or "dpm-solver++".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
+        guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
+        cfg_interval: two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied.
         seed: the noise of image i depends on (seed, i) alone.
         batch_size: images at a time.
+        vae: of latent models: name or folder of an AutoencoderKL; left out: the one that the run was trained with.
+        save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
+            num_images 0 that is all.
         out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
         grid: PNG with one class a row.
         grid_columns: images a row.
@@ -480,11 +485,15 @@ class SampleConfig:
     checkpoint: str
     weights: Literal["ema", "model"] = "ema"
     num_images: int = 100
-    sampler: Literal["ddpm", "ddim"] = "ddpm"
+    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
     steps: int = 250
     cfg_scale: float = 1.0
+    guide_channels: Union[int, Literal["all"]] = 3
+    cfg_interval: Tuple[float, float] = (0.0, 1.0)
     seed: int = 0
     batch_size: int = 100
+    vae: Optional[str] = None
+    save_pipeline: Optional[str] = None
     out: Optional[str] = None
     grid: Optional[str] = None
     grid_columns: int = 10
@@ -495,10 +504,20 @@ class SampleConfig:
     overwrite: bool = False
 
     def __post_init__(self):
-        for name in ("num_images", "batch_size", "grid_columns"):
+        for name in ("batch_size", "grid_columns"):
             _check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        least = 0 if self.save_pipeline else 1
+        _check("num_images", self.num_images, self.num_images >= least, f"at least {least}")
+        if not self.num_images and (self.out or self.grid or self.head_usage or self.score):
+            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage and --score")
         _check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         _check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        guided = self.guide_channels
+        _check("guide_channels", guided, guided == "all" or guided >= 1, 'at least 1, or "all"')
+        low, high = self.cfg_interval
+        _check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
+        if self.cfg_scale == 1 and (low, high) != (0, 1):
+            raise ValueError(f"cfg_interval {[low, high]} needs a cfg_scale other than 1")
         _check_seed(self.seed)
         for name in ("grid", "head_usage"):
             path = getattr(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import List, Sequence
 
@@ -18,6 +19,20 @@ def as_pil(image: Tensor) -> Image.Image:
     """uint8 [C, h, w] -> PIL, grey for one channel."""
     array = image.permute(1, 2, 0).numpy()
     return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
+
+
+def write_images(images: Tensor, labels: Tensor, out: Path) -> None:
+    """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
+    if out.suffix == ".npz":
+        hidden = out.with_name(f".{out.name}.tmp.npz")
+        np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
+        os.replace(hidden, out)
+        return
+    out.mkdir(exist_ok=True)
+    for stale in out.glob("*.png"):
+        stale.unlink()
+    for i, image in enumerate(images):
+        as_pil(image).save(out / f"{i:06d}.png")
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:

@@ -1,6 +1,14 @@
 """Gaussian diffusion around a model that is handed in: the training loss, and sampling with diffusers' schedulers."""
 
 from moh_vision.diffusion.hybrid_loss import HybridLoss
-from moh_vision.diffusion.sampling import SAMPLERS, make_scheduler, sample_images
+from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images
 
-__all__ = ["SAMPLERS", "HybridLoss", "make_scheduler", "sample_images"]
+__all__ = ["SAMPLERS", "Guidance", "HybridLoss", "MoHDiTPipeline", "make_scheduler", "sample_images"]
+
+
+def __getattr__(name: str):
+    if name == "MoHDiTPipeline":  # its base class takes diffusers, which takes seconds to import
+        from moh_vision.diffusion.pipeline import MoHDiTPipeline
+
+        return MoHDiTPipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

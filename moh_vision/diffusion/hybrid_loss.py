@@ -2,6 +2,9 @@
 
 Ho 2020 (q and L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15, and L_hybrid, eq. 16). diffusers has the
 samplers but no such loss.
+
+What training asks of an objective, and where another one would go in: a module with `add_noise(x0, noise, t)` and a
+forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss". `moh_vision.tasks.DiffusionTask` knows no more.
 """
 
 import math
@@ -54,7 +57,7 @@ class HybridLoss(nn.Module):
         Returns:
             dict of [B] tensors: loss, mse, and vb if the variance is learned.
         """
-        output = output.float()
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
         if output.shape[1] == x0.shape[1]:

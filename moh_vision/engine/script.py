@@ -109,6 +109,19 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
     return Path(output)
 
 
+def claim_outputs(paths, overwrite: bool) -> None:
+    """Raise ValueError, before any work, for an output that exists already or cannot be written."""
+    for path in (Path(p) for p in paths if p):
+        taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if taken and not overwrite:
+            raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        if path.is_file() and not path.suffix:
+            raise ValueError(f"{path} is a file, expected a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written")
+
+
 def finish(accelerator) -> None:
     """End a run: wait for all, collect the wrapped task, destroy the process group.
 

@@ -1,8 +1,9 @@
+import diffusers
 import pytest
 import torch
 
-from moh_vision.diffusion import make_scheduler, sample_images
-from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion import SAMPLERS, Guidance, make_scheduler, sample_images
+from moh_vision.diffusion.sampling import fit_scheduler, set_steps, to_uint8
 
 ALPHA_BAR = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
 SHAPE = (2, 3, 3)
@@ -13,14 +14,17 @@ def points(*values):
     table = torch.tensor(values)
 
     def predict(x, t, labels):
-        a = ALPHA_BAR[t].float().view(-1, 1, 1, 1)
+        a = ALPHA_BAR[t.long()].float().view(-1, 1, 1, 1)
         eps = (x - a.sqrt() * table[labels].view(-1, 1, 1, 1)) / (1 - a).sqrt()
         return torch.cat([eps, -torch.ones_like(eps)], dim=1)
 
     return predict
 
 
-@pytest.mark.parametrize("sampler, steps", [("ddpm", 1000), ("ddpm", 50), ("ddim", 50), ("ddim", 10)])
+@pytest.mark.parametrize(
+    "sampler, steps",
+    [("ddpm", 1000), ("ddpm", 50), ("ddim", 50), ("ddim", 10), ("dpm-solver++", 20), ("dpm-solver++", 5)],
+)
 @pytest.mark.parametrize("learned", [True, False])
 def test_the_exact_model_gives_back_the_data(sampler, steps, learned):
     scheduler = make_scheduler(sampler, steps, learned, clip=False)
@@ -30,14 +34,65 @@ def test_the_exact_model_gives_back_the_data(sampler, steps, learned):
     torch.testing.assert_close(images, want, atol=0.03, rtol=0)
 
 
-@pytest.mark.parametrize("guidance", [0.0, 1.5, 3.0])
-def test_guidance_extrapolates_from_no_class(guidance):
-    scheduler = make_scheduler("ddim", 20, True, clip=False)
-    images = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], null_label=1, guidance=guidance)
-    torch.testing.assert_close(images, torch.full_like(images, -0.1 + guidance * 0.3), atol=1e-2, rtol=0)
+@pytest.mark.parametrize("scale", [0.0, 1.5, 3.0])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_guidance_extrapolates_from_no_class(sampler, scale):
+    scheduler = make_scheduler(sampler, 20, True, clip=False)
+    images = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1, Guidance(scale))
+    torch.testing.assert_close(images, torch.full_like(images, -0.1 + scale * 0.3), atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
+def test_official_guidance_leaves_the_fourth_channel_alone():
+    """The official forward_with_cfg, written out: three guided channels, the rest of the class's half."""
+    cond, uncond = torch.randn(2, 8, 3, 3), torch.randn(2, 8, 3, 3)
+    three = Guidance(4.0).combine(cond, uncond, 4)
+    assert torch.equal(three[:, :3], uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3]))
+    assert torch.equal(three[:, 3:], cond[:, 3:])  # the fourth channel, and the variance
+    every = Guidance(4.0, channels=None).combine(cond, uncond, 4)
+    assert torch.equal(every[:, :4], uncond[:, :4] + 4.0 * (cond[:, :4] - uncond[:, :4]))
+    assert torch.equal(every[:, 4:], cond[:, 4:])
+    for channels in (1, 3):  # images in pixels
+        assert torch.equal(
+            Guidance(2.0).combine(cond, uncond, channels), Guidance(2.0, None).combine(cond, uncond, channels)
+        )
+
+
+def test_guidance_interval():
+    """Guided inside, at twice the work; outside with the class alone."""
+    calls = []
+
+    def predict(x, t, labels):
+        calls.append((t[0].item(), labels.tolist()))
+        return points(0.2, -0.1)(x, t, labels)
+
+    scheduler = make_scheduler("ddim", 10, True, clip=False)
+    sample_images(predict, scheduler, torch.tensor([0, 0]), SHAPE, [1, 2], 1, Guidance(3.0, interval=(0.2, 0.5)))
+    guided = [t for t, labels in calls if labels == [0, 0, 1, 1]]
+    plain = [t for t, labels in calls if labels == [0, 0]]
+    assert guided == [500, 400, 300, 200] and plain == [900, 800, 700, 600, 100, 0]
+    nowhere = sample_images(
+        points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1, Guidance(3.0, interval=(0.99, 1))
+    )
+    without = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1)
+    assert torch.equal(nowhere, without)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(scale=-1.0), "guidance scale -1.0 is out of range: 0 or more"),
+        (dict(scale=float("nan")), "guidance scale nan"),
+        (dict(channels=0), "guidance channels 0 is out of range"),
+        (dict(interval=(0.6, 0.3)), r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1"),
+        (dict(interval=(0, 999)), "guidance interval"),
+    ],
+)
+def test_bad_guidance(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Guidance(**arguments)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_an_image_depends_on_its_seed_alone(sampler):
     def smooth(x, t, labels):  # elementwise, so that batch size cannot change its rounding
         return torch.cat([x * 0.9, x * 0.0], dim=1)
@@ -52,16 +107,16 @@ def test_an_image_depends_on_its_seed_alone(sampler):
     assert torch.equal(run([5, 6, 7]), together)
 
 
-def test_half_the_work_without_guidance():
-    sizes = []
+def test_a_step_may_replace_the_image():
+    scheduler = make_scheduler("ddim", 5, True, False)
+    seen = []
 
-    def predict(x, t, labels):
-        sizes.append(len(x))
-        return torch.zeros(len(x), 4, 3, 3)
+    def on_step(step, t, x):
+        seen.append((step, t.item()))
+        return torch.zeros_like(x) if step == 4 else None
 
-    for guidance in (1.0, 2.0):
-        sample_images(predict, make_scheduler("ddim", 1, True, False), torch.tensor([0, 0]), SHAPE, [1, 2], 1, guidance)
-    assert sizes == [2, 4]
+    images = sample_images(points(0.4, 0.0), scheduler, torch.tensor([0]), SHAPE, [1], 1, on_step=on_step)
+    assert images.abs().max() == 0 and seen == [(0, 800), (1, 600), (2, 400), (3, 200), (4, 0)]
 
 
 def test_the_official_step_sets():
@@ -73,14 +128,34 @@ def test_the_official_step_sets():
 @pytest.mark.parametrize(
     "sampler, steps, words",
     [
-        ("euler", 5, "sampler 'euler' is not one of ddpm, ddim"),
+        ("euler", 5, "sampler 'euler' is not one of ddpm, ddim, dpm-solver"),
         ("ddim", 0, "steps 0 is out of range"),
         ("ddim", 1001, "1 to 1000"),
+        ("ddim", 600, "steps 600: the steps of DDIMScheduler would begin at timestep 599 of 1000"),
     ],
 )
 def test_bad_arguments(sampler, steps, words):
     with pytest.raises(ValueError, match=words):
         make_scheduler(sampler, steps, True, False)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
+def test_a_scheduler_made_from_anothers_configuration(name, clip):
+    """As diffusers' users swap them, from a DDPM with a learned variance, on four channels."""
+    ddpm = make_scheduler("ddpm", 250, True, clip)
+    scheduler = fit_scheduler(getattr(diffusers, name).from_config(ddpm.config), True)
+    set_steps(scheduler, 50)
+    labels = torch.tensor([0, 1])
+    images = sample_images(points(-0.5, 0.7, 0.0), scheduler, labels, (4, 3, 3), [1, 2], 2)
+    want = torch.tensor([-0.5, 0.7]).view(2, 1, 1, 1).expand_as(images)
+    torch.testing.assert_close(images, want, atol=0.02, rtol=0)
+    if name != "EulerDiscreteScheduler":
+        bright = sample_images(points(1.5, 0.0), scheduler, torch.tensor([0]), (4, 3, 3), [1], 1)
+        torch.testing.assert_close(bright, torch.full_like(bright, 1.0 if clip else 1.5), atol=0.02, rtol=0)
+    assert fit_scheduler(ddpm, True) is ddpm
+    with pytest.raises(ValueError, match="variance_type learned_range needs a model with a learned variance"):
+        fit_scheduler(ddpm, False)
 
 
 def test_to_uint8():

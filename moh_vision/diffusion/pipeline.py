@@ -1,0 +1,205 @@
+"""The DiT pipeline: class labels in, images out.
+
+diffusers' DiTPipeline cannot serve these models: it takes 1000 for "no class", drops the learned variance and draws the
+noise of the steps from nowhere. The path of this class is a promise, saved pipelines name it.
+"""
+
+import difflib
+import importlib
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
+from diffusers.image_processor import VaeImageProcessor
+from torch import Tensor
+
+from moh_vision.diffusion.sampling import Guidance, denoise, fit_scheduler, initial_noise, set_steps
+
+# Where saved pipelines say that their transformer is.
+TRANSFORMER_MODULE = "moh_vision.models.dit_transformer"
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+class MoHDiTPipeline(DiffusionPipeline):
+    """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on the latents of a VAE.
+
+    Any scheduler of `moh_vision.diffusion.make_scheduler`, or one made `from_config` of the one that is here
+    (`DDIMScheduler`, `DPMSolverMultistepScheduler`), can take the scheduler's place.
+
+    Args:
+        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`; its config.num_classes is the label
+            that means "no class".
+        scheduler: DDPM, DDIM or DPM-Solver++.
+        vae: decodes latents, scaled as its config says; None: the transformer works on pixels in [-1, 1].
+        id2label: names of the classes.
+        label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
+
+    Raises:
+        ValueError: if the VAE's latents have other channels than the transformer.
+    """
+
+    model_cpu_offload_seq = "transformer->vae"
+    _optional_components = ["vae"]
+    _callback_tensor_inputs = ["latents"]
+
+    def __init__(
+        self,
+        transformer: ModelMixin,
+        scheduler: SchedulerMixin,
+        vae: Optional[AutoencoderKL] = None,
+        id2label: Optional[dict] = None,
+        label_drop: Optional[float] = None,
+    ):
+        super().__init__()
+        channels = transformer.config.in_channels
+        if vae is not None and vae.config.latent_channels != channels:
+            raise ValueError(
+                f"the VAE has latents of {vae.config.latent_channels} channels, the transformer works on {channels}"
+            )
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+        # JSON has only strings for keys.
+        names = None if id2label is None else {str(k): name for k, name in id2label.items()}
+        self.register_to_config(id2label=names, label_drop=label_drop)
+        self.image_processor = VaeImageProcessor()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As diffusers' own, which loads parts only from modules that have been imported; safetensors only."""
+        importlib.import_module(TRANSFORMER_MODULE)
+        return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
+
+    @property
+    def labels(self) -> Dict[str, int]:
+        """Class numbers by name."""
+        return {name: int(k) for k, name in (self.config.id2label or {}).items()}
+
+    def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
+        """Class numbers of names.
+
+        Raises:
+            ValueError: for a name that is not there.
+        """
+        numbers = self.labels
+        names = [label] if isinstance(label, str) else list(label)
+        for name in names:
+            if name not in numbers:
+                near = difflib.get_close_matches(name, numbers, n=1) or list(numbers)[:5]
+                raise ValueError(f"no class is named {name!r}; there are {len(numbers)}, such as {', '.join(near)}")
+        return [numbers[name] for name in names]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: Union[int, Sequence[int], Tensor],
+        guidance_scale: float = 4.0,
+        guide_channels: Optional[int] = 3,
+        guidance_interval: Optional[Tuple[float, float]] = None,
+        num_inference_steps: int = 250,
+        generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Optional[Callable[..., Optional[dict]]] = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+        on_routing: Optional[Callable[[list, Tensor], None]] = None,
+    ) -> Union[ImagePipelineOutput, Tuple]:
+        """Draw one image per label.
+
+        Args:
+            class_labels: B class numbers; num_classes draws without a class, where there is no guidance.
+            guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
+            num_inference_steps: steps of the scheduler.
+            generator: a list with one generator per image, whose noise, at the start and at every step, then depends on
+                that generator alone. From a single generator (None: from torch's own) the images are given seeds in
+                their order: image i of a call depends on the generator's state and i, not on how many follow it. Equal
+                noise gives equal bits at equal batch size.
+            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent", what the transformer made.
+            return_dict: an `ImagePipelineOutput`, else a tuple.
+            callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step; its
+                latents replace those here.
+            callback_on_step_end_tensor_inputs: what that dict holds: "latents".
+            on_routing: (list of RoutingStats, labels) after each pass of the transformer; see
+                `moh_vision.analysis.HeadLoad.add`.
+
+        Raises:
+            ValueError: for anything out of range.
+        """
+        transformer, config = self.transformer, self.transformer.config
+        learned_variance = config.out_channels == 2 * config.in_channels
+        guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
+        labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
+        if self.vae is None and config.in_channels not in (1, 3) and output_type != "latent":
+            raise ValueError(
+                f"{config.in_channels} channels are no image and there is no VAE; give the pipeline one, or take output_type 'latent'"
+            )
+        unknown = set(callback_on_step_end_tensor_inputs) - set(self._callback_tensor_inputs)
+        if unknown:
+            raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
+        generators = _one_per_image(generator, len(labels))
+        scheduler = fit_scheduler(self.scheduler, learned_variance)
+        set_steps(scheduler, num_inference_steps)
+
+        def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+            x = x.to(transformer.dtype)
+            if on_routing is None:
+                return transformer(x, t, y).sample
+            out, stats = transformer.forward_routed(x, t, y)
+            on_routing(stats, y)
+            return out
+
+        shape = (config.in_channels, config.sample_size, config.sample_size)
+        x = initial_noise(shape, generators, labels.device)
+        with self.progress_bar(total=len(scheduler.timesteps)) as bar:
+
+            def on_step(step: int, t: Tensor, x: Tensor) -> Optional[Tensor]:
+                bar.update()
+                if callback_on_step_end is None:
+                    return None
+                inputs = {name: x for name in callback_on_step_end_tensor_inputs}
+                return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
+
+            x = denoise(predict, scheduler, x, labels, generators, config.num_classes, guidance, on_step)
+        if output_type != "latent":
+            x = self.image_processor.postprocess(self.decode(x), output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=x) if return_dict else (x,)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
+        if self.vae is None:
+            return latents
+        shift = getattr(self.vae.config, "shift_factor", None) or 0.0
+        latents = latents / self.vae.config.scaling_factor + shift
+        return self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+
+    def _checked_labels(self, class_labels, guidance: Guidance) -> Tensor:
+        null = self.transformer.config.num_classes
+        labels = torch.as_tensor(class_labels).reshape(-1)
+        if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            raise ValueError(f"class_labels {class_labels!r}: expected whole numbers, one per image")
+        if guidance.scale != 1 and self.config.label_drop == 0:
+            raise ValueError(
+                f"guidance_scale {guidance.scale:g} needs a model that was trained without some labels too; this one was "
+                "trained with label_drop 0: pass guidance_scale=1"
+            )
+        wrong = labels[(labels < 0) | (labels > null)].tolist()
+        if wrong:
+            raise ValueError(f"class_labels {wrong[:5]} are out of range: 0 to {null - 1}, or {null} for no class")
+        if guidance.scale != 1 and (labels == null).any():
+            raise ValueError(
+                f"class_labels {null} means no class, which guidance_scale {guidance.scale:g} cannot guide to"
+            )
+        return labels.long()
+
+
+def _one_per_image(generator, images: int) -> List[torch.Generator]:
+    if isinstance(generator, (list, tuple)):
+        if len(generator) != images:
+            raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")
+        return list(generator)
+    device = "cpu" if generator is None else generator.device
+    # One draw at a time: that of image i then does not depend on how many follow.
+    seeds = [torch.randint(2**63 - 1, (), generator=generator, device=device).item() for _ in range(images)]
+    return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -1,0 +1,273 @@
+"""The pipeline around a tiny transformer with random weights, on pixels and on the latents of a tiny VAE."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler
+
+from moh_vision import set_head_budget
+from moh_vision.analysis import HeadLoad
+from moh_vision.attention import head_budget
+from moh_vision.diffusion import Guidance, MoHDiTPipeline, make_scheduler, sample_images
+from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+
+
+def transformer(channels=4, classes=7, **more):
+    torch.manual_seed(1)
+    model = MoHDiTTransformer2DModel(
+        sample_size=4, in_channels=channels, num_classes=classes, hidden_size=32, num_layers=2, num_attention_heads=4,
+        head_budget=0.75, **more,
+    )  # fmt: skip
+    with torch.no_grad():  # a new DiT is the zero function
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+def vae(channels=4, **more):
+    torch.manual_seed(2)
+    kinds = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
+    return AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds, **more).eval()
+
+
+def pipeline(with_vae=False, **more):
+    pipe = MoHDiTPipeline(
+        transformer(4 if with_vae else 3),
+        make_scheduler("ddpm", 250, True, clip=not with_vae),
+        vae(scaling_factor=0.3, shift_factor=0.1) if with_vae else None,
+        **more,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seeded(*seeds):
+    return [torch.Generator().manual_seed(s) for s in seeds]
+
+
+def draw(pipe, labels, *seeds, steps=4, **more):
+    more = {"output_type": "pt", "guidance_scale": 1.5, **more}
+    return pipe(labels, num_inference_steps=steps, generator=seeded(*seeds), **more).images
+
+
+def test_it_is_the_loop_of_sample_images():
+    pipe = pipeline()
+    guidance = Guidance(2.0, 2, (0.1, 0.8))
+    x = sample_images(
+        lambda x, t, y: pipe.transformer(x, t, y).sample, make_scheduler("ddpm", 6, True, clip=True),
+        torch.tensor([3, 0]), (3, 4, 4), [8, 9], 7, guidance,
+    )  # fmt: skip
+    raw = draw(
+        pipe,
+        [3, 0],
+        8,
+        9,
+        steps=6,
+        output_type="latent",
+        guidance_scale=2.0,
+        guide_channels=2,
+        guidance_interval=(0.1, 0.8),
+    )
+    assert torch.equal(raw, x)
+
+
+@pytest.mark.parametrize("with_vae", [False, True])
+def test_output_types(with_vae):
+    pipe = pipeline(with_vae)
+    size = 8 if with_vae else 4
+    outputs = {kind: draw(pipe, [1, 2], 5, 6, output_type=kind) for kind in ("pt", "np", "pil", "latent")}
+    assert outputs["pt"].shape == (2, 3, size, size) and 0 <= outputs["pt"].min() and outputs["pt"].max() <= 1
+    assert np.array_equal(outputs["np"], outputs["pt"].permute(0, 2, 3, 1).numpy())
+    pixels = torch.stack([torch.tensor(np.array(i)).permute(2, 0, 1) for i in outputs["pil"]]).int()
+    assert (pixels - to_uint8(pipe.decode(outputs["latent"])).int()).abs().max() <= 1  # rounding of a tie
+    assert outputs["latent"].shape == (2, 4 if with_vae else 3, 4, 4)
+    if with_vae:
+        decoded = pipe.vae.decode(outputs["latent"] / 0.3 + 0.1).sample
+        assert torch.equal(outputs["pt"], (decoded / 2 + 0.5).clamp(0, 1))
+    single = pipe(
+        1, num_inference_steps=4, generator=seeded(5), output_type="pt", guidance_scale=1.5, return_dict=False
+    )
+    assert isinstance(single, tuple)
+    torch.testing.assert_close(single[0], outputs["pt"][:1])
+
+
+def test_an_image_depends_on_its_generator_alone():
+    pipe = pipeline()
+    together = draw(pipe, [0, 1, 2], 5, 6, 7)
+    assert torch.equal(together, draw(pipe, [0, 1, 2], 5, 6, 7))  # equal batch, equal bits
+    torch.testing.assert_close(together[1:2], draw(pipe, [1], 6))
+    assert torch.equal(together[1], draw(pipe, [3, 1, 4], 9, 6, 8)[1])
+    assert not torch.equal(together[0], draw(pipe, [0, 1, 2], 50, 6, 7)[0])
+
+
+def test_one_generator_gives_image_i_its_own_noise():
+    pipe = pipeline()
+
+    def run(labels, generator):
+        return pipe(labels, num_inference_steps=4, generator=generator, output_type="pt").images
+
+    three = run([0, 1, 2], torch.Generator().manual_seed(3))
+    assert torch.equal(three, run([0, 1, 2], torch.Generator().manual_seed(3)))
+    torch.testing.assert_close(run([0, 1], torch.Generator().manual_seed(3)), three[:2])
+    assert torch.equal(run([0, 5, 6], torch.Generator().manual_seed(3))[0], three[0])
+    generator = torch.Generator().manual_seed(3)
+    assert not torch.equal(run([0, 1, 2], generator), run([0, 1, 2], generator))  # the next images are others
+    torch.manual_seed(11)
+    unseeded = run([4], None)
+    assert not torch.equal(run([4], None), unseeded)
+    torch.manual_seed(11)
+    assert torch.equal(run([4], None), unseeded)
+
+
+@pytest.mark.parametrize("with_vae", [False, True])
+def test_round_trip(tmp_path, with_vae):
+    names = {i: f"class {i}" for i in range(7)}
+    pipe = pipeline(with_vae, id2label=names, label_drop=0.1)
+    set_head_budget(pipe.transformer, 0.5)
+    pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "MoHDiTPipeline"
+    assert index["transformer"] == ["moh_vision.models.dit_transformer", "MoHDiTTransformer2DModel"]
+    assert index["scheduler"] == ["diffusers", "DDPMScheduler"]
+    assert index["vae"] == (["diffusers", "AutoencoderKL"] if with_vae else [None, None])
+    assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
+    again = MoHDiTPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert head_budget(again.transformer) == head_budget(pipe.transformer)
+    assert again.labels == pipe.labels == {"class " + str(i): i for i in range(7)} and again.config.label_drop == 0.1
+    assert again.scheduler.config.variance_type == "learned_range"
+    assert again.scheduler.config.timestep_spacing == "linspace" and again.scheduler.config.clip_sample != with_vae
+    assert torch.equal(draw(again, [0, 6], 1, 2), draw(pipe, [0, 6], 1, 2))
+
+
+def test_a_fresh_process_needs_only_the_class(tmp_path):
+    """And importing the package alone does not take the seconds of diffusers' pipelines."""
+    pipe = pipeline(True)
+    pipe.save_pretrained(tmp_path)
+    draw(pipe, [2], 4, output_type="np").tofile(tmp_path / "want")
+    code = (
+        "import sys, torch, moh_vision, moh_vision.diffusion\n"
+        "assert not [m for m in sys.modules if m.startswith('diffusers.pipelines')]\n"
+        "from moh_vision.diffusion import MoHDiTPipeline\n"
+        f"pipe = MoHDiTPipeline.from_pretrained({str(tmp_path)!r})\n"
+        "g = [torch.Generator().manual_seed(4)]\n"
+        "out = pipe([2], num_inference_steps=4, generator=g, guidance_scale=1.5, output_type='np').images\n"
+        f"out.tofile({str(tmp_path / 'got')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert (tmp_path / "got").read_bytes() == (tmp_path / "want").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [DDIMScheduler, DPMSolverMultistepScheduler])
+def test_schedulers_can_be_swapped(kind):
+    """On four channels, where DPM-Solver with the inherited variance type fails in diffusers."""
+    pipe = pipeline(True)
+    pipe.scheduler = kind.from_config(pipe.scheduler.config)
+    images = draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent")
+    ours = make_scheduler("ddim", 10, True, clip=False)
+    if kind is DPMSolverMultistepScheduler:  # from_config keeps DDPM's spacing; ours has another one
+        ours = kind.from_config(ours.config, timestep_spacing="linspace", variance_type=None)
+    other = MoHDiTPipeline(pipe.transformer, ours, pipe.vae)
+    other.set_progress_bar_config(disable=True)
+    assert torch.equal(images, draw(other, [1, 2], 5, 6, steps=10, output_type="latent"))
+
+
+def test_guidance_is_the_official_forward_with_cfg():
+    """One step of DDPM, from the formula: both halves through the model, three channels guided."""
+    pipe = pipeline(True)
+    x, y = torch.randn(2, 4, 4, 4), torch.tensor([1, 5])
+    states = []
+
+    def callback(pipe, step, t, inputs):
+        states.append(inputs["latents"])
+        return {"latents": x} if step == 1 else None
+
+    got = draw(pipe, y, 1, 2, steps=3, guidance_scale=4.0, output_type="latent", callback_on_step_end=callback)
+    with torch.no_grad():
+        out = pipe.transformer(torch.cat([x, x]), torch.tensor([0]), torch.cat([y, torch.tensor([7, 7])])).sample
+    (cond, uncond), rest = out[:, :3].chunk(2), out[:2, 3:]
+    eps = torch.cat([uncond + 4.0 * (cond - uncond), rest[:, :1]], 1)
+    a = torch.tensor(1 - 1e-4)
+    torch.testing.assert_close(got, (x - (1 - a).sqrt() * eps) / a.sqrt(), atol=1e-5, rtol=1e-5)  # t = 0: no noise
+    assert len(states) == 3
+
+
+def test_callback_and_routing():
+    pipe = pipeline()
+    calls = []
+    layers = head_budget(pipe.transformer)["layers"]
+    load = HeadLoad([layer["heads"] for layer in layers], 8)
+    draw(
+        pipe, [0, 0], 1, 2, steps=5, on_routing=load.add,
+        callback_on_step_end=lambda p, step, t, inputs: calls.append((p is pipe, step, int(t), list(inputs))),
+    )  # fmt: skip
+    assert [c[:2] for c in calls] == [(True, i) for i in range(5)] and calls[-1][2:] == (0, ["latents"])
+    share = load.share()[0]  # [classes + 1, heads]
+    assert share[0].sum() > 0 and share[7].sum() > 0
+
+
+def test_half_precision_runs_the_loop_in_float32():
+    pipe = pipeline(True)
+    want = draw(pipe, [1], 5)
+    pipe.to(dtype=torch.bfloat16)
+    latents = []
+    got = draw(pipe, [1], 5, callback_on_step_end=lambda p, i, t, inputs: latents.append(inputs["latents"].dtype))
+    assert set(latents) == {torch.float32} and (got - want).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "labels, more, words",
+    [
+        ([8], {}, r"class_labels \[8\] are out of range: 0 to 6, or 7 for no class"),
+        ([-1], {}, r"class_labels \[-1\] are out of range"),
+        ([], {}, "expected whole numbers"),
+        ([0.5], {}, "expected whole numbers"),
+        ([7], {}, "class_labels 7 means no class"),
+        ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
+        ([0], dict(num_inference_steps=0), "steps 0 is out of range: 1 to 1000"),
+        ([0], dict(guidance_scale=-2.0), "guidance scale -2"),
+        ([0], dict(guidance_interval=(0.9, 0.1)), "guidance interval"),
+        ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
+        ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
+    ],
+)
+def test_mistakes(labels, more, words):
+    with pytest.raises(ValueError, match=words):
+        pipeline()(labels, **more)
+
+
+def test_guidance_without_dropped_labels_is_refused():
+    pipe = pipeline(label_drop=0.0)
+    with pytest.raises(ValueError, match="label_drop 0: pass guidance_scale=1"):
+        draw(pipe, [0], 1)
+    draw(pipe, [7], 1, guidance_scale=1.0)  # no class, no guidance
+
+
+def test_parts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="latents of 4 channels, the transformer works on 3"):
+        MoHDiTPipeline(transformer(3), DDPMScheduler(), vae(4))
+    plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
+    with pytest.raises(ValueError, match="4 channels are no image and there is no VAE"):
+        plain([0])
+    with pytest.raises(ValueError, match="needs a model with a learned variance"):
+        plain([0], output_type="latent")
+
+
+def test_class_names():
+    pipe = pipeline(id2label={0: "tench, Tinca tinca", 1: "crane"})
+    assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids("crane") == [1]
+    with pytest.raises(ValueError, match="no class is named 'crain'; there are 2, such as crane"):
+        pipe.get_label_ids("crain")
+
+
+def test_diffusers_own_loader_needs_to_be_told_the_class(tmp_path):
+    """Not our class by name alone: diffusers looks for it in itself. docs/sampling.md says so."""
+    pipeline().save_pretrained(tmp_path)
+    with pytest.raises(AttributeError, match="MoHDiTPipeline"):
+        DiffusionPipeline.from_pretrained(tmp_path)

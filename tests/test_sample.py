@@ -1,0 +1,153 @@
+"""sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from diffusers import AutoencoderKL
+
+sys.path.insert(0, str(ROOT))
+import sample  # noqa: E402
+from moh_vision.data.order import derive_seed  # noqa: E402
+from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
+from moh_vision.engine.checkpoint import export_weights  # noqa: E402
+from moh_vision.models.weights import create  # noqa: E402
+
+NAME = "moh_dit_small_patch2_75"
+
+
+def run_of(folder, channels, label_drop=0.1, **more):
+    torch.manual_seed(4)
+    arguments = dict(
+        img_size=4, in_chans=channels, num_classes=3, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)]
+    )
+    model = create(NAME, "diffusion", **arguments)
+    with torch.no_grad():  # a new DiT is the zero function
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.2 * torch.randn_like(p))
+    about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=dict(label_drop=label_drop))
+    export_weights(model, folder / "ema.safetensors", {**about, **more})
+    return folder
+
+
+def vae_in(folder, channels=4):
+    torch.manual_seed(5)
+    kinds = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
+    vae = AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds)
+    vae.save_pretrained(folder)
+    return folder
+
+
+def call(run, *more):
+    argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 4 --cfg-scale 2".split()
+    sample.main([*argv, *map(str, more)])
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        call(*argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm-solver++"])
+def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
+    run = run_of(tmp_path, 3)
+    call(run, "--sampler", sampler, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
+    images = np.load(tmp_path / "a.npz")["arr_0"]
+    assert images.std() > 10
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="pil").images
+    drawn = np.stack([np.array(i) for i in drawn]).astype(int)
+    assert np.abs(drawn - images[:3]).max() <= 1
+
+
+def test_only_the_pipeline(tmp_path, capsys):
+    sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
+    assert capsys.readouterr().out == f"pipeline: {tmp_path}/pipe\n"
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
+    assert pipe([0], num_inference_steps=2).images[0].mode == "L"
+    capsys.readouterr()  # diffusers' progress bars
+    assert "pipe exists; give another path" in refused(capsys, tmp_path, "--save-pipeline", tmp_path / "pipe")
+
+
+def test_latents_are_decoded_by_the_runs_vae(tmp_path):
+    """With the scaling of the training, not clipped; --vae names another decoder."""
+    folder = vae_in(tmp_path / "vae")
+    run = run_of(tmp_path, 4, vae=dict(name=str(folder), sha256="", scaling_factor=0.7))
+    call(run, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
+    images = np.load(tmp_path / "a.npz")["arr_0"]
+    assert images.shape == (5, 8, 8, 3) and images.std() > 1
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert pipe.vae.config.scaling_factor == 0.7 and not pipe.scheduler.config.clip_sample
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="np").images
+    assert np.abs(drawn * 255 - images[:3]).max() <= 0.51
+    with torch.no_grad():
+        other = AutoencoderKL.from_pretrained(folder)
+        for p in other.decoder.parameters():
+            p.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    call(run, "--out", tmp_path / "b.npz", "--vae", tmp_path / "other")
+    assert not np.array_equal(np.load(tmp_path / "b.npz")["arr_0"], images)
+
+
+def test_guidance_options(tmp_path, capsys):
+    run = run_of(tmp_path, 4, vae=dict(name=str(vae_in(tmp_path / "vae")), sha256="", scaling_factor=0.7))
+
+    def images(name, *more):
+        call(run, "--out", tmp_path / f"{name}.npz", *more)
+        return np.load(tmp_path / f"{name}.npz")["arr_0"]
+
+    three, every = images("three"), images("all", "--guide-channels", "all")
+    assert np.array_equal(images("four", "--guide-channels", "4"), every) and not np.array_equal(three, every)
+    assert np.array_equal(images("whole", "--cfg-interval", "0", "1"), three)
+    assert "guidance 2 between 0.2 and 0.5 of the timesteps" not in capsys.readouterr().out
+    part = images("part", "--cfg-interval", "0.2", "0.5")
+    assert "guidance 2 between 0.2 and 0.5 of the timesteps" in capsys.readouterr().out
+    assert np.array_equal(images("list", "--cfg-interval", "[0.2, 0.5]"), part) and not np.array_equal(part, three)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--cfg-interval 0.8 0.2", "cfg_interval [0.8, 0.2] is out of range: 0 <= low <= high <= 1"),
+        ("--cfg-interval 0 999", "cfg_interval [0.0, 999.0] is out of range"),
+        ("--cfg-interval 0.5", "cfg_interval"),
+        ("--cfg-interval 0.1 0.2 --cfg-scale 1", "needs a cfg_scale other than 1"),
+        ("--guide-channels 0", "guide_channels 0 is out of range: at least 1"),
+        ("--guide-channels most", "guide_channels"),
+        ("--num-images 0", "num_images 0 is out of range: at least 1"),
+        ("--num-images 0 --save-pipeline x --out y", "num_images 0 leaves nothing for --out"),
+        ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
+        ("--sampler dpm", "dpm-solver++"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, argv, words):
+    assert words in refused(capsys, run_of(tmp_path, 1), *argv.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["ema.safetensors"]
+
+
+def test_mistakes_with_vaes(tmp_path, capsys):
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
+    run = run_of(tmp_path / "a", 4)
+    assert "makes latents of 4 channels: --vae NAME or FOLDER is needed" in refused(capsys, run)
+    assert f"--vae {tmp_path}/none: " in refused(capsys, run, "--vae", tmp_path / "none")
+    three = vae_in(tmp_path / "vae", channels=3)
+    assert "the VAE has latents of 3 channels, the transformer works on 4" in refused(capsys, run, "--vae", three)
+    lost = run_of(tmp_path / "b", 4, vae=dict(name=str(tmp_path / "gone"), sha256="", scaling_factor=1.0))
+    assert f"the run's VAE {tmp_path}/gone: " in refused(capsys, lost)
+    plain = run_of(tmp_path / "c", 3, label_drop=0)
+    assert "--cfg-scale 2 needs a run trained with label_drop above 0" in refused(capsys, plain)
+    (tmp_path / "file.d").write_text("precious")
+    assert "file.d is a file, expected a folder" in refused(
+        capsys, run_of(tmp_path / "c", 3), "--save-pipeline", tmp_path / "file.d", "--overwrite"
+    )
+    assert (tmp_path / "file.d").read_text() == "precious"
