@@ -45,7 +45,9 @@ def exit_code(command: str, work: Callable[[], None]) -> int:
     except (ValueError, OSError) as error:
         named = getattr(error, "filename", None) is not None
         text = f"{os.fsdecode(error.filename)}: {error.strerror}" if named else str(error)
-        print(f"{command}: error: {' '.join(text.split())}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        where = "" if rank == "0" else f"(rank {rank}) "
+        print(f"{command}: error: {where}{' '.join(text.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{command}: interrupted; finished shards are kept, the same command goes on", file=sys.stderr)

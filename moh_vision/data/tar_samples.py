@@ -50,7 +50,7 @@ class TarSamples:
             raise FileNotFoundError(f"data.root {root}: no {split}-*.tar shards in it")
         meta, arrays = self._index(folder, split, Path(index_dir) if index_dir else None)
         self.shard_sizes = tuple(meta["samples"])
-        self.shard, self.offset, self.size, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
+        self.shard, self.offset, self.bytes, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
         names = folder / "classes.txt"
         if names.exists():
             self.classes = [line.strip() for line in names.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -69,7 +69,7 @@ class TarSamples:
     def read(self, index: int) -> bytes:
         """The member of a sample."""
         shard = int(self.shard[index])
-        return os.pread(self._file(shard), int(self.size[index]), int(self.offset[index]))
+        return os.pread(self._file(shard), int(self.bytes[index]), int(self.offset[index]))
 
     def where(self, index: int) -> str:
         """Names a sample in errors."""
@@ -78,7 +78,7 @@ class TarSamples:
     def identities(self) -> Iterator[bytes]:
         """For each sample what tells it from a changed one: its place, and its shard's size and time."""
         shards = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths]
-        for shard, offset, size in zip(self.shard.tolist(), self.offset.tolist(), self.size.tolist()):
+        for shard, offset, size in zip(self.shard.tolist(), self.offset.tolist(), self.bytes.tolist()):
             yield repr((shards[shard], offset, size)).encode()
 
     def _file(self, shard: int) -> int:

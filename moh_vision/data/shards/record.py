@@ -160,12 +160,13 @@ class Progress:
         title: the split.
         total: images in all.
         done: images that were there before.
+        quiet: show nothing.
     """
 
-    def __init__(self, title: str, total: int, done: int):
+    def __init__(self, title: str, total: int, done: int, quiet: bool = False):
         self.title, self.total, self.first, self.done = title, total, done, done
         self.since = self.shown = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        self.quiet, self.terminal = quiet, sys.stderr.isatty() and not quiet
 
     def __enter__(self) -> Progress:
         self.bar = tqdm(
@@ -190,7 +191,7 @@ class Progress:
         """`done` images are done now, the earlier ones included."""
         self.bar.update(done - self.done)
         self.done = done
-        if not self.terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+        if not self.terminal and not self.quiet and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
             self.shown = time.monotonic()
             print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
 

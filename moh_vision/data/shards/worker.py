@@ -43,7 +43,7 @@ def start_worker(job: Job, shared: Shared, parent: int) -> None:
     global _job, _shared
     _job, _shared = job, shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and says stop
-    threading.Thread(target=die_with, args=(parent,), daemon=True).start()
+    watch_parent(parent)
 
 
 def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
@@ -84,8 +84,12 @@ def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
         )
 
 
-def die_with(parent: int) -> None:
-    """A worker whose parent was killed would write on, or wait for ever, and keep the lock of the folder."""
+def watch_parent(parent: int) -> None:
+    """A process whose parent was killed would write on, or wait for ever, and keep the lock of the folder: end it."""
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
