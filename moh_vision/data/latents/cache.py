@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.latents.vae import LatentSpace
 from moh_vision.data.shards.record import sha256_of, write_whole
 from moh_vision.data.tar_samples import TarSamples
@@ -106,10 +107,14 @@ class LatentCache(TarSamples):
             )
 
     def moments(self, index: int) -> Tensor:
-        """Mean and log variance of an image's posterior and of its mirror image's: [2, 2C, h, w], float32."""
+        """Mean and log variance of an image's posterior and of its mirror image's: [2, 2C, h, w], float32.
+
+        Raises:
+            UnreadableImage: naming shard and byte.
+        """
         data = self.read(index)
         if len(data) != self.bytes[index] or not data.startswith(self.header):
-            raise ValueError(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")
+            raise UnreadableImage(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")
         numbers = np.frombuffer(data, self.dtype, offset=len(self.header)).reshape(self.shape)
         return torch.from_numpy(numbers.astype(np.float32))
 
