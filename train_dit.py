@@ -16,10 +16,10 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
 from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import DitConfig
-from moh_vision.data.batches import BadSamples, NoisedImages, image_transform, training_batches
+from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.diffusion_inputs import open_inputs
 from moh_vision.data.order import StepBatches, derive_seed
-from moh_vision.data.splits import open_source
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
@@ -36,14 +36,14 @@ def main(argv) -> None:
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
         accelerator = make_accelerator(config.mixed_precision)
         with accelerator.main_process_first():
-            train = open_source(config.data.root, "train", index_dir(config.output))
-        img_size = config.data.img_size or train.img_size
-        if img_size is None:
-            raise ValueError(f"data.img_size is needed for {config.data.root}: the images there have no one size")
+            d = config.data
+            index, device = index_dir(config.output), accelerator.device
+            inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, index, device)
+        train, img_size, channels = inputs.source, inputs.img_size, inputs.channels  # of pixels or latents
         arguments = dict(
             config.model.arguments(),
             img_size=img_size,
-            in_chans=train.channels,
+            in_chans=channels,
             num_classes=len(train.classes),
             learn_sigma=config.learn_sigma,
         )
@@ -51,7 +51,7 @@ def main(argv) -> None:
         model = create(config.model.name, "diffusion", **arguments)
         if flags.dry_run:
             zeros = torch.zeros(1, dtype=torch.long)
-            print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size), zeros, zeros))
+            print(describe(config.model.name, model, torch.zeros(1, channels, img_size, img_size), zeros, zeros))
             return
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
@@ -64,10 +64,7 @@ def main(argv) -> None:
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
-    to_tensor = image_transform(
-        config.data.augment, img_size, train.channels, [0.5] * train.channels, [0.5] * train.channels
-    )  # -1 .. 1
-    train_set = NoisedImages(train, to_tensor, config.seed, NUM_TIMESTEPS, config.label_drop)
+    train_set = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
 
     task = DiffusionTask(model, config.balance_weight, HybridLoss())
     o = config.optim
@@ -82,6 +79,7 @@ def main(argv) -> None:
     update = Updater(accelerator, o.clip_norm)
     log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "diffusion")
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
+    metadata["vae"] = inputs.about_vae()
 
     # ---------------------------------------------------------------- the loop
     unreadable = BadSamples(len(train), config.data.max_bad_fraction)
@@ -94,6 +92,7 @@ def main(argv) -> None:
         for micro in range(o.accumulation):
             with user_errors("train_dit.py", (UnreadableImage,), every_rank=True):
                 batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
+            batch = inputs.encode(batch, accelerator.autocast())
             # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
             torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
             last = micro == o.accumulation - 1

@@ -66,8 +66,9 @@ class DataConfig:
 
     Args:
         root: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder with
-            train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set.
-        img_size: side in pixels; left out: that of the data (digits) or of the model.
+            train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For diffusion also a
+            folder of latents.
+        img_size: side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256.
         augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip".
         shuffle_shards: shards that are shuffled together.
         workers: loader processes of each rank.
@@ -407,13 +408,14 @@ class DitConfig(RunConfig):
     """Diffusion.
 
     Args:
-        vae: "none": diffusion on pixels.
+        vae: diffusion on the latents of this VAE: its name on the Hugging Face hub, or a local folder. "none" or left
+            out: on pixels, or on latents where data.root holds them.
         learn_sigma: learn the variance too (hybrid loss).
         label_drop: share of labels replaced by "no class", for guidance.
         preview: pictures while training.
     """
 
-    vae: Literal["none"] = "none"
+    vae: Optional[str] = None
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     learn_sigma: bool = True
     label_drop: float = 0.1
@@ -421,6 +423,7 @@ class DitConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        self.vae = self.vae or "none"  # as it stands in the config.yaml of earlier runs
         _check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
         if self.preview.every and self.preview.cfg_scale != 1 and not self.label_drop:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
+from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches, derive_seed
 
@@ -18,16 +19,21 @@ MAX_BAD_IN_A_ROW = 100
 
 
 def image_transform(
-    augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float]
+    augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float], fit: str = "squash"
 ) -> Callable:
     """PIL image -> normalised float tensor [channels, img_size, img_size].
 
     Args:
         augment: "none"; "affine": +-10 degrees, +-10 % shift and scale; "crop_flip": crop after padding by an eighth,
             and mirror; "flip": mirror.
+        fit: what becomes of images of another shape: "squash" resizes both sides, "crop" is `center_crop`. Images of
+            that size are left alone by both.
     """
     steps: List[Callable] = [v2.Grayscale(channels) if channels == 1 else v2.RGB()]
-    steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))  # nothing if it fits
+    if fit == "crop":
+        steps.append(partial(center_crop, size=img_size))
+    else:
+        steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))  # nothing if it fits
     if augment == "affine":
         steps.append(
             v2.RandomAffine(10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=InterpolationMode.BILINEAR)
@@ -63,7 +69,7 @@ class LabelledImages(Dataset):
         for number in range(index, index + (MAX_BAD_IN_A_ROW if self.replace else 1)):
             number %= len(self.source)
             try:
-                image = self.source.image(number)
+                image = self.read(number)
             except UnreadableImage as error:
                 bad.append((number, str(error)))
                 continue
@@ -72,6 +78,10 @@ class LabelledImages(Dataset):
                 images=self.transform(image), labels=int(self.source.labels[number]), position=position, bad=bad
             )
         return dict(position=position, bad=bad)
+
+    def read(self, number: int):
+        """What `transform` takes of a sample; raises UnreadableImage."""
+        return self.source.image(number)
 
     def _seed(self, position: int) -> None:
         """Seed what transforms draw from: torch's CPU generator, and for timm's Python's and numpy's."""
@@ -84,11 +94,23 @@ class LabelledImages(Dataset):
 
 
 class NoisedImages(LabelledImages):
-    """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`."""
+    """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`.
 
-    def __init__(self, source, transform: Callable, seed: int, num_timesteps: int, label_drop: float):
+    Args:
+        noise_shape: [C, h, w] of the noise; left out: that of the images.
+    """
+
+    def __init__(
+        self,
+        source,
+        transform: Callable,
+        seed: int,
+        num_timesteps: int,
+        label_drop: float,
+        noise_shape: Optional[Tuple[int, int, int]] = None,
+    ):
         super().__init__(source, transform, seed)
-        self.num_timesteps, self.label_drop = num_timesteps, label_drop
+        self.num_timesteps, self.label_drop, self.noise_shape = num_timesteps, label_drop, noise_shape
 
     def __getitem__(self, item: Tuple[int, int]) -> dict:
         sample = super().__getitem__(item)
@@ -99,7 +121,8 @@ class NoisedImages(LabelledImages):
         sample["timesteps"] = int(rng.integers(self.num_timesteps))
         if rng.random() < self.label_drop:
             sample["labels"] = len(self.source.classes)
-        sample["noise"] = torch.from_numpy(rng.standard_normal(tuple(sample["images"].shape), dtype=np.float32))
+        shape = self.noise_shape or tuple(sample["images"].shape)
+        sample["noise"] = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
         return sample
 
 

@@ -7,6 +7,7 @@ from typing import List, Optional
 
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
+from moh_vision.data.latents.cache import is_latent_cache
 from moh_vision.data.sources import Digits, Shards
 
 
@@ -30,6 +31,8 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
             f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, a folder with "
             f"{split}/CLASS/*.jpg, hfds/NAME, or digits)"
         )
+    if is_latent_cache(root, split):
+        raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
     if split_folder(root, split) is not None:
         return ImageFolder(root, split)
     if not any(Path(root).glob(f"{split}-*.tar")):

@@ -16,7 +16,7 @@ import pytest
 import webdataset
 from PIL import Image, ImageOps
 
-from moh_vision.data.shards import conversion, record, worker
+from moh_vision.data.shards import out_folder, record, worker
 from moh_vision.data.shards.__main__ import main
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.sources import Shards
@@ -360,7 +360,7 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
 def test_two_runs_at_a_time_are_refused(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     out.mkdir()
-    monkeypatch.setattr(conversion.time, "sleep", lambda _: None)
+    monkeypatch.setattr(out_folder.time, "sleep", lambda _: None)
     other = os.open(out, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     assert run(root, out) == 2
@@ -491,7 +491,7 @@ def test_mistakes_are_one_line(tmp_path, capfd, arguments, words):
 
 def test_a_folder_that_cannot_be_written(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
-    monkeypatch.setattr(conversion.os, "access", lambda *_: False)  # root may write everywhere
+    monkeypatch.setattr(out_folder.os, "access", lambda *_: False)  # root may write everywhere
     assert run(root, out) == 2
     assert f"--out {out} cannot be written" in error_line(capfd)
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import os
 import sys
 import warnings
 from typing import List
 
 from moh_vision.data import shards
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
+from moh_vision.data.command import Parser, exit_code
 
 
 def _parse(argv: List[str]) -> dict:
-    parser = _Parser("python -m moh_vision.data.shards", description=shards.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m moh_vision.data.shards", shards.__doc__)
     add = parser.add_argument
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
@@ -30,11 +22,7 @@ def _parse(argv: List[str]) -> dict:
     add("--seed", type=int, default=0, help="of the shuffle (0)")
     add("--workers", type=int, help="shards written at a time (the processors there are)")
     add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be bad and left out (0)")
-    known = [option for action in parser._actions for option in action.option_strings]
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        close = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
-        raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {close[0]}?' if close else ''}")
+    options = parser.parse(argv)
     if options.quality is not None and options.size is None:
         raise ValueError(f"--quality {options.quality} is of the JPEG that --size stores; give --size too")
     options.quality = 95 if options.quality is None else options.quality
@@ -43,19 +31,13 @@ def _parse(argv: List[str]) -> dict:
 
 def main(argv: List[str]) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    try:
+
+    def work() -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
             shards.convert(**_parse(argv), say=lambda text: print(text, flush=True))
-    except (ValueError, OSError) as error:
-        named = getattr(error, "filename", None) is not None
-        text = f"{os.fsdecode(error.filename)}: {error.strerror}" if named else str(error)
-        print(f"shards: error: {' '.join(text.split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("shards: interrupted; finished shards are kept, the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code("shards", work)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Callable, Dict, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders, list_class_folders, split_folders
-from moh_vision.data.shards.record import one_line, write_whole
+from moh_vision.data.shards.out_folder import (
+    full_disk_in_one_line,
+    make_out_folder,
+    only_one,
+    refuse_file,
+    write_classes,
+)
+from moh_vision.data.shards.record import one_line
 from moh_vision.data.shards.writer import SplitWriter
 
 
@@ -52,8 +55,7 @@ def convert(
     root, folder = Path(source), Path(out)
     if folder.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {out} is a file, expected a folder")
+    refuse_file(out)
 
     listings = {}
     for name, place in split_folders(root, split).items():
@@ -71,21 +73,15 @@ def convert(
         if others:
             say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {out} cannot be written")
-    with _only_one(folder), _full_disk_in_one_line(out):
+    make_out_folder(out)
+    with only_one(folder), full_disk_in_one_line(out):
         arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
         # All are checked before anything is written.
         writers = [
             SplitWriter(listing, name, folder, max_bad_fraction=max_bad_fraction, **arguments)
             for name, listing in listings.items()
         ]
-        names = folder / "classes.txt"
-        text = "".join(f"{c}\n" for c in next(iter(listings.values())).classes)
-        if names.exists() and names.read_bytes() != text.encode():
-            raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
-        write_whole(names, text)
+        write_classes(folder, next(iter(listings.values())).classes, source)
         for writer in writers:
             writer.write(workers or len(os.sched_getaffinity(0)), say)
 
@@ -109,35 +105,3 @@ def _refuse_other_classes(listings: Dict[str, ClassFolders]) -> None:
                 f"class folders of {x.root} that {y.root} does not have: {len(missing)} ({', '.join(missing[:5])}"
                 f"{', ...' * (len(missing) > 5)}); {here} and {there} need the same classes"
             )
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path):
-    """Two runs at a time would write the same hidden files; the lock goes with the processes, however they end."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        for attempt in range(20):  # the workers of a run that was killed just now need a moment to notice
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt == 19:
-                    raise ValueError(f"--out {folder}: another run is writing there") from None
-                time.sleep(0.1)
-            except OSError:
-                break  # some network file systems have no locks
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _full_disk_in_one_line(out: str):
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise ValueError(
-            f"--out {out}: {error.strerror}; finished shards are kept, the same command goes on from them"
-        ) from None

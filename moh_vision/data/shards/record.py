@@ -1,4 +1,4 @@
-"""The record of a conversion to shards, and how it shows its progress."""
+"""The record of the shards that a command has written, and how it shows its progress."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Dict, List
+from typing import Callable, Collection, Dict, List
 
 from tqdm import tqdm
+
+from moh_vision.data.shards.shard_file import hidden_path
 
 FORMAT = 1
 SECONDS_BETWEEN_LINES = 10
@@ -20,12 +23,13 @@ class ShardRecord:
     """`{split}.shards.jsonl`: a line with format, arguments and input, then a line a finished shard.
 
     While shards are written lines are added as they finish, so that a kill loses at most the last; `close` puts them
-    in order. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
+    in order. Where several processes write shards, each adds its lines to a `RecordPart` of its own, and they are taken
+    over here. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
 
     Args:
         out: folder of the shards.
         split: name of the split.
-        arguments: what determines the shards; a record with others is refused.
+        arguments: what determines the shards; a record with others is refused. Of a dict with a sha256 only that counts.
         classes: class -> [number of images, digest], of the input listing.
 
     Raises:
@@ -33,7 +37,7 @@ class ShardRecord:
     """
 
     def __init__(self, out: Path, split: str, arguments: Dict[str, object], classes: Dict[str, list]):
-        self.path = out / f"{split}.shards.jsonl"
+        self.out, self.split, self.path = out, split, out / f"{split}.shards.jsonl"
         self.header = dict(format=FORMAT, **arguments, classes=classes)
         self.entries: Dict[str, dict] = {}
         recorded = self.path.exists()
@@ -41,7 +45,7 @@ class ShardRecord:
             self._read()
         strangers = sorted(p.name for p in out.glob(f"{split}-*.tar") if p.name not in self.entries)
         if not recorded:
-            others = (f"{split}.files.txt", f"{split}.bad.txt", f".{split}.index.safetensors")
+            others = (f"{split}.files.txt", f"{split}.bad.txt", f"{split}.latents.json", f".{split}.index.safetensors")
             strangers += [name for name in others if (out / name).exists()]
         if strangers:
             raise ValueError(f"--out {out} holds {strangers[0]}, which this command did not write; take another folder")
@@ -52,6 +56,8 @@ class ShardRecord:
             header, *entries = [json.loads(line) for line in lines]
             if header["format"] != FORMAT:
                 raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+            for part in self._parts():
+                entries += [json.loads(line) for line in part.read_text("utf-8").split("\n")[:-1]]
             self.entries = {entry["shard"]: entry for entry in entries}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is not a record of shards that can be read: {error}") from None
@@ -63,31 +69,73 @@ class ShardRecord:
                 f"{'; '.join(found[:5])}{more}. Take another folder"
             )
 
+    def finished(self, names: Collection[str], threads: int, say: Callable[[str], None]) -> Dict[str, dict]:
+        """Entries of the shards among `names` that are there with their recorded sum; damaged ones are moved aside."""
+        there = {n: e for n, e in self.entries.items() if n in names and (self.out / n).exists()}
+        if there:
+            say(f"{self.split}: {len(there)} of {len(names)} shards are there, checking them")
+        with ThreadPoolExecutor(threads) as pool:
+            sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
+        for name in [n for n, entry in there.items() if sums[n] != entry["sha256"]]:
+            aside = _free_name(self.out / f"{name}.damaged")
+            say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside.name}, written again")
+            (self.out / name).rename(aside)
+            del there[name]
+        return there
+
     def start(self) -> None:
-        """Write the record if there is none, without a line that a kill tore."""
+        """Write the record if there is none, without a line that a kill tore, and take over the parts of others."""
         self._write(list(self.entries.values()))
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.lines = RecordPart(self.path)
 
     def add(self, entry: dict) -> None:
-        """A shard is finished; on return the disk knows it."""
-        self.file.write(json.dumps(entry) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        """See `RecordPart.add`."""
+        self.lines.add(entry)
 
     def close(self, entries: List[dict]) -> None:
         """Write the record anew with these entries, the final ones."""
-        self.file.close()
+        self.lines.close()
         self._write(entries)
 
     def _write(self, entries: List[dict]) -> None:
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in (self.header, *entries)))
+        for part in self._parts():
+            part.unlink()
+
+    def _parts(self) -> List[Path]:
+        return sorted(self.out.glob(part_path(self.out, self.split, "*").name))
+
+
+def part_path(out: Path, split: str, rank) -> Path:
+    """Where process number `rank` records the shards that it has finished, beside the main record."""
+    return out / f".{split}.shards.{rank}.jsonl"
+
+
+class RecordPart:
+    """Lines that are added to a record as shards finish."""
+
+    def __init__(self, path: Path):
+        self.out, self.file = path.parent, open(path, "a", encoding="utf-8")
+
+    def add(self, entry: dict) -> None:
+        """A shard is finished: record it, then give it its name; on return the disk knows both."""
+        # Recorded before it is renamed: a shard without a record would be a stranger's.
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        hidden_path(self.out, entry["shard"]).rename(self.out / entry["shard"])
+        fsync_folder(self.out)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def _differences(saved: dict, asked: dict) -> List[str]:
     found = []
-    for key, value in asked.items():
-        if key != "classes" and saved.get(key) != value:
-            found.append(f"--{key.replace('_', '-')} was {saved.get(key)}, now {value}")
+    for key in {**asked, **saved}:
+        old, new = saved.get(key), asked.get(key)
+        if key != "classes" and _essence(old) != _essence(new):
+            found.append(f"--{key.replace('_', '-')} was {_shown(old)}, now {_shown(new)}")
     old, new = saved["classes"], asked["classes"]
     found += [f"class {name} is new" for name in new if name not in old]
     found += [f"class {name} is gone" for name in old if name not in new]
@@ -97,6 +145,14 @@ def _differences(saved: dict, asked: dict) -> List[str]:
     return found
 
 
+def _essence(value):
+    return value["sha256"] if isinstance(value, dict) else value
+
+
+def _shown(value) -> str:
+    return f"{value['name']} (sha256 {value['sha256'][:12]})" if isinstance(value, dict) else str(value)
+
+
 class Progress:
     """A bar of images on a terminal, in a log a line now and then.
 
@@ -104,12 +160,13 @@ class Progress:
         title: the split.
         total: images in all.
         done: images that were there before.
+        quiet: show nothing.
     """
 
-    def __init__(self, title: str, total: int, done: int):
+    def __init__(self, title: str, total: int, done: int, quiet: bool = False):
         self.title, self.total, self.first, self.done = title, total, done, done
         self.since = self.shown = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        self.quiet, self.terminal = quiet, sys.stderr.isatty() and not quiet
 
     def __enter__(self) -> Progress:
         self.bar = tqdm(
@@ -134,7 +191,7 @@ class Progress:
         """`done` images are done now, the earlier ones included."""
         self.bar.update(done - self.done)
         self.done = done
-        if not self.terminal and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
+        if not self.terminal and not self.quiet and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
             self.shown = time.monotonic()
             print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
 
@@ -165,6 +222,13 @@ def sha256_of(path: Path) -> str:
     """Hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _free_name(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number, free = number + 1, path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def one_line(path: str) -> str:

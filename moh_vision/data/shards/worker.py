@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -12,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-import webdataset
-
 from moh_vision.data.shards.class_folders import ImageFile
 from moh_vision.data.shards.encode import BadImage, encode_sample
+from moh_vision.data.shards.shard_file import ShardFile
 
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
@@ -45,7 +43,7 @@ def start_worker(job: Job, shared: Shared, parent: int) -> None:
     global _job, _shared
     _job, _shared = job, shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and says stop
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    watch_parent(parent)
 
 
 def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
@@ -57,37 +55,24 @@ def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
     Raises:
         ValueError: a bad image too many, or all bad. OSError: a file that cannot be read, or a full disk.
     """
-    bad, written = [], 0
-    with open(hidden_path(_job.out, name), "wb") as file:
-        sink = _HashingFile(file)
-        # Headers without time and owner, or every run would have other sums.
-        tar = webdataset.TarWriter(sink, user="", group="", mtime=0, encoder=False, compress=False)
-        try:
-            for number, image in samples:
-                if _shared.stop.is_set():
-                    raise InterruptedError("stopped")
-                data = (_job.root / image.path).read_bytes()
-                try:
-                    extension, data = encode_sample(data, _job.size, _job.quality)
-                except BadImage as error:
-                    bad.append([image.path, str(error)])
-                    with _shared.bad.get_lock():
-                        _shared.bad.value += 1
-                        refuse_too_many_bad(_job, _shared.bad.value, image.path, str(error))
-                else:
-                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": str(image.label).encode()})
-                    written += 1
-                with _shared.done.get_lock():
-                    _shared.done.value += 1
-            if not written:
-                raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
-            tar.close()
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            sink.closed = True  # or tarfile would write its end when it is collected
-            raise
-    return dict(shard=name, samples=written, bytes=sink.bytes, sha256=sink.sha256.hexdigest(), bad=bad)
+    bad = []
+    with ShardFile(_job.out, name) as shard:
+        for number, image in samples:
+            if _shared.stop.is_set():
+                raise InterruptedError("stopped")
+            data = (_job.root / image.path).read_bytes()
+            try:
+                extension, data = encode_sample(data, _job.size, _job.quality)
+            except BadImage as error:
+                bad.append([image.path, str(error)])
+                with _shared.bad.get_lock():
+                    _shared.bad.value += 1
+                    refuse_too_many_bad(_job, _shared.bad.value, image.path, str(error))
+            else:
+                shard.write(number, image.label, extension, data)
+            with _shared.done.get_lock():
+                _shared.done.value += 1
+        return shard.finish(bad)
 
 
 def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
@@ -99,26 +84,12 @@ def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
         )
 
 
-def hidden_path(out: Path, name: str) -> Path:
-    """Where a shard is until it is finished; training looks for {split}-*.tar."""
-    return out / f".{name}.tmp"
+def watch_parent(parent: int) -> None:
+    """A process whose parent was killed would write on, or wait for ever, and keep the lock of the folder: end it."""
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
 
 
 def _die_with(parent: int) -> None:
-    """A worker whose parent was killed would write on, or wait for ever, and keep the lock of the folder."""
     while os.getppid() == parent:
         time.sleep(0.2)
     os._exit(1)
-
-
-class _HashingFile:
-    """What `tarfile` writes, passed on, counted and hashed."""
-
-    def __init__(self, file):
-        self.file, self.sha256, self.bytes, self.closed = file, hashlib.sha256(), 0, False
-
-    def write(self, data: bytes) -> None:
-        if not self.closed:
-            self.file.write(data)
-            self.sha256.update(data)
-            self.bytes += len(data)

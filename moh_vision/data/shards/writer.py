@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders
-from moh_vision.data.shards.record import Progress, ShardRecord, fsync_folder, one_line, sha256_of, write_whole
+from moh_vision.data.shards.record import Progress, ShardRecord, one_line, write_whole
+from moh_vision.data.shards.shard_file import hidden_path
 from moh_vision.data.shards.worker import (
     CONTEXT,
     Job,
     Shared,
-    hidden_path,
     refuse_too_many_bad,
     start_worker,
     write_shard,
@@ -71,7 +71,7 @@ class SplitWriter:
         Raises:
             ValueError, OSError: a bad image too many, an unreadable file, a full disk; finished shards stay.
         """
-        done = self._check_finished(workers, say)
+        done = self.record.finished(self.plan, workers, say)
         bad = [b for entry in done.values() for b in entry["bad"]]
         if bad:
             refuse_too_many_bad(self.job, len(bad), *bad[0])
@@ -90,20 +90,6 @@ class SplitWriter:
         left = self.job.images - images
         say(f"{self.split}: {what}, {how}{f'; {left} bad images left out, {self.split}.bad.txt' if left else ''}")
 
-    def _check_finished(self, workers: int, say: Callable[[str], None]) -> Dict[str, dict]:
-        """The recorded shards that are whole; others that are there are moved aside."""
-        there = {n: e for n, e in self.record.entries.items() if n in self.plan and (self.out / n).exists()}
-        if there:
-            say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
-        with ThreadPoolExecutor(workers) as pool:
-            sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
-        for name in [n for n, entry in there.items() if sums[n] != entry["sha256"]]:
-            aside = _free_name(self.out / f"{name}.damaged")
-            say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside.name}, written again")
-            (self.out / name).rename(aside)
-            del there[name]
-        return there
-
     def _write_missing(self, todo: List[str], done: Dict[str, dict], workers: int, bad: int) -> float:
         """Write the shards `todo` and enter them in `done`; returns images per second."""
         shared, before = Shared(bad), sum(len(self.plan[name]) for name in done)
@@ -115,10 +101,7 @@ class SplitWriter:
                     while pending:
                         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                         for entry in [future.result() for future in finished]:
-                            # Recorded before it is renamed: a shard without a record would be a stranger's.
                             self.record.add(entry)
-                            hidden_path(self.out, entry["shard"]).rename(self.out / entry["shard"])
-                            fsync_folder(self.out)
                             done[entry["shard"]] = entry
                         progress.show(before + shared.done.value)
             except BaseException as error:
@@ -144,10 +127,3 @@ class SplitWriter:
         self.record.close(entries)
         source = Shards(str(self.out), self.split)  # builds the index, and so reads every header
         assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == self.classes
-
-
-def _free_name(path: Path) -> Path:
-    number, free = 1, path
-    while free.exists():
-        number, free = number + 1, path.with_name(f"{path.name}.{number}")
-    return free

@@ -1,0 +1,67 @@
+"""The folder that shards are written to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import List
+
+from moh_vision.data.shards.record import write_whole
+
+
+def refuse_file(out: str) -> None:
+    """Raise ValueError if `out` is a file."""
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"--out {out} is a file, expected a folder")
+
+
+def make_out_folder(out: str) -> None:
+    """Make the folder if need be, and raise ValueError if it cannot be written."""
+    Path(out).mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out} cannot be written")
+
+
+def write_classes(folder: Path, classes: List[str], source: str) -> None:
+    """Write classes.txt, or raise ValueError if there is one with other classes."""
+    names = folder / "classes.txt"
+    text = "".join(f"{name}\n" for name in classes)
+    if names.exists() and names.read_bytes() != text.encode():
+        raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
+    write_whole(names, text)
+
+
+@contextlib.contextmanager
+def only_one(folder: Path):
+    """Two runs at a time would write the same hidden files; the lock goes with the processes, however they end."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        for attempt in range(20):  # the workers of a run that was killed just now need a moment to notice
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == 19:
+                    raise ValueError(f"--out {folder}: another run is writing there") from None
+                time.sleep(0.1)
+            except OSError:
+                break  # some network file systems have no locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def full_disk_in_one_line(out: str):
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"--out {out}: {error.strerror}; finished shards are kept, the same command goes on from them"
+        ) from None
