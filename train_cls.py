@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -29,7 +28,7 @@ from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
 from moh_vision.engine.logging import open_log
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, refuse_sharded_ema, user_errors
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
@@ -46,8 +45,7 @@ def main(argv) -> None:
         config, flags = parse_config(ClsConfig, argv, NAME)
         o = config.optim
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
-        if config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(f"ema.decay {config.ema.decay:g} does not work with FSDP; use configs/accelerate/ddp.yaml")
+        refuse_sharded_ema(accelerator, config.ema.decay)
     if flags.validate_only:
         return validate_only(config, flags.checkpoint, accelerator)
     with user_errors(NAME):

@@ -23,10 +23,11 @@ from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
-from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.logging import open_log
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, refuse_sharded_ema, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.weights import create, init_from
+from moh_vision.previews import Previews
 from moh_vision.tasks import DiffusionTask
 
 
@@ -34,7 +35,8 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
-        accelerator = make_accelerator(config.mixed_precision)
+        accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
+        refuse_sharded_ema(accelerator, config.ema.decay)
         with accelerator.main_process_first():
             d = config.data
             index, device = index_dir(config.output), accelerator.device
@@ -56,6 +58,7 @@ def main(argv) -> None:
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
+        decode = inputs.decoder(accelerator.device) if config.preview.every else None
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
@@ -66,7 +69,11 @@ def main(argv) -> None:
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
     train_set = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
 
+    previews = Previews(config.preview, len(train.classes), clip=inputs.space is None, decode=decode)
+
     task = DiffusionTask(model, config.balance_weight, HybridLoss())
+    if config.compile:
+        task.compile()
     o = config.optim
     optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
     task, optimizer = accelerator.prepare(task, optimizer)
@@ -77,7 +84,9 @@ def main(argv) -> None:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm)
-    log = RunLog(run / "metrics.jsonl", start, config.max_steps, accelerator.is_main_process, "diffusion")
+    log = open_log(
+        run, start, config.max_steps, "diffusion", config.tracker, config.tree(), accelerator.is_main_process
+    )
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
     metadata["vae"] = inputs.about_vae()
 
@@ -114,6 +123,10 @@ def main(argv) -> None:
         done = step + 1
         if done % config.save_every == 0 or done == config.max_steps:
             save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
+            log.pause()
+        if previews.due(done, config.max_steps):
+            images = previews.draw(ema.module if ema else model, run / "previews" / f"step_{done}.png", log.enabled)
+            log.pictures(step, "samples", images)
             log.pause()
 
     # ---------------------------------------------------------------- the end

@@ -18,6 +18,9 @@ sys.path.insert(0, str(ROOT))
 import sample  # noqa: E402
 import train_cls  # noqa: E402
 import train_dit  # noqa: E402
+from moh_vision.config import PreviewConfig  # noqa: E402
+from moh_vision.models.weights import from_run  # noqa: E402
+from moh_vision.previews import Previews  # noqa: E402
 
 SMALL = "--optim.batch_size 16 --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 4".split()
 STEPS = 30
@@ -336,3 +339,31 @@ def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, kind):
     )  # fmt: skip
     losses = [e["task_loss"] for e in lines(tmp_path / "run") if "loss" in e]
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
+
+
+def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
+    """Weights are those of a run without; the last picture is drawn again, to the bit, from the exported weights."""
+    common = ["--config", "configs/quickstart/dit.yaml", "--max-steps", "4", *SMALL]
+    drawn = ["--preview.every", "2", "--preview.images", "12", "--preview.columns", "6", "--preview.steps", "3"]
+    train_dit.main([*common, "--output", str(tmp_path / "plain")])
+    train_dit.main([*common, "--output", str(tmp_path / "drawn"), *drawn])
+    for name in ("model", "ema"):
+        plain, with_pictures = (load_file(tmp_path / run / f"{name}.safetensors") for run in ("plain", "drawn"))
+        assert all(torch.equal(plain[k], with_pictures[k]) for k in plain)
+    pictures = [np.asarray(Image.open(tmp_path / "drawn" / "previews" / f"step_{n}.png")) for n in (2, 4)]
+    assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
+
+    model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
+    config = PreviewConfig(every=1, images=12, columns=6, steps=3)
+    images = Previews(config, 10, clip=True).draw(model, tmp_path / "again.png", write=True)
+    assert images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
+    assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
+    # Pictures are no part of what a run is: another interval resumes it.
+    train_dit.main([*common, "--output", str(tmp_path / "drawn"), "--max-steps", "5", "--preview.every", "5"])
+    assert (tmp_path / "drawn" / "previews" / "step_5.png").exists()
+
+
+def test_guided_previews_need_dropped_labels(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_dit.main(["--output", str(tmp_path / "run"), "--preview.every", "5", "--label_drop", "0"])
+    assert "preview.cfg_scale 1.5 needs label_drop above 0" in capsys.readouterr().err

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Optional, Union
+from functools import partial
+from typing import Callable, Optional, Union
 
 import torch
+from torch import Tensor
 
 from moh_vision.data.batches import NoisedImages, image_transform
 from moh_vision.data.latents.batches import ImagesToEncode, NoisedLatents
 from moh_vision.data.latents.cache import LatentCache, is_latent_cache
-from moh_vision.data.latents.vae import LatentSpace, encode_moments, load_vae, sample_posterior
+from moh_vision.data.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.data.splits import open_source
 
 IMG_SIZE_WITH_VAE = 256
@@ -76,6 +78,14 @@ class PixelInputs:
         """A batch, on its device, as the diffusion task takes it."""
         return batch
 
+    def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
+        """What turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
+
+        Raises:
+            ValueError: where latents were stored with a VAE that is not named.
+        """
+        return None
+
     def about_vae(self) -> Optional[dict]:
         """What to record of the VAE; None: there is none."""
         return self.space and dataclasses.asdict(self.space)
@@ -94,9 +104,17 @@ class CachedInputs(PixelInputs):
             if space.sha256 != self.space.sha256:
                 raise ValueError(f"vae {space}: the latents in {root} were made with another one, {self.space}")
             self.space = space
+        self.vae = vae
 
     def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedLatents:
         return NoisedLatents(self.source, seed, num_timesteps, label_drop, flip=self.augment == "flip")
+
+    def decoder(self, device) -> Callable[[Tensor], Tensor]:
+        if self.vae == "none":
+            raise ValueError(
+                f"preview.every needs the VAE of the latents to decode: --vae {self.space.name} or a folder"
+            )
+        return partial(decode, load_vae(self.vae).to(device))
 
 
 class EncodedInputs(PixelInputs):
@@ -112,6 +130,9 @@ class EncodedInputs(PixelInputs):
         channels = self.vae.config.in_channels
         draws = (seed, num_timesteps, label_drop)
         return ImagesToEncode(self.source, self.pixels, channels, self.space, *draws, flip=self.augment == "flip")
+
+    def decoder(self, device) -> Callable[[Tensor], Tensor]:
+        return partial(decode, self.vae)
 
     def encode(self, batch: dict, autocast=None) -> dict:
         """images [B, 3, H, W] and posterior_noise [B, C, h, w] -> images: latents [B, C, h, w], float32.

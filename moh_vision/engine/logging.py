@@ -80,6 +80,11 @@ class RunLog:
         self._write(step, values)
         self.say(show)
 
+    def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
+        """Images [N, C, h, w] uint8, for the tracker."""
+        if self.tracker:
+            self.tracker.images(step, name, images)
+
     def _write(self, step: int, values: dict) -> None:
         # JSON has no NaN; a skipped step has one.
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -38,7 +38,7 @@ def test_the_log_hands_its_numbers_on(tmp_path):
     log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", Tracker(recorder))
     log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
     log.event(1, dict(validation=dict(top1=50.0)), "validation")
-    log.tracker.images(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+    log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
     log.close()
     (step, first), second, images, end = recorder.calls
     assert step == 0 and first["loss"] == 1.5 and "grad_norm" not in first and "images_per_s" in first
