@@ -246,3 +246,19 @@ def test_accelerate_reads_the_launch_files(name, kind):
     assert str(launch.distributed_type).endswith(kind) and launch.mixed_precision == "no"
     if name == "fsdp2":
         assert launch.fsdp_config["fsdp_version"] == 2
+
+
+DIT = [f"moh_dit_{size}_patch2_{share}" for size in ("small", "base", "large", "xlarge") for share in (90, 75)]
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_the_papers_diffusion_recipe(name):
+    """DiT's (Peebles 2023, section 4) with MoH's balance weight, as released."""
+    config = parse_config(DitConfig, ["--config", str(ROOT / "configs" / "dit" / f"{name}.yaml")], "t")[0]
+    o = config.optim
+    assert (config.model.name, config.output) == (name, f"runs/dit/{name}")
+    assert (o.lr, o.schedule, o.weight_decay, o.betas) == (1e-4, "constant", 0.0, (0.9, 0.999))
+    assert (o.batch_size, o.accumulation, o.clip_norm, o.warmup_steps) == (256, 1, 0.0, 0)
+    assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (0.9999, False, 0.1, 0.01)
+    assert (config.learn_sigma, config.data.augment, config.tf32) == (True, "flip", True)
+    assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
