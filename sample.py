@@ -37,6 +37,8 @@ def main(argv) -> None:
         config, _ = parse_config(SampleConfig, argv, "sample.py")
         model, about = from_run(config.checkpoint, "diffusion", config.weights)
         classes, channels = about["classes"], model.config.in_channels
+        if config.vae and about["config"].get("vae") == "none":
+            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
         vae = open_vae(config.vae, about.get("vae"))
         # A prediction is clipped to the range of pixels; latents have none.
         scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)

@@ -18,7 +18,7 @@ from moh_vision.models.weights import create  # noqa: E402
 NAME = "moh_dit_small_patch2_75"
 
 
-def run_of(folder, channels, label_drop=0.1, **more):
+def run_of(folder, channels, label_drop=0.1, pixels=False, **more):
     torch.manual_seed(4)
     arguments = dict(
         img_size=4, in_chans=channels, num_classes=3, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)]
@@ -29,6 +29,7 @@ def run_of(folder, channels, label_drop=0.1, **more):
             if p.requires_grad:
                 p.add_(0.2 * torch.randn_like(p))
     about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=dict(label_drop=label_drop))
+    about["config"].update(vae="none" if pixels else "some")
     export_weights(model, folder / "ema.safetensors", {**about, **more})
     return folder
 
@@ -142,6 +143,8 @@ def test_mistakes_with_vaes(tmp_path, capsys):
     assert f"--vae {tmp_path}/none: " in refused(capsys, run, "--vae", tmp_path / "none")
     three = vae_in(tmp_path / "vae", channels=3)
     assert "the VAE has latents of 3 channels, the transformer works on 4" in refused(capsys, run, "--vae", three)
+    error = refused(capsys, run_of(tmp_path / "c", 3, pixels=True), "--vae", three)
+    assert f"--vae {three}: {tmp_path}/c was trained on pixels" in error
     lost = run_of(tmp_path / "b", 4, vae=dict(name=str(tmp_path / "gone"), sha256="", scaling_factor=1.0))
     assert f"the run's VAE {tmp_path}/gone: " in refused(capsys, lost)
     plain = run_of(tmp_path / "c", 3, label_drop=0)
