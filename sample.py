@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Optional
 
 import torch
-from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 import moh_vision  # noqa: F401  registers the models
@@ -19,6 +18,7 @@ from moh_vision.attention import head_budget
 from moh_vision.command_line import parse_config
 from moh_vision.config import SampleConfig
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
+from moh_vision.data.latents.vae import load_vae, vae_fingerprint
 from moh_vision.data.order import derive_seed, rank_slice
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
@@ -37,15 +37,13 @@ def main(argv) -> None:
         config, _ = parse_config(SampleConfig, argv, "sample.py")
         model, about = from_run(config.checkpoint, "diffusion", config.weights)
         classes, channels = about["classes"], model.config.in_channels
-        if config.vae and about["config"].get("vae") == "none":
+        if config.vae and not about.get("vae"):
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
         vae = open_vae(config.vae, about.get("vae"))
         # A prediction is clipped to the range of pixels; latents have none.
         scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
         label_drop = about["config"]["label_drop"]
         pipe = MoHDiTPipeline(model, scheduler, vae, dict(enumerate(classes)), label_drop)
-        if vae is None and channels not in (1, 3):
-            raise ValueError(f"{about['weights']} makes latents of {channels} channels: --vae NAME or FOLDER is needed")
         if config.cfg_scale != 1 and label_drop == 0:
             raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
         scores_path = (
@@ -149,24 +147,23 @@ def main(argv) -> None:
         print(f"scores: {scores_path}")
 
 
-def open_vae(override: Optional[str], recorded: Optional[dict]) -> Optional[AutoencoderKL]:
-    """The VAE that --vae names, or that the run records as dict(name, sha256, scaling_factor); None on pixels.
+def open_vae(override: Optional[str], recorded: Optional[dict]):
+    """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
 
     Raises:
-        ValueError: if it cannot be loaded.
+        ValueError: if it cannot be loaded, or the recorded name means another VAE by now.
     """
-    name = override or (recorded or {}).get("name")
-    if name is None:
+    if recorded is None:
         return None
-    try:
-        vae = AutoencoderKL.from_pretrained(name, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        whose = "--vae" if override else "the run's VAE"
-        raise ValueError(f"{whose} {name}: {str(error).splitlines()[0]}") from None
-    if recorded:  # latents were scaled by the factor of the training, whatever this decoder's own is
-        vae.register_to_config(scaling_factor=recorded["scaling_factor"])
+    vae = load_vae(override or recorded["name"])
+    if not override and vae_fingerprint(vae) != recorded["sha256"]:
+        raise ValueError(
+            f"the VAE {recorded['name']} is not the one of the run (sha256 {recorded['sha256'][:12]}); --vae takes another on purpose"
+        )
+    # Latents were scaled by the factor of the training, whatever this decoder's own is.
+    vae.register_to_config(scaling_factor=recorded["scaling_factor"])
     vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
-    return vae.eval()
+    return vae
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
     assert (type(cached), type(encoded)) == (CachedInputs, EncodedInputs)
     for inputs in (cached, encoded):
         assert (inputs.img_size, inputs.channels, inputs.space.downsampling) == (8, 4, 2)
+    assert open_inputs(made["images"], made["vae"], None, augment).img_size == 128  # of 256 pixels
     assert encoded.about_vae() == cached.about_vae()
     numbers = source_numbers(made)
     stored, images = (inputs.dataset(7, 1000, 0.3) for inputs in (cached, encoded))
@@ -167,7 +168,7 @@ def test_pixel_runs_have_no_vae(tmp_path):
         (["--data.root", "{images}", "--vae", "{vae}", "--data.augment", "crop_flip"], "data.augment crop_flip: with"),
         (
             ["--data.root", "{images}", "--vae", "{vae}", "--data.img_size", "15"],
-            "images of 15 pixels: not a multiple of 2",
+            "data.img_size 15: not a multiple of 2",
         ),
         (["--data.root", "{images}", "--vae", "/no/where"], "vae /no/where: no such folder"),
         (["--data.root", "{images}"], "data.img_size is needed for {images}: the images there have no one size"),

@@ -123,7 +123,7 @@ class EncodedInputs(PixelInputs):
     def __init__(self, source, vae: str, img_size: int, augment: str, device):
         self.vae = load_vae(vae).to(device)
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
-        super().__init__(source, self.space.side(img_size), augment)
+        super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
         self.channels = self.space.latent_channels
 
     def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> ImagesToEncode:

@@ -120,10 +120,10 @@ def test_the_bytes_do_not_depend_on_readers_or_time_but_on_the_seed(tmp_path, va
     assert a == b and a["train-000000.tar"] != c["train-000000.tar"]
 
 
-def test_grey_images_and_shards_as_a_source(tmp_path, vae_folder):
-    assert run(vae_folder, "digits", tmp_path / "out", "--samples-per-shard", 500, "--batch-size", 250) == 0
-    source, cache = open_source("digits", "train"), LatentCache(str(tmp_path / "out"), "train")
-    number = stored_numbers(tmp_path / "out")[3]
+def test_grey_images(tmp_path, vae_folder):
+    assert run(vae_folder, "digits", tmp_path / "out", "--split", "val", "--batch-size", 100) == 0
+    source, cache = open_source("digits", "val"), LatentCache(str(tmp_path / "out"), "val")
+    number = stored_numbers(tmp_path / "out", "val")[3]
     pixels = torch.from_numpy(np.array(center_crop(source.image(number), 16))).expand(1, 3, 16, 16) / 127.5 - 1
     expected = encode_moments(load_vae(vae_folder), pixels)[0]
     torch.testing.assert_close(cache.moments(3)[0], expected, rtol=1e-3, atol=1e-3)
@@ -265,7 +265,7 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, vae_folder, r
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"--out {out}: File too large; finished shards are kept" in error_line(capfd)
-    assert not list(out.glob("*.tar"))
+    assert not list(out.glob("*.tar")) and not list(out.glob(".*.tmp"))
     assert run(vae_folder, root, out) == 0
 
 
@@ -279,13 +279,22 @@ def test_numbers_that_float16_cannot_hold_are_refused(tmp_path, vae_folder, root
     assert run(vae_folder, root, tmp_path / "wide", "--dtype", "float32") == 0
 
 
+def test_a_batch_that_does_not_fit_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(writer, "encode_moments", full)
+    assert run(vae_folder, root, tmp_path / "out") == 2
+    assert "--batch-size: 3 images do not fit into the memory of cpu" in error_line(capfd)
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
         (["--vae", "{tmp}/none"], "vae {tmp}/none: no such folder"),
         (["--data", "{tmp}/none"], "{tmp}/none: no such folder"),
         (["--size", "0"], "--size 0: expected 1 or more"),
-        (["--size", "17"], "images of 17 pixels: not a multiple of 2, the downsampling of"),
+        (["--size", "17"], "--size 17: not a multiple of 2, the downsampling of"),
         (["--workers", "-1"], "--workers -1: expected 0 or more"),
         (["--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         (["--samples-per-shard", "0"], "--samples-per-shard 0: expected 1 or more"),

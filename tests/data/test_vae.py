@@ -149,5 +149,5 @@ def test_decoding_undoes_the_scaling(shift):
 
 def test_sizes_that_the_vae_would_round():
     assert SPACE.side(256) == 128
-    with pytest.raises(ValueError, match="images of 255 pixels: not a multiple of 2, the downsampling of x"):
+    with pytest.raises(ValueError, match="size 255: not a multiple of 2, the downsampling of the VAE x"):
         SPACE.side(255)

@@ -56,7 +56,7 @@ def write_latents(
     source = ranks.first(lambda: open_source(root, split, index_dir))
     model = ranks.first(lambda: load_vae(vae))
     space = LatentSpace.of(model, vae)
-    ranks.from_first(lambda: space.side(size))
+    ranks.from_first(lambda: space.side(size, "--size"))
 
     with ExitStack() as stack:
         stack.enter_context(full_disk_in_one_line(out))

@@ -55,15 +55,15 @@ class LatentSpace:
     def __str__(self) -> str:
         return f"{self.name} (sha256 {self.sha256[:12]})"
 
-    def side(self, img_size: int) -> int:
+    def side(self, img_size: int, key: str = "size") -> int:
         """Side of the latents of square images.
 
         Raises:
-            ValueError: if the VAE would round it.
+            ValueError: naming `key`, if the VAE would round it.
         """
         if img_size % self.downsampling:
             raise ValueError(
-                f"images of {img_size} pixels: not a multiple of {self.downsampling}, the downsampling of {self.name}"
+                f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
             )
         return img_size // self.downsampling
 

@@ -15,9 +15,7 @@ from moh_vision.data.latents.cache import LatentCache, npy_bytes, write_manifest
 from moh_vision.data.latents.images import ImageBatches
 from moh_vision.data.latents.ranks import Ranks
 from moh_vision.data.latents.vae import LatentSpace, encode_moments
-from moh_vision.data.shards.out_folder import (
-    write_classes,
-)
+from moh_vision.data.shards.out_folder import write_classes
 from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one_line, part_path, write_whole
 from moh_vision.data.shards.shard_file import ShardFile
 
@@ -141,7 +139,12 @@ class LatentWriter:
         """images [B, C, H, W] uint8."""
         images = images.float().mul_(1 / 255).sub_(0.5).div_(0.5)  # to the bit as `batches.image_transform` does
         # One after the other, so that a batch is no larger than it was asked to be.
-        moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
+        try:
+            moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
+            ) from None
         with np.errstate(over="ignore"):  # is refused below
             stored = moments.cpu().numpy().astype(self.dtype)  # [B, 2, 2C, h, w]
         for number, array in zip(numbers, stored):

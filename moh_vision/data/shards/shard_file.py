@@ -16,7 +16,7 @@ def hidden_path(out: Path, name: str) -> Path:
 
 
 class ShardFile:
-    """A shard under `hidden_path`, in a `with` block; what is there when the block is left early is no shard.
+    """A shard under `hidden_path`, in a `with` block; removed when the block is left by an exception.
 
     Args:
         out: the folder.
@@ -33,9 +33,13 @@ class ShardFile:
         self.tar = webdataset.TarWriter(self.sink, user="", group="", mtime=0, encoder=False, compress=False)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
         self.sink.closed = True  # or tarfile would write its end when it is collected
-        self.file.close()
+        try:
+            self.file.close()
+        finally:
+            if kind is not None:
+                self.path.unlink(missing_ok=True)
 
     def write(self, number: int, label: int, extension: str, data: bytes) -> None:
         """Add a sample; its key is `number`."""
