@@ -36,7 +36,7 @@ def main(argv) -> None:
     with user_errors("sample.py"):
         config, _ = parse_config(SampleConfig, argv, "sample.py")
         model, about = from_run(config.checkpoint, "diffusion", config.weights)
-        classes, channels = about["classes"], model.config.in_channels
+        classes = about["classes"]
         if config.vae and not about.get("vae"):
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
         vae = open_vae(config.vae, about.get("vae"))

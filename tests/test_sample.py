@@ -10,6 +10,7 @@ from diffusers import AutoencoderKL
 
 sys.path.insert(0, str(ROOT))
 import sample  # noqa: E402
+from moh_vision.data.latents.vae import LatentSpace, load_vae  # noqa: E402
 from moh_vision.data.order import derive_seed  # noqa: E402
 from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
 from moh_vision.engine.checkpoint import export_weights  # noqa: E402
@@ -40,6 +41,11 @@ def vae_in(folder, channels=4):
     vae = AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds)
     vae.save_pretrained(folder)
     return folder
+
+
+def recorded(folder, scaling_factor=0.7):
+    """As train_dit.py records the VAE of a run."""
+    return dict(vars(LatentSpace.of(load_vae(str(folder)), str(folder))), scaling_factor=scaling_factor)
 
 
 def call(run, *more):
@@ -82,7 +88,7 @@ def test_only_the_pipeline(tmp_path, capsys):
 def test_latents_are_decoded_by_the_runs_vae(tmp_path):
     """With the scaling of the training, not clipped; --vae names another decoder."""
     folder = vae_in(tmp_path / "vae")
-    run = run_of(tmp_path, 4, vae=dict(name=str(folder), sha256="", scaling_factor=0.7))
+    run = run_of(tmp_path, 4, vae=recorded(folder))
     call(run, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
     images = np.load(tmp_path / "a.npz")["arr_0"]
     assert images.shape == (5, 8, 8, 3) and images.std() > 1
@@ -101,7 +107,7 @@ def test_latents_are_decoded_by_the_runs_vae(tmp_path):
 
 
 def test_guidance_options(tmp_path, capsys):
-    run = run_of(tmp_path, 4, vae=dict(name=str(vae_in(tmp_path / "vae")), sha256="", scaling_factor=0.7))
+    run = run_of(tmp_path, 4, vae=recorded(vae_in(tmp_path / "vae")))
 
     def images(name, *more):
         call(run, "--out", tmp_path / f"{name}.npz", *more)
@@ -137,16 +143,19 @@ def test_mistakes(tmp_path, capsys, argv, words):
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
-    run = run_of(tmp_path / "a", 4)
-    assert "makes latents of 4 channels: --vae NAME or FOLDER is needed" in refused(capsys, run)
-    assert f"--vae {tmp_path}/none: " in refused(capsys, run, "--vae", tmp_path / "none")
-    three = vae_in(tmp_path / "vae", channels=3)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    about = recorded(vae_in(tmp_path / "vae"))
+    run = run_of(tmp_path / "a", 4, vae=about)
+    assert f"vae {tmp_path}/none" in refused(capsys, run, "--vae", tmp_path / "none")
+    three = vae_in(tmp_path / "three", channels=3)
     assert "the VAE has latents of 3 channels, the transformer works on 4" in refused(capsys, run, "--vae", three)
     error = refused(capsys, run_of(tmp_path / "c", 3, pixels=True), "--vae", three)
     assert f"--vae {three}: {tmp_path}/c was trained on pixels" in error
-    lost = run_of(tmp_path / "b", 4, vae=dict(name=str(tmp_path / "gone"), sha256="", scaling_factor=1.0))
-    assert f"the run's VAE {tmp_path}/gone: " in refused(capsys, lost)
+    lost = run_of(tmp_path / "b", 4, vae=dict(about, name=str(tmp_path / "gone")))
+    assert f"vae {tmp_path}/gone" in refused(capsys, lost)
+    other = run_of(tmp_path / "b", 4, vae=dict(about, sha256="0" * 64))
+    assert f"the VAE {tmp_path}/vae is not the one of the run (sha256 {'0' * 12})" in refused(capsys, other)
     plain = run_of(tmp_path / "c", 3, label_drop=0)
     assert "--cfg-scale 2 needs a run trained with label_drop above 0" in refused(capsys, plain)
     (tmp_path / "file.d").write_text("precious")
