@@ -161,7 +161,8 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
         f"out.tofile({str(tmp_path / 'got')!r})\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert (tmp_path / "got").read_bytes() == (tmp_path / "want").read_bytes()
+    got, want = (np.fromfile(tmp_path / name, dtype=np.float32) for name in ("got", "want"))
+    np.testing.assert_allclose(got, want, atol=1e-5)  # other threads and settings there, so not to the bit
 
 
 @pytest.mark.parametrize("kind", [DDIMScheduler, DPMSolverMultistepScheduler])
