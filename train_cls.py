@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
@@ -27,8 +26,9 @@ from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
+from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, refuse_sharded_ema, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
@@ -45,7 +45,6 @@ def main(argv) -> None:
         config, flags = parse_config(ClsConfig, argv, NAME)
         o = config.optim
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
-        refuse_sharded_ema(accelerator, config.ema.decay)
     if flags.validate_only:
         return validate_only(config, flags.checkpoint, accelerator)
     with user_errors(NAME):
@@ -94,6 +93,7 @@ def main(argv) -> None:
     optimizer = create_optimizer_v2(
         model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
     )
+    ema = make_ema(model, config.ema.decay, config.ema.warmup, accelerator.device)  # before the model may be sharded
     task, optimizer = accelerator.prepare(task, optimizer)
     # timm's schedule is a function of the step alone, so there is nothing of it to save.
     scheduler, _ = create_scheduler_v2(
@@ -101,7 +101,6 @@ def main(argv) -> None:
         step_on_epochs=False, updates_per_epoch=1,
     )  # fmt: skip
     model = accelerator.unwrap_model(task).model
-    ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
     start = batches.start
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
@@ -23,8 +23,9 @@ from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.checkpoint import load_training, resume_point, save_training
+from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, refuse_sharded_ema, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.weights import create, init_from
 from moh_vision.previews import Previews
@@ -36,7 +37,6 @@ def main(argv) -> None:
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
-        refuse_sharded_ema(accelerator, config.ema.decay)
         with accelerator.main_process_first():
             d = config.data
             index, device = index_dir(config.output), accelerator.device
@@ -58,6 +58,8 @@ def main(argv) -> None:
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
+        if config.preview.every and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError(f"preview.every {config.preview.every} with FSDP needs ema.decay, whose weights are whole")
         decode = inputs.decoder(accelerator.device) if config.preview.every else None
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
@@ -76,9 +78,9 @@ def main(argv) -> None:
         task.compile()
     o = config.optim
     optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
+    ema = make_ema(model, config.ema.decay, config.ema.warmup, accelerator.device)  # before the model may be sharded
     task, optimizer = accelerator.prepare(task, optimizer)
     model = accelerator.unwrap_model(task).model
-    ema = ModelEmaV3(model, decay=config.ema.decay, use_warmup=config.ema.warmup) if config.ema.decay else None
     start = batches.start
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)

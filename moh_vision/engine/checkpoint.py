@@ -32,7 +32,7 @@ def save_training(accelerator, run: Path, step: int, model, ema, metadata: Dict[
     Args:
         accelerator, run, step, keep: see `save_checkpoint`.
         model: the unwrapped model.
-        ema: timm's ModelEmaV3 around its average, or None.
+        ema: a `ModelEma`, or None.
         metadata: what is needed to build the model again; the step is added.
     """
     save_checkpoint(
@@ -51,7 +51,7 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
     accelerator.load_state(str(folder))
     if ema and not (folder / EMA).exists():
         say(f"{folder} has no EMA; it starts from the weights of that step")
-        ema.module.load_state_dict(model.state_dict())
+        ema.set(model)
     elif ema:
         ema.module.load_state_dict(load_file(folder / EMA))
 

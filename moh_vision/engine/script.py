@@ -12,7 +12,7 @@ from typing import Callable, List, Optional
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 
 from moh_vision.engine.tracking import check_tracker
 
@@ -64,12 +64,6 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
     accumulation = GradientAccumulationPlugin(num_steps=1)
     return Accelerator(mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation)
-
-
-def refuse_sharded_ema(accelerator, decay: float) -> None:
-    """Raise ValueError if an EMA is asked for where FSDP shards the weights: the copy would have to be sharded too."""
-    if decay and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError(f"ema.decay {decay:g} does not work with FSDP; use configs/accelerate/ddp.yaml")
 
 
 def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, accelerator) -> Path:

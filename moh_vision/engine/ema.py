@@ -1,0 +1,45 @@
+"""The moving average of the weights: timm's, also where FSDP shards them."""
+
+from __future__ import annotations
+
+from typing import Iterator, Optional
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class ModelEma(ModelEmaV3):
+    """timm's ModelEmaV3, whose `module` stays whole on every process when the weights are sharded.
+
+    It is made before accelerate shards the model. An update then gathers one tensor at a time: as much traffic as one
+    more forward pass, and as much memory as the model.
+    """
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        if not any(isinstance(value, DTensor) for value in model.state_dict().values()):
+            return super().apply_update_(model, decay)
+        for average, value in zip(self.module.state_dict().values(), gathered(model)):
+            if average.is_floating_point():
+                average.lerp_(value.to(average.dtype), 1 - decay)
+            else:
+                average.copy_(value)
+
+    @torch.no_grad()
+    def set(self, model: nn.Module) -> None:
+        """Start again from the weights of `model`."""
+        for average, value in zip(self.module.state_dict().values(), gathered(model)):
+            average.copy_(value)
+
+
+def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> Optional[ModelEma]:
+    """The average of a model that is not sharded yet, with the model moved to `device`; None for a decay of 0."""
+    model.to(device)
+    return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
+
+
+def gathered(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a state dict, those of FSDP's shards whole; every process goes through them together."""
+    for value in model.state_dict().values():
+        yield value.full_tensor() if isinstance(value, DTensor) else value
