@@ -383,6 +383,15 @@ def test_auto_skips_where_it_pays():
     assert choice(197, (2, 4), scope="sample", dtype=torch.bfloat16)[0] == "masked"
 
 
+def test_auto_sees_that_all_samples_chose_the_same_heads():
+    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 4, 7), scope="sample").eval()
+    x, conditions = torch.randn(4, 197, 768), torch.randn(4, 768)
+    with torch.no_grad():
+        for condition, picked in ((conditions, "masked"), (conditions[:1].expand(4, -1), "packed")):
+            routing, _ = layer.route(x, condition=condition)
+            assert choose(Call(layer, x, routing))[0] == picked
+
+
 def test_auto_skips_most_of_moas_experts():
     layer = HeadMixtureAttention(64, HeadBudget(64, 64, 0, 8), router="moa", kv_heads=1)
     x = torch.randn(2, 128, 64)
