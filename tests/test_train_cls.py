@@ -83,6 +83,10 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "12 px" in out and f"loss {results['loss']:.4f}" not in out
 
+    torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
+    train_cls.main(["--config", str(run / "config.yaml"), "--validate-only", "--checkpoint", str(run / "model.pth")])
+    assert f"loss {results['loss']:.4f}, 17 images" in capsys.readouterr().out
+
     (root / "val" / "dog").rename(root / "val" / "fox")
     error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root)
     assert f"2 classes in --checkpoint {run}, 2 in val" in error and "has class 'dog', which val has not" in error
