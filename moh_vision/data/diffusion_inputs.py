@@ -112,7 +112,7 @@ class CachedInputs(PixelInputs):
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         if self.vae == "none":
             raise ValueError(
-                f"preview.every needs the VAE of the latents to decode: --vae {self.space.name} or a folder"
+                f"preview.every needs the VAE of the latents: --vae {self.space.name} or a folder; or --preview.every 0"
             )
         return partial(decode, load_vae(self.vae).to(device))
 

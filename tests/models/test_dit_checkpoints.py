@@ -265,3 +265,12 @@ def test_published_weights_are_named():
     with torch.device("meta"):
         assert timm.create_model("dit_xlarge_patch2.in1k_512").config.sample_size == 64
         assert timm.create_model("dit_xlarge_patch2").config.sample_size == 32
+
+
+def test_timms_own_models_load_as_before(tmp_path):
+    model = timm.create_model("resnet10t", num_classes=3)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / "theirs.pth")
+    again = timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(tmp_path / "theirs.pth"))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    with pytest.raises(FileNotFoundError):
+        timm.create_model("resnet10t", checkpoint_path=str(tmp_path / "gone.pth"))
