@@ -1,0 +1,195 @@
+"""Networks that turn uint8 images into features: Inception as FID means it, timm models, or what the caller hands in."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+# torch-fidelity's file; its name ends in the first digits of its sha256.
+PUBLISHED = "weights-inception-2015-12-05-6726825d.pth"
+SPATIAL_CHANNELS = 7
+
+
+class Extracted(NamedTuple):
+    """What a batch of B images gives."""
+
+    pooled: Tensor  # [B, F]
+    spatial: Optional[Tensor] = None  # [B, F']
+    logits: Optional[Tensor] = None  # [B, classes]
+
+
+class Extractor(nn.Module):
+    """uint8 images [B, 3, H, W] -> Extracted.
+
+    Attributes:
+        name: in results.
+        published: whether this is the Inception of FID with its published weights: only then are scores called FID, sFID,
+            IS and KID.
+        weights_sha256: of the file or the parameters.
+    """
+
+    name: str
+    published = False
+    weights_sha256: Optional[str] = None
+
+
+class Inception(Extractor):
+    """torch-fidelity's Inception, with TensorFlow's resizing: features of FID, sFID, IS in one pass.
+
+    pooled: pool 2048. spatial: the first 7 channels of the 1 x 1 branch of Mixed_6d, 17 x 17, flattened position by
+    position, 2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
+
+    Args:
+        weights: path of the .pth file; None: torch-fidelity's own, fetched once.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file and where to put it.
+    """
+
+    def __init__(self, weights: Optional[Union[str, Path]] = None):
+        super().__init__()
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+        file = _inception_file(weights)
+        try:
+            # Read without free unpickling first; torch-fidelity itself allows it.
+            torch.load(file, map_location="cpu", weights_only=True)
+            network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], str(file))
+        except Exception as error:
+            raise ValueError(
+                f"{file}: not the weights of Inception in torch-fidelity's layout ({_line(error)})"
+            ) from None
+        self.network = network
+        with open(file, "rb") as opened:
+            self.weights_sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+        self.published = self.weights_sha256.startswith(PUBLISHED.split("-")[-1].removesuffix(".pth"))
+        self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
+        self._spatial: Optional[Tensor] = None
+        network.Mixed_6d.branch1x1.register_forward_hook(self._keep)
+
+    def _keep(self, module, inputs, output) -> None:
+        self._spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1).float()
+
+    def forward(self, images: Tensor) -> Extracted:
+        pooled, logits = self.network(images)
+        spatial, self._spatial = self._spatial, None
+        return Extracted(pooled, spatial, logits)
+
+
+class TimmExtractor(Extractor):
+    """The penultimate features of a timm model, with its own resizing and normalisation.
+
+    Args:
+        model: a classifier of timm's, or of ours.
+        name: of the model.
+        weights_sha256: of its weights; None: hashed from the parameters.
+    """
+
+    def __init__(self, model: nn.Module, name: str, weights_sha256: Optional[str] = None):
+        super().__init__()
+        self.model, self.name = model.eval(), name
+        cfg = getattr(model, "pretrained_cfg", None) or {}
+        size = (
+            getattr(getattr(model, "patch_embed", None), "img_size", None) or cfg.get("input_size", (3, 224, 224))[1:]
+        )
+        self.size, self.channels = tuple(size), getattr(model, "in_chans", cfg.get("input_size", (3,))[0])
+        for key, default in (("mean", 0.5), ("std", 0.5)):
+            values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
+            self.register_buffer(key, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
+        self.weights_sha256 = weights_sha256 or parameters_sha256(model)
+
+    def forward(self, images: Tensor) -> Extracted:
+        x = images.float() / 255
+        if self.channels == 1:
+            x = x.mean(1, keepdim=True)
+        if tuple(x.shape[2:]) != self.size:
+            x = nn.functional.interpolate(x, self.size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+        hidden = self.model.forward_features((x - self.mean) / self.std)
+        return Extracted(self.model.forward_head(hidden, pre_logits=True).float())
+
+
+class ModuleExtractor(Extractor):
+    """Any module from uint8 images [B, 3, H, W] to features [B, F]."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.name = module.eval(), type(module).__name__
+        self.weights_sha256 = parameters_sha256(module)
+
+    def forward(self, images: Tensor) -> Extracted:
+        features = self.module(images)
+        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
+            what = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise ValueError(f"extractor {self.name} gives {what} for {len(images)} images; expected [B, features]")
+        return Extracted(features.float())
+
+
+def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> Extractor:
+    """The extractor that `score` means.
+
+    Args:
+        extractor: "inception", "timm:NAME" (its pretrained weights), an `Extractor`, or any module from uint8 images to
+            features.
+        inception_weights: path; see `Inception`.
+
+    Raises:
+        ValueError, FileNotFoundError: for an unknown name, or weights that cannot be had.
+    """
+    if isinstance(extractor, nn.Module):
+        return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)
+    if extractor == "inception":
+        return Inception(inception_weights)
+    if inception_weights is not None:
+        raise ValueError(
+            f"inception_weights {inception_weights} with extractor {extractor!r}: they are for 'inception'"
+        )
+    if not extractor.startswith("timm:"):
+        raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, or a module")
+    import timm
+
+    name = extractor.removeprefix("timm:")
+    if not timm.is_model(name.split(".")[0]):
+        raise ValueError(f"extractor {extractor!r}: timm has no model {name!r}")
+    try:
+        return TimmExtractor(timm.create_model(name, pretrained=True), name)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"extractor {extractor!r}: {_line(error)}") from None
+
+
+def parameters_sha256(module: nn.Module) -> str:
+    """Of all tensors of a module, by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _inception_file(weights) -> Path:
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
+    if weights is not None:
+        if not Path(weights).is_file():
+            raise FileNotFoundError(
+                f"inception_weights {weights}: no such file ({PUBLISHED} of torch-fidelity's release)"
+            )
+        return Path(weights)
+    if cached.is_file():
+        return cached
+    from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+
+    try:
+        torch.hub.load_state_dict_from_url(URL_INCEPTION_V3, progress=False, weights_only=True)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"the weights of Inception, {PUBLISHED}, are neither at {cached} nor could they be fetched from "
+            f"{URL_INCEPTION_V3} ({_line(error)}); put the file there, or give its path as inception_weights"
+        ) from None
+    return cached
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

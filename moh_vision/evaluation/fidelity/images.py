@@ -1,0 +1,182 @@
+"""What can be scored: folders of images, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H, W]."""
+
+from __future__ import annotations
+
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Iterable, Iterator, List, Optional, Tuple, Union
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
+Batch = Tuple[int, Tensor]  # number of the first image in the set, images
+
+
+class ImageFolder:
+    """The images directly in a folder, in the order of their names.
+
+    Args:
+        folder: PNG files, all RGB and of one size. JPEG and WebP are read too; compression is part of the score then.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder or file; while reading also for a file that is damaged, grey, has
+            transparency, or another size.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder or .npz file")
+        self.files: List[Path] = sorted(p for p in folder.iterdir() if p.suffix.lower() in EXTENSIONS)
+        if not self.files:
+            raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)})")
+        self.name = str(folder)
+        self.size: Optional[Tuple[int, int]] = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Every world-th batch, from number `rank` on; batches do not depend on how many processes share them."""
+        with ThreadPoolExecutor(4) as pool:
+            waiting = None
+            for first in range(rank * batch_size, len(self.files), world * batch_size):
+                files = self.files[first : first + batch_size]
+                coming = first, [pool.submit(self._read, file) for file in files]
+                if waiting is not None:
+                    yield self._collect(*waiting)
+                waiting = coming
+            if waiting is not None:
+                yield self._collect(*waiting)
+
+    def _read(self, file: Path) -> np.ndarray:
+        try:
+            with Image.open(file) as image:
+                mode = image.mode
+                if mode == "RGB":
+                    return np.asarray(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"{file}: not a readable image ({error})") from None
+        raise ValueError(f"{file}: its mode is {mode}; expected RGB, 8 bits a channel")
+
+    def _collect(self, first: int, pending: list) -> Batch:
+        arrays = [future.result() for future in pending]
+        for number, array in enumerate(arrays, first):
+            if self.size is None:
+                self.size = array.shape[:2]
+                self.sized = self.files[number]
+            if array.shape[:2] != self.size:
+                raise ValueError(
+                    f"{self.files[number]} has {array.shape[1]} x {array.shape[0]} pixels, {self.sized.name} has "
+                    f"{self.size[1]} x {self.size[0]}; all images must have one size"
+                )
+        return first, torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+
+class ImageArchive:
+    """arr_0, uint8 [N, H, W, 3], of an .npz file, read batch by batch: it may be larger than memory.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file, and what it holds instead.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, str(path)
+        with _member(path, "arr_0.npy") as file:
+            shape, order, dtype = _header(file)
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or order:
+            raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3]")
+        if shape[0] == 0:
+            raise ValueError(f"{path}: arr_0 holds no images")
+        self.shape, self.size = shape, shape[1:3]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """As `ImageFolder.batches`."""
+        image = int(np.prod(self.shape[1:]))
+        with _member(self.path, "arr_0.npy") as file:
+            _header(file)
+            for number, first in enumerate(range(0, len(self), batch_size)):
+                count = min(batch_size, len(self) - first)
+                data = file.read(count * image)
+                if len(data) != count * image:
+                    raise ValueError(f"{self.path}: ends within image {first + len(data) // image} of {len(self)}")
+                if number % world == rank:
+                    array = np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape[1:])
+                    yield first, torch.from_numpy(array).permute(0, 3, 1, 2)
+
+
+class ImageBatches:
+    """A tensor of images, or an iterator of batches, uint8 [B, 3, H, W].
+
+    Every process iterates over all batches and computes its own; an iterator can be read once.
+    """
+
+    def __init__(self, images: Union[Tensor, Iterable[Tensor]], name: str):
+        self.images, self.name = images, name
+        self.size: Optional[Tuple[int, int]] = None
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """As `ImageFolder.batches`; the batches of an iterator stay as they come."""
+        parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
+        first = 0
+        for number, batch in enumerate(parts):
+            if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or batch.ndim != 4 or batch.shape[1] != 3:
+                what = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+                raise ValueError(
+                    f"{self.name}: batch {number} is {what}; expected a uint8 tensor [B, 3, height, width]"
+                )
+            self.size = self.size or tuple(batch.shape[2:])
+            if tuple(batch.shape[2:]) != self.size:
+                raise ValueError(
+                    f"{self.name}: batch {number} has images of {list(batch.shape[2:])}, the first of {list(self.size)}"
+                )
+            if number % world == rank:
+                yield first, batch
+            first += len(batch)
+
+
+def open_images(source, name: str):
+    """ImageFolder, ImageArchive or ImageBatches around a path, a tensor or an iterator.
+
+    Args:
+        source: path of a folder or an .npz file, a uint8 tensor [N, 3, H, W], or an iterator of such batches.
+        name: what a tensor or iterator is called in messages.
+    """
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        return ImageArchive(path) if path.suffix == ".npz" else ImageFolder(path)
+    return ImageBatches(source, name)
+
+
+def archive_members(path: Path) -> List[str]:
+    """Names of the arrays in an .npz file.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path}: not a readable .npz file ({error})") from None
+
+
+def _member(path: Path, name: str):
+    members = archive_members(path)
+    if name.removesuffix(".npy") not in members:
+        raise ValueError(f"{path}: holds no {name.removesuffix('.npy')}, only {', '.join(members) or 'nothing'}")
+    return zipfile.ZipFile(path).open(name)
+
+
+def _header(file):
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return read(file)

@@ -1,0 +1,211 @@
+"""`score`: all numbers of a set of generated images in one pass of the extractor."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
+
+from moh_vision.evaluation.fidelity.extractors import Extractor, make_extractor
+from moh_vision.evaluation.fidelity.images import open_images
+from moh_vision.evaluation.fidelity.metrics import frechet_distance, kernel_distance, precision_recall
+from moh_vision.evaluation.fidelity.reference import Statistics, open_reference
+from moh_vision.evaluation.fidelity.statistics import SetStatistics
+
+# What the numbers are called when they are not those of Inception with its published weights.
+OTHER_NAMES = dict(
+    fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
+)  # fmt: skip
+
+
+def score(
+    generated,
+    reference,
+    *,
+    extractor: Union[str, nn.Module] = "inception",
+    inception_weights=None,
+    batch_size: int = 64,
+    device=None,
+    allow_biased: bool = False,
+) -> dict:
+    """FID, sFID, inception score, KID, precision and recall of generated images against a reference.
+
+    With torch.distributed running, the processes share the batches, and all get the result, which is that of one
+    process to rounding.
+
+    Args:
+        generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of such batches.
+        reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); or what
+            `Statistics.save` wrote.
+        extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F].
+        inception_weights: path of torch-fidelity's file; None: fetched once.
+        batch_size: images at a time on each process.
+        device: where the extractor runs; None: a GPU if there is one.
+        allow_biased: also with no more images than features, where a Frechet distance is far too large; it is labelled
+            FID@N then.
+
+    Returns:
+        dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
+        extractor, weights_sha256, label, missing): None where a number cannot be had, and `missing` says why. With
+        another extractor than Inception's published weights the numbers have other keys (`OTHER_NAMES`), because they
+        are not FID; `label` is "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
+
+    Raises:
+        ValueError, FileNotFoundError: one line that names the file, array or image and what is wrong.
+    """
+    network = make_extractor(extractor, inception_weights)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    network = network.to(device).eval()
+    statistics, images = open_reference(reference)
+    if statistics is not None:
+        _check_same_extractor(statistics, network)
+    made = extract(open_images(generated, "generated"), network, batch_size, device, "generated")
+    if images is not None:
+        own = extract(images, network, batch_size, device, "reference")
+        features, count = own.all_features(), own.count
+        if statistics is None:
+            statistics = of_set(own, network, str(getattr(images, "name", "reference")))
+        else:  # ADM's file: its moments are of all reference images, its arr_0 of some
+            statistics = replace(statistics, features=features, count=statistics.count or count)
+    told = [None]
+    if _rank() == 0:
+        try:
+            told = [_numbers(made, statistics, network, device, allow_biased)]
+        except ValueError as error:  # for all processes, or the others would wait
+            told = [error]
+    if _world() > 1:
+        dist.broadcast_object_list(told)
+    if isinstance(told[0], ValueError):
+        raise told[0]
+    return told[0]
+
+
+@torch.no_grad()
+def extract(
+    images, network: Extractor, batch_size: int, device, title: str, keep_features: bool = True
+) -> SetStatistics:
+    """The statistics of a set of images, on every process.
+
+    Args:
+        images: of `open_images`.
+        network: the extractor, on `device`.
+        batch_size: images at a time.
+        title: of the progress bar.
+        keep_features: see `SetStatistics`.
+
+    Raises:
+        ValueError: for an image that cannot be used; and where there are none.
+    """
+    kept = SetStatistics(keep_features)
+    total = len(images) if hasattr(images, "__len__") else None
+    hidden = not sys.stderr.isatty() or _rank() > 0
+    with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
+        for first, batch in images.batches(batch_size, _rank(), _world()):
+            out = network(batch.to(device))
+            kept.add(first, out.pooled, out.spatial, out.logits)
+            bar.update(len(batch) * _world())
+    if _world() > 1:
+        everyone = [None] * _world()
+        dist.all_gather_object(everyone, kept)
+        kept = everyone[0]
+        for other in everyone[1:]:
+            kept.merge(other)
+    if kept.count == 0:
+        raise ValueError(f"{title}: no images in {images.name}")
+    return kept
+
+
+def of_set(kept: SetStatistics, network: Extractor, source: str) -> Statistics:
+    """The `Statistics` of a set that was read."""
+
+    def moments(m):
+        if m is None:
+            return None
+        covariance = m.covariance()  # first: it also brings the mean up to date
+        return m.mean, covariance
+
+    pooled, spatial = moments(kept.pooled), moments(kept.spatial)
+    return Statistics(
+        kept.count,
+        pooled,
+        spatial,
+        kept.all_features(),
+        "features were not kept",
+        network.name,
+        network.weights_sha256,
+        source,
+    )
+
+
+def _check_same_extractor(statistics: Statistics, network: Extractor) -> None:
+    if statistics.weights_sha256 is None and not network.published:
+        raise ValueError(
+            f"{statistics.source} does not say which weights made it: it is compared with Inception's published ones "
+            f"only, not with {network.name}"
+        )
+    if statistics.weights_sha256 not in (None, network.weights_sha256):
+        raise ValueError(
+            f"{statistics.source} was made by {statistics.extractor} (sha256 {statistics.weights_sha256[:12]}), not by "
+            f"{network.name} (sha256 {(network.weights_sha256 or 'unknown')[:12]})"
+        )
+
+
+def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device, allow_biased: bool) -> dict:
+    generated = of_set(made, network, "generated")
+    dims = len(generated.pooled[0])
+    if len(reference.pooled[0]) != dims:
+        raise ValueError(f"{reference.source} has {len(reference.pooled[0])} features, {network.name} gives {dims}")
+    fewest = min(generated.count, reference.count or generated.count)
+    if fewest <= dims and not allow_biased:
+        which = "generated" if fewest == generated.count else "reference"
+        raise ValueError(
+            f"{fewest} {which} images for {dims} features of {network.name}: the distance would be far too large and depend "
+            "on their number; use more images, or allow_biased (--allow-biased) to get it labelled with the number"
+        )
+    missing = {}
+    values = dict(fid=frechet_distance(*generated.pooled, *reference.pooled))
+    if generated.spatial is None or reference.spatial is None:
+        values["sfid"] = None
+        missing["sfid"] = (
+            f"{network.name} has no spatial features" if generated.spatial is None else f"{reference.source} has none"
+        )
+    else:
+        values["sfid"] = frechet_distance(*generated.spatial, *reference.spatial)
+    values["inception_score"] = values["inception_score_std"] = None
+    if made.classes is None:
+        missing["inception_score"] = f"{network.name} gives no class probabilities"
+    else:
+        values["inception_score"], values["inception_score_std"] = made.classes.result()
+    for name in ("kid", "precision", "recall"):
+        values[name] = None
+        if reference.features is None:
+            missing[name] = reference.why_no_features
+    if reference.features is not None:
+        values["kid"] = kernel_distance(generated.features, reference.features)
+        values["precision"], values["recall"] = precision_recall(generated.features, reference.features, device)
+    label = "FID" if network.published else f"FD-{network.name}"
+    if not network.published:
+        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
+        missing = {OTHER_NAMES.get(name, name): reason for name, reason in missing.items()}
+    return dict(
+        values,
+        num_generated=generated.count,
+        num_reference=reference.count,
+        extractor=network.name,
+        weights_sha256=network.weights_sha256,
+        label=label if fewest > dims else f"{label}@{fewest}",
+        missing=missing,
+    )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

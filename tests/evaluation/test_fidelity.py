@@ -1,0 +1,374 @@
+"""Scores against numpy written from the definitions; random extractors prove the arithmetic, not FID."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.linalg import sqrtm
+
+from moh_vision.evaluation.fidelity import Extracted, Extractor, load_statistics, score
+from moh_vision.evaluation.fidelity import statistics as kept
+from moh_vision.evaluation.fidelity.__main__ import main
+from moh_vision.evaluation.fidelity.images import open_images
+from moh_vision.evaluation.fidelity.metrics import frechet_distance, precision_recall
+
+
+class Tiny(Extractor):
+    """12 features, 20 spatial ones, 5 classes, of 8 x 8 images."""
+
+    name, published, weights_sha256 = "tiny", True, "0" * 64
+
+    def __init__(self, logits=True):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.a, self.b, self.c = (torch.randn(192, n, generator=g, dtype=torch.float64) / 14 for n in (12, 20, 5))
+        self.logits = logits
+
+    def forward(self, images):
+        x = images.flatten(1).double() / 64 - 2
+        return Extracted((x @ self.a).float(), (x @ self.b).float(), (x @ self.c).float() if self.logits else None)
+
+
+def images(n, seed=0, shift=0):
+    g = torch.Generator().manual_seed(seed)
+    smooth = torch.nn.functional.interpolate(torch.rand(n, 3, 3, 3, generator=g), (8, 8), mode="bilinear")
+    return (smooth * 200 + shift).to(torch.uint8)
+
+
+# ---------------------------------------------------------------- the definitions, in numpy
+
+
+def oracle(generated, reference, extractor):
+    (p1, s1, l1), (p2, s2, _) = (
+        tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference)
+    )
+
+    def frechet(x, y):
+        c1, c2 = np.cov(x.T), np.cov(y.T)
+        return float(((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * sqrtm(c1 @ c2).real))
+
+    p = np.exp(l1 - l1.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    splits = []
+    for i in range(0, len(p), 5000):
+        part = p[i : i + 5000]
+        splits.append(np.exp((part * (np.log(part) - np.log(part.mean(0)))).sum(1).mean()))
+
+    def distances(x, y):
+        return np.sqrt(((x[:, None] - y[None]) ** 2).sum(-1))
+
+    def covered(points, centres):
+        radius = np.sort(distances(centres, centres), 1)[:, 3]
+        return (distances(points, centres) <= radius).any(1).mean()
+
+    return dict(
+        fid=frechet(p1, p2), sfid=frechet(s1, s2), inception_score=np.mean(splits), inception_score_std=np.std(splits),
+        precision=covered(p1, p2), recall=covered(p2, p1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch_size", [7, 64])
+def test_every_number_is_that_of_its_definition(monkeypatch, batch_size):
+    monkeypatch.setattr(kept, "ROWS", 50)  # several updates of the moments
+    a, b = images(120, 0), images(90, 1, shift=20)
+    result = score(a, b, extractor=Tiny(), batch_size=batch_size)
+    for name, want in oracle(a, b, Tiny()).items():
+        assert result[name] == pytest.approx(want, rel=1e-5, abs=1e-6), name
+    assert 0 < result["precision"] < 1 and result["inception_score"] > 1.001
+    assert (result["num_generated"], result["num_reference"], result["label"]) == (120, 90, "FID")
+    assert result["missing"] == {} and result["weights_sha256"] == "0" * 64
+
+
+def test_splits_of_the_inception_score_are_in_file_order(monkeypatch):
+    monkeypatch.setattr(kept, "SPLIT", 50)
+    a = images(120)
+    one = score(a, images(60, 1), extractor=Tiny(), batch_size=16)
+    logits = torch.cat([Tiny()(a).logits]).double()
+    p = logits.softmax(1)
+    parts = [(q * (q.log() - q.mean(0).log())).sum(1).mean().exp().item() for q in p.split(50)]
+    assert one["inception_score"] == pytest.approx(np.mean(parts), rel=1e-6)
+    assert one["inception_score_std"] == pytest.approx(np.std(parts), rel=1e-4)
+    other = score(a[torch.randperm(120)], images(60, 1), extractor=Tiny(), batch_size=16)
+    assert other["inception_score"] != pytest.approx(one["inception_score"], rel=1e-9)
+    for name in ("fid", "sfid", "precision", "recall"):  # nothing else depends on the order
+        assert other[name] == pytest.approx(one[name], abs=1e-6)
+
+
+def test_identical_sets():
+    result = score(images(100), images(100), extractor=Tiny())
+    assert abs(result["fid"]) < 1e-3 and abs(result["sfid"]) < 1e-3
+    assert result["precision"] == result["recall"] == 1
+
+
+def test_known_gaussians():
+    m1, m2 = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])
+    v1, v2 = torch.tensor([1.0, 4.0, 9.0]), torch.tensor([4.0, 1.0, 9.0])
+    want = 5 + ((v1.sqrt() - v2.sqrt()) ** 2).sum().item()
+    assert frechet_distance(m1, torch.diag(v1), m2, torch.diag(v2)) == pytest.approx(want)
+    # a common rotation changes nothing
+    q = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
+    rotated = (q @ torch.diag(v.double()) @ q.T for v in (v1, v2))
+    a, b = rotated
+    assert frechet_distance(q @ m1.double(), a, q @ m2.double(), b) == pytest.approx(want)
+
+
+def test_moments_of_large_numbers_keep_their_digits():
+    x = torch.randn(3000, 4, dtype=torch.float64) + 1e6
+    whole, parts = kept.Moments(4), [kept.Moments(4) for _ in range(3)]
+    whole.add(x)
+    for part, rows in zip(parts, x.split(1000)):
+        for batch in rows.split(37):
+            part.add(batch)
+    parts[0].merge(parts[1]), parts[0].merge(parts[2])
+    want = np.cov(x.numpy().T)
+    for moments in (whole, parts[0]):
+        assert np.allclose(moments.covariance(), want, rtol=1e-9, atol=1e-9) and moments.count == 3000
+        assert torch.allclose(moments.mean, x.mean(0), rtol=1e-15)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_precision_and_recall_in_chunks(chunk):
+    a, b = torch.randn(40, 3), torch.randn(30, 3) * 0.5
+    assert precision_recall(a, b, chunk=chunk) == precision_recall(a, b)
+    near, far = torch.randn(20, 2), torch.randn(20, 2) + 100
+    assert precision_recall(near, far) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="more than 3 images, the generated set has 3"):
+        precision_recall(a[:3], b)
+
+
+# ---------------------------------------------------------------- sources
+
+
+def write_folder(folder, x):
+    folder.mkdir()
+    for i, image in enumerate(x):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{i:05}.png")
+    return folder
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_all_sources_give_the_same_numbers(tmp_path, compressed):
+    a, b = images(50), images(40, 1)
+    folder, npz = write_folder(tmp_path / "a", a), tmp_path / "a.npz"
+    (np.savez_compressed if compressed else np.savez)(npz, arr_0=a.permute(0, 2, 3, 1).numpy(), arr_1=np.zeros(50))
+    want = score(a, b, extractor=Tiny(), batch_size=8)
+    for source in (folder, str(npz), iter(a.split(8))):
+        assert score(source, b, extractor=Tiny(), batch_size=8) == want
+
+
+def test_batches_are_shared_by_processes_without_overlap(tmp_path):
+    folder = write_folder(tmp_path / "a", images(23))
+    npz = tmp_path / "a.npz"
+    np.savez(npz, arr_0=images(23).permute(0, 2, 3, 1).numpy())
+    for source in (folder, npz, images(23)):
+        seen = {}
+        for rank in range(3):
+            seen |= {first: batch for first, batch in open_images(source, "x").batches(4, rank, 3)}
+        assert sorted(seen) == [0, 4, 8, 12, 16, 20]
+        assert torch.equal(torch.cat([seen[k] for k in sorted(seen)]), images(23))
+
+
+def test_parts_merge_to_the_whole():
+    x, tiny = images(64), Tiny()
+    whole, parts = kept.SetStatistics(True), [kept.SetStatistics(True) for _ in range(2)]
+    for number, batch in enumerate(x.split(8)):
+        for target in (whole, parts[number % 2]):
+            target.add(8 * number, *tiny(batch))
+    parts[0].merge(parts[1])
+    assert torch.equal(parts[0].all_features(), whole.all_features())
+    assert torch.allclose(parts[0].pooled.covariance(), whole.pooled.covariance(), rtol=1e-12)
+    assert parts[0].classes.result() == pytest.approx(whole.classes.result(), rel=1e-12)
+
+
+def test_adms_reference_files(tmp_path):
+    a, b, tiny = images(60), images(80, 1), Tiny()
+    out = tiny(b)
+    stats = dict(mu=out.pooled.mean(0).numpy(), sigma=np.cov(out.pooled.numpy().T))
+    stats |= dict(mu_s=out.spatial.mean(0).numpy(), sigma_s=np.cov(out.spatial.numpy().T))
+    np.savez(tmp_path / "full.npz", arr_0=b[:40].permute(0, 2, 3, 1).numpy(), **stats)
+    np.savez(tmp_path / "stats.npz", **stats)
+    np.savez(tmp_path / "short.npz", **{k: stats[k] for k in ("mu", "sigma")})
+    want, some = score(a, b, extractor=tiny), score(a, b[:40], extractor=tiny)
+    full, only = score(a, tmp_path / "full.npz", extractor=tiny), score(a, tmp_path / "stats.npz", extractor=tiny)
+    for name in ("fid", "sfid"):
+        assert full[name] == pytest.approx(want[name], rel=1e-5) and only[name] == pytest.approx(want[name], rel=1e-5)
+    assert (full["precision"], full["recall"]) == (some["precision"], some["recall"])
+    assert only["precision"] is None and "statistics only, no images (arr_0)" in only["missing"]["precision"]
+    assert only["num_reference"] is None and only["inception_score"] == want["inception_score"]
+    short = score(a, tmp_path / "short.npz", extractor=tiny)
+    assert short["sfid"] is None and "short.npz has none" in short["missing"]["sfid"]
+
+
+def test_saved_statistics(tmp_path, monkeypatch, capsys):
+    a, b = images(60), write_folder(tmp_path / "b", images(50, 1))
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.make_extractor", lambda *_: Tiny())
+    file = tmp_path / "b.safetensors"
+    assert main([str(b), "--save-statistics", str(file)]) == 0
+    assert score(a, file, extractor=Tiny()) == score(a, b, extractor=Tiny())
+    saved = load_statistics(file)
+    assert (saved.count, saved.extractor, saved.weights_sha256) == (50, "tiny", "0" * 64) and str(b) in saved.source
+    other = Tiny()
+    other.weights_sha256 = "1" * 64
+    with pytest.raises(ValueError, match="was made by tiny .sha256 000000000000., not by tiny .sha256 111111111111"):
+        score(a, file, extractor=other)
+    assert main([str(b), "--save-statistics", str(file)]) == 2
+    assert "exists; give another path" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- names, and mistakes
+
+
+def test_too_few_images_are_refused_or_labelled():
+    with pytest.raises(ValueError, match="10 generated images for 12 features of tiny"):
+        score(images(10), images(60, 1), extractor=Tiny())
+    with pytest.raises(ValueError, match="12 reference images for 12 features"):
+        score(images(60), images(12, 1), extractor=Tiny())
+    assert score(images(10), images(60, 1), extractor=Tiny(), allow_biased=True)["label"] == "FID@10"
+
+
+def test_only_the_published_inception_is_called_fid():
+    class Features(torch.nn.Module):
+        def forward(self, x):
+            return Tiny()(x).pooled
+
+    result = score(images(60), images(60, 1), extractor=Features())
+    assert result["label"] == "FD-Features" and "fid" not in result and "inception_score" not in result
+    assert result["fd"] == pytest.approx(score(images(60), images(60, 1), extractor=Tiny())["fid"], rel=1e-6)
+    assert result["spatial_fd"] is None and "no spatial features" in result["missing"]["spatial_fd"]
+    with pytest.raises(ValueError, match="does not say which weights made it"):
+        score(images(60), adm_file_of(Features()), extractor=Features())
+
+
+def adm_file_of(module):
+    import tempfile
+    from pathlib import Path
+
+    x = module(images(60))
+    file = Path(tempfile.mkdtemp()) / "s.npz"
+    np.savez(file, mu=x.mean(0).numpy(), sigma=np.cov(x.numpy().T))
+    return file
+
+
+def bad_folder(tmp_path, name):
+    folder = write_folder(tmp_path / "bad", images(30))
+    file = folder / "00020.png"
+    if name == "grey":
+        Image.new("L", (8, 8)).save(file)
+    elif name == "alpha":
+        Image.new("RGBA", (8, 8)).save(file)
+    elif name == "size":
+        Image.new("RGB", (9, 8)).save(file)
+    elif name == "torn":
+        file.write_bytes(file.read_bytes()[:60])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("grey", "00020.png: its mode is L; expected RGB"),
+        ("alpha", "00020.png: its mode is RGBA"),
+        ("size", "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
+        ("torn", "00020.png: not a readable image"),
+    ],
+)
+def test_bad_files_in_a_folder(tmp_path, name, words):
+    with pytest.raises(ValueError, match=words):
+        score(bad_folder(tmp_path, name), images(30), extractor=Tiny(), batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "arrays, words",
+    [
+        (dict(arr_0=np.zeros((4, 8, 8, 3), np.float32)), r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8"),
+        (dict(arr_0=np.zeros((4, 3, 8, 8), np.uint8)), r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height"),
+        (dict(arr_0=np.zeros((0, 8, 8, 3), np.uint8)), "arr_0 holds no images"),
+        (dict(images=np.zeros((4, 8, 8, 3), np.uint8)), "holds no arr_0, only images"),
+        (dict(mu=np.zeros(12)), "holds mu, but no sigma"),
+        (dict(mu=np.full(12, np.nan), sigma=np.eye(12)), "mu holds numbers that are not finite"),
+        (dict(mu=np.zeros(13), sigma=np.eye(13)), "has 13 features, tiny gives 12"),
+    ],
+)
+def test_bad_archives(tmp_path, arrays, words):
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(ValueError, match=f"x.npz.*{words}|{words}"):
+        score(images(30), tmp_path / "x.npz", extractor=Tiny())
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (torch.zeros(4, 3, 8, 8), "generated: batch 0 is torch.float32 .4, 3, 8, 8.; expected a uint8 tensor"),
+        (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "expected a uint8 tensor"),
+        (
+            iter([images(4), torch.zeros(4, 3, 9, 9, dtype=torch.uint8)]),
+            "batch 1 has images of .9, 9., the first of .8, 8.",
+        ),
+        (iter([]), "generated: no images"),
+        ("nowhere", "nowhere: no such folder or .npz file"),
+    ],
+)
+def test_bad_sources(source, words):
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        score(source, images(30), extractor=Tiny())
+
+
+def test_features_that_are_not_finite_are_named():
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            features = torch.ones(len(x), 3)
+            features[1, 2] = float("nan")
+            return features
+
+    with pytest.raises(ValueError, match="the features of image 1 are not finite"):
+        score(images(8), images(8), extractor=Broken())
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    a, b = write_folder(tmp_path / "a", images(60)), write_folder(tmp_path / "b", images(60, 1))
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.scoring.make_extractor", lambda *_: Tiny())
+    out = tmp_path / "scores.json"
+    assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
+    text, result = capsys.readouterr().out, json.loads(out.read_text())
+    want = score(images(60), images(60, 1), extractor=Tiny(), batch_size=16)
+    assert f"{want['fid']:.4f}" in text and "FID " in text and "60 images" in text
+    assert {k: result[k] for k in want} == want and result["generated"] == str(a)
+    for argv, words in (
+        ([str(a), str(b), "--out", str(out)], "exists; give another path"),
+        ([str(a)], "give either REFERENCE, or --save-statistics"),
+        ([str(a), str(tmp_path / "none")], "none: no such folder or .npz file"),
+        ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
+        ([str(a), str(b), "--batches", "3"], "unrecognized arguments: --batches 3"),
+    ):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+def score_on_a_rank(rank, folder):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    result = score(folder / "a", folder / "b", extractor=Tiny(), batch_size=8)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    try:
+        score(folder / "a", images(5), extractor=Tiny())
+    except ValueError as error:
+        (folder / f"{rank}.txt").write_text(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_give_the_result_of_one(tmp_path):
+    write_folder(tmp_path / "a", images(61)), write_folder(tmp_path / "b", images(50, 1))
+    torch.multiprocessing.spawn(score_on_a_rank, args=(tmp_path,), nprocs=2)
+    want = score(tmp_path / "a", tmp_path / "b", extractor=Tiny(), batch_size=8)
+    for rank in range(2):
+        got = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
+        assert "5 reference images for 12 features" in (tmp_path / f"{rank}.txt").read_text()

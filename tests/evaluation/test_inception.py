@@ -1,0 +1,126 @@
+"""The Inception of FID, with random weights in torch-fidelity's file layout: they prove the wiring, not scores."""
+
+import hashlib
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity.extractors import PUBLISHED
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A file of the published one's layout: 23.9 million parameters."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3 as Network
+
+    torch.manual_seed(0)
+    with mock.patch.object(torch, "load"), mock.patch.object(Network, "load_state_dict"):
+        network = Network("random", ["2048"], "none")
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):  # the default one dies out over so many layers
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    file = tmp_path_factory.mktemp("inception") / "random.pth"
+    torch.save(network.state_dict(), file)
+    return file
+
+
+def images(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    smooth = nn.functional.interpolate(torch.rand(n, 3, 4, 4, generator=g), (32, 32), mode="bilinear")
+    return (smooth * 255).to(torch.uint8)
+
+
+def test_one_pass_gives_all_features(weights):
+    inception, x = Inception(weights), images(3)
+    seen = {}
+    inception.network.Mixed_6d.branch1x1.conv.register_forward_hook(lambda m, i, o: seen.update(conv=o))
+    out = inception(x)
+    assert out.pooled.shape == (3, 2048) and out.spatial.shape == (3, 2023) and out.logits.shape == (3, 1008)
+    torch.testing.assert_close(out.logits, out.pooled @ inception.network.fc.weight.T)  # without the bias
+    maps = torch.relu(inception.network.Mixed_6d.branch1x1.bn(seen["conv"]))  # [3, 192, 17, 17]
+    want = [maps[1, c, i, j].item() for i in (0, 16) for j in (0, 16) for c in range(7)]
+    got = [out.spatial[1, (17 * i + j) * 7 + c].item() for i in (0, 16) for j in (0, 16) for c in range(7)]
+    assert got == pytest.approx(want, rel=1e-5) and max(want) > 0
+
+
+def test_unknown_weights_are_never_called_fid(weights):
+    inception = Inception(weights)
+    assert not inception.published and inception.name == "Inception with unknown weights random.pth"
+    assert inception.weights_sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["missing", "other", "torn", "pickle"])
+def test_weights_that_cannot_be_used(weights, tmp_path, kind):
+    file = tmp_path / "w.pth"
+    if kind == "other":
+        torch.save(nn.Linear(2, 2).state_dict(), file)
+    elif kind == "torn":
+        file.write_bytes(weights.read_bytes()[:1000])
+    elif kind == "pickle":
+        torch.save({"x": tmp_path}, file)  # a path is an object that unpickling would build
+    words = "no such file" if kind == "missing" else "not the weights of Inception in torch-fidelity's layout"
+    with pytest.raises((ValueError, FileNotFoundError), match=f"w.pth: {words}"):
+        Inception(file)
+
+
+def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", mock.Mock(side_effect=OSError("no network")))
+    with pytest.raises(
+        FileNotFoundError, match=f"{PUBLISHED}, are neither at {tmp_path}.*no network.*inception_weights"
+    ):
+        make_extractor("inception")
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("inceptoin", "is not inception, timm:NAME"),
+        ("timm:resnet51x", "timm has no model"),
+        ("timm:vit_tiny_patch16_224", "timm:vit"),
+    ],
+)
+def test_unknown_extractors(name, words, monkeypatch):
+    import timm
+
+    monkeypatch.setattr(timm, "create_model", mock.Mock(side_effect=RuntimeError("cannot be fetched")))
+    with pytest.raises(ValueError, match=words):
+        make_extractor(name)
+
+
+def test_a_timm_model_is_named(weights):
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=4)
+    result = score(images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
+    assert result["label"] == "FD-resnet10t@20" and result["fd"] > 0 and len(result["weights_sha256"]) == 64
+    again = score(images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
+    assert abs(again["fd"]) < 1e-3
+
+
+@pytest.mark.slow
+def test_the_numbers_are_torch_fidelitys(weights, tmp_path):
+    from torch_fidelity import calculate_metrics
+
+    for name, seed in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        for i, image in enumerate(images(30, seed)):
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / name / f"{i:03}.png")
+    theirs = calculate_metrics(
+        input1=str(tmp_path / "a"), input2=str(tmp_path / "b"), cuda=False, fid=True, isc=True, kid=True, prc=True,
+        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(weights), samples_shuffle=False,
+        isc_splits=1, kid_subset_size=30, verbose=False, cache=False,
+    )  # fmt: skip
+    ours = score(tmp_path / "a", tmp_path / "b", inception_weights=weights, allow_biased=True)
+    for name, key in (
+        ("fd", "frechet_inception_distance"), ("class_score", "inception_score_mean"), ("precision", "precision"),
+        ("recall", "recall"), ("kernel_distance", "kernel_inception_distance_mean"),
+    ):  # fmt: skip
+        assert ours[name] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), name
+    assert np.isfinite(ours["spatial_fd"]) and ours["label"].endswith("@30")
