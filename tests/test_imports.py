@@ -15,6 +15,7 @@ ALLOWED = {
     "tasks": {"attention", "diffusion"},
     "validation": {"analysis", "attention", "data", "engine", "evaluation"},
     "previews": {"analysis", "diffusion"},
+    "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "config": set(),
     "command_line": {"config"},
     "__init__": {"attention", "models"},
