@@ -269,13 +269,12 @@ class EmaConfig:
 
 
 @dataclass
-class PreviewConfig:
-    """Pictures of a diffusion run while it trains: always of the same noise and labels, with the EMA weights if any.
+class DrawConfig:
+    """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any.
 
     Args:
-        every: steps between pictures, OUTPUT/previews/step_N.png; 0: none.
+        every: steps between them; 0: never.
         images: how many; image i has class i modulo the number of classes.
-        columns: images a row.
         sampler: as in sample.py.
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
@@ -284,19 +283,57 @@ class PreviewConfig:
 
     every: int = 0
     images: int = 40
-    columns: int = 10
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddim"
     steps: int = 50
     cfg_scale: float = 1.5
     seed: int = 0
 
+    section = "preview"
+
     def __post_init__(self):
-        _check("preview.every", self.every, self.every >= 0, "0 or more")
-        for name in ("images", "columns"):
-            _check(f"preview.{name}", getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _check("preview.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
-        _check("preview.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
-        _check("preview.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        _check(f"{self.section}.every", self.every, self.every >= 0, "0 or more")
+        _check(f"{self.section}.images", self.images, self.images >= 1, "at least 1")
+        _check(f"{self.section}.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        _check(f"{self.section}.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        _check(f"{self.section}.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+
+
+@dataclass
+class PreviewConfig(DrawConfig):
+    """Pictures: OUTPUT/previews/step_N.png.
+
+    Args:
+        columns: images a row.
+    """
+
+    columns: int = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("preview.columns", self.columns, self.columns >= 1, "at least 1")
+
+
+@dataclass
+class ScoreConfig(DrawConfig):
+    """Fidelity scores while training, into metrics.jsonl; see docs/fidelity.md.
+
+    Args:
+        reference: what samples are compared with, as `score` of sample.py; left out: data.root.
+        split: "train" or "val", of a data set.
+        extractor: "inception", "timm:NAME", or a classification run.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: also with no more images than features, labelled FID@N.
+    """
+
+    images: int = 5000
+    cfg_scale: float = 1.0
+    reference: Optional[str] = None
+    split: Literal["train", "val"] = "train"
+    extractor: str = "inception"
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
+
+    section = "score"
 
 
 @dataclass
@@ -413,6 +450,7 @@ class DitConfig(RunConfig):
         learn_sigma: learn the variance too (hybrid loss).
         label_drop: share of labels replaced by "no class", for guidance.
         preview: pictures while training.
+        score: fidelity scores while training.
     """
 
     vae: Optional[str] = None
@@ -420,15 +458,17 @@ class DitConfig(RunConfig):
     learn_sigma: bool = True
     label_drop: float = 0.1
     preview: PreviewConfig = field(default_factory=PreviewConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
 
     def __post_init__(self):
         super().__post_init__()
         self.vae = self.vae or "none"  # as it stands in the config.yaml of earlier runs
         _check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
-        if self.preview.every and self.preview.cfg_scale != 1 and not self.label_drop:
-            raise ValueError(
-                f"preview.cfg_scale {self.preview.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
-            )
+        for draw in (self.preview, self.score):
+            if draw.every and draw.cfg_scale != 1 and not self.label_drop:
+                raise ValueError(
+                    f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
+                )
 
 
 @dataclass
@@ -452,6 +492,7 @@ FREE_KEYS = (
     "eval_every",
     "tracker",
     "preview",
+    "score",
     "data.workers",
     "data.eval_batch_size",
 )

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 from moh_vision.analysis.figures import as_pil
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.crop import center_crop
+from moh_vision.data.latents.cache import is_latent_cache
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import open_source
 from moh_vision.engine.image_parts import ImageParts
@@ -135,6 +136,21 @@ def make_judge(config, classes: list, index_dir: str):
     return FidelityScores(
         config.score, config.score_split, extractor, config.inception_weights, config.allow_biased, index_dir
     )
+
+
+def make_training_judge(config, index_dir: str) -> FidelityScores:
+    """The same for a `DitConfig`; without score.reference its own training data, which must be images.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the key.
+    """
+    c = config.score
+    reference = c.reference or config.data.root
+    if is_latent_cache(reference):
+        raise ValueError(
+            f"score.reference: data.root {reference} holds latents; name images, or ADM's .npz, to score against"
+        )
+    return FidelityScores(reference, c.split, c.extractor, c.inception_weights, c.allow_biased, index_dir)
 
 
 def is_image_set(path: str) -> bool:

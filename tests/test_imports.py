@@ -14,7 +14,7 @@ ALLOWED = {
     "analysis": {"models", "attention"},
     "tasks": {"attention", "diffusion"},
     "validation": {"analysis", "attention", "data", "engine", "evaluation"},
-    "previews": {"analysis", "diffusion"},
+    "previews": {"analysis", "diffusion", "engine"},
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "config": set(),
     "command_line": {"config"},
