@@ -28,7 +28,8 @@ from moh_vision.engine.logging import open_log
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.weights import create, init_from
-from moh_vision.previews import Previews
+from moh_vision.previews import Samples
+from moh_vision.sample_scores import make_training_judge
 from moh_vision.tasks import DiffusionTask
 
 
@@ -58,9 +59,11 @@ def main(argv) -> None:
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
-        if config.preview.every and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError(f"preview.every {config.preview.every} with FSDP needs ema.decay, whose weights are whole")
-        decode = inputs.decoder(accelerator.device) if config.preview.every else None
+        draws = config.preview.every or config.score.every
+        if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+        decode = inputs.decoder(accelerator.device) if draws else None
+        judge = make_training_judge(config, index) if config.score.every else None
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
@@ -71,7 +74,9 @@ def main(argv) -> None:
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
     train_set = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
 
-    previews = Previews(config.preview, len(train.classes), clip=inputs.space is None, decode=decode)
+    previews, scored = (
+        Samples(c, len(train.classes), clip=inputs.space is None, decode=decode) for c in (config.preview, config.score)
+    )
 
     task = DiffusionTask(model, config.balance_weight, HybridLoss())
     if config.compile:
@@ -129,6 +134,11 @@ def main(argv) -> None:
         if previews.due(done, config.max_steps):
             images = previews.draw(ema.module if ema else model, run / "previews" / f"step_{done}.png", log.enabled)
             log.pictures(step, "samples", images)
+            log.pause()
+        if scored.due(done, config.max_steps):
+            with user_errors("train_dit.py", every_rank=True):
+                scores, text = scored.score(ema.module if ema else model, judge, run, done, accelerator)
+            log.event(step, {"scores": scores}, f"scores after {done} steps:\n{text}")
             log.pause()
 
     # ---------------------------------------------------------------- the end

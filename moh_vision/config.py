@@ -269,13 +269,12 @@ class EmaConfig:
 
 
 @dataclass
-class PreviewConfig:
-    """Pictures of a diffusion run while it trains: always of the same noise and labels, with the EMA weights if any.
+class DrawConfig:
+    """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any.
 
     Args:
-        every: steps between pictures, OUTPUT/previews/step_N.png; 0: none.
+        every: steps between them; 0: never.
         images: how many; image i has class i modulo the number of classes.
-        columns: images a row.
         sampler: as in sample.py.
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
@@ -284,19 +283,57 @@ class PreviewConfig:
 
     every: int = 0
     images: int = 40
-    columns: int = 10
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddim"
     steps: int = 50
     cfg_scale: float = 1.5
     seed: int = 0
 
+    section = "preview"
+
     def __post_init__(self):
-        _check("preview.every", self.every, self.every >= 0, "0 or more")
-        for name in ("images", "columns"):
-            _check(f"preview.{name}", getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _check("preview.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
-        _check("preview.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
-        _check("preview.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        _check(f"{self.section}.every", self.every, self.every >= 0, "0 or more")
+        _check(f"{self.section}.images", self.images, self.images >= 1, "at least 1")
+        _check(f"{self.section}.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        _check(f"{self.section}.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        _check(f"{self.section}.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+
+
+@dataclass
+class PreviewConfig(DrawConfig):
+    """Pictures: OUTPUT/previews/step_N.png.
+
+    Args:
+        columns: images a row.
+    """
+
+    columns: int = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("preview.columns", self.columns, self.columns >= 1, "at least 1")
+
+
+@dataclass
+class ScoreConfig(DrawConfig):
+    """Fidelity scores while training, into metrics.jsonl; see docs/fidelity.md.
+
+    Args:
+        reference: what samples are compared with, as `score` of sample.py; left out: data.root.
+        split: "train" or "val", of a data set.
+        extractor: "inception", "timm:NAME", or a classification run.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: also with no more images than features, labelled FID@N.
+    """
+
+    images: int = 5000
+    cfg_scale: float = 1.0
+    reference: Optional[str] = None
+    split: Literal["train", "val"] = "train"
+    extractor: str = "inception"
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
+
+    section = "score"
 
 
 @dataclass
@@ -413,6 +450,7 @@ class DitConfig(RunConfig):
         learn_sigma: learn the variance too (hybrid loss).
         label_drop: share of labels replaced by "no class", for guidance.
         preview: pictures while training.
+        score: fidelity scores while training.
     """
 
     vae: Optional[str] = None
@@ -420,15 +458,17 @@ class DitConfig(RunConfig):
     learn_sigma: bool = True
     label_drop: float = 0.1
     preview: PreviewConfig = field(default_factory=PreviewConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
 
     def __post_init__(self):
         super().__post_init__()
         self.vae = self.vae or "none"  # as it stands in the config.yaml of earlier runs
         _check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
-        if self.preview.every and self.preview.cfg_scale != 1 and not self.label_drop:
-            raise ValueError(
-                f"preview.cfg_scale {self.preview.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
-            )
+        for draw in (self.preview, self.score):
+            if draw.every and draw.cfg_scale != 1 and not self.label_drop:
+                raise ValueError(
+                    f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
+                )
 
 
 @dataclass
@@ -452,6 +492,7 @@ FREE_KEYS = (
     "eval_every",
     "tracker",
     "preview",
+    "score",
     "data.workers",
     "data.eval_batch_size",
 )
@@ -464,14 +505,16 @@ class SampleConfig:
     Args:
         checkpoint: folder of a diffusion run, or one of its .safetensors files.
         weights: "ema" (falls back to "model" where the run has none) or "model".
-        num_images: how many; image i has class i modulo the number of classes.
+        num_images: how many.
+        labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
         sampler: "ddpm", "ddim" or "dpm-solver++".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
         guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
         cfg_interval: two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied.
         seed: the noise of image i depends on (seed, i) alone.
-        batch_size: images at a time.
+        batch_size: images at a time on each process; equal sizes give equal bits.
+        mixed_precision: "no", "bf16" or "fp16".
         vae: of latent models: name or folder of an AutoencoderKL; left out: the one that the run was trained with.
         save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
             num_images 0 that is all.
@@ -479,8 +522,13 @@ class SampleConfig:
         grid: PNG with one class a row.
         grid_columns: images a row.
         head_usage: PNG of head usage per layer and class while sampling.
-        score: reference images: "digits" or a folder of shards; their val split is used. Needs `extractor`.
-        extractor: a classification run on the same classes.
+        score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
+            (.safetensors); or a data set as in data.root.
+        score_split: "train" or "val", of a data set.
+        extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
+            that also tells how many samples are recognised.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: score also with no more images than features, labelled FID@N.
         score_file: where the scores go; left out: scores.json beside the weights.
         overwrite: replace what is at the output paths.
     """
@@ -488,6 +536,7 @@ class SampleConfig:
     checkpoint: str
     weights: Literal["ema", "model"] = "ema"
     num_images: int = 100
+    labels: Literal["balanced", "random"] = "balanced"
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
     steps: int = 250
     cfg_scale: float = 1.0
@@ -495,6 +544,7 @@ class SampleConfig:
     cfg_interval: Tuple[float, float] = (0.0, 1.0)
     seed: int = 0
     batch_size: int = 100
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     vae: Optional[str] = None
     save_pipeline: Optional[str] = None
     out: Optional[str] = None
@@ -502,7 +552,10 @@ class SampleConfig:
     grid_columns: int = 10
     head_usage: Optional[str] = None
     score: Optional[str] = None
+    score_split: Literal["train", "val"] = "val"
     extractor: Optional[str] = None
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
     score_file: Optional[str] = None
     overwrite: bool = False
 
@@ -525,7 +578,6 @@ class SampleConfig:
         for name in ("grid", "head_usage"):
             path = getattr(self, name)
             _check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
-        if (self.score is None) != (self.extractor is None):
-            raise ValueError(
-                "--score REFERENCE and --extractor RUN belong together; Inception scores come with a later version"
-            )
+        for name in ("extractor", "inception_weights", "score_file"):
+            if getattr(self, name) is not None and self.score is None:
+                raise ValueError(f"{name} {getattr(self, name)} needs --score REFERENCE")

@@ -1,62 +1,89 @@
-"""Pictures of a diffusion model while it trains."""
+"""Pictures of a diffusion model, and its scores, while it trains."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
+from moh_vision.engine.image_parts import ImageParts
+
+BATCH = 32  # images at a time
 
 
-class Previews:
+class Samples:
     """Samples of the same noise and labels, whatever the step and the number of processes.
 
     Args:
-        config: a `PreviewConfig`.
+        config: a `DrawConfig`.
         num_classes: of the model; image i has class i modulo it.
         clip: whether predictions are clipped to [-1, 1], as for pixels.
         decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
-        batch_size: images at a time.
     """
 
-    def __init__(self, config, num_classes: int, clip: bool, decode: Callable[[Tensor], Tensor] = None, batch_size=32):
+    def __init__(self, config, num_classes: int, clip: bool, decode: Optional[Callable[[Tensor], Tensor]] = None):
         self.config, self.num_classes, self.clip = config, num_classes, clip
-        self.decode, self.batch_size = decode or (lambda x: x), batch_size
+        self.decode = decode or (lambda x: x)
 
     def due(self, step: int, last: int) -> bool:
-        """Whether pictures are drawn after `step` steps; if at all, then also after the last one."""
+        """Whether it is time after `step` steps; if ever, then also after the last one."""
         return bool(self.config.every) and (step % self.config.every == 0 or step == last)
 
-    def draw(self, model: nn.Module, path: Path, write: bool) -> Tensor:
-        """Sample, and write a PNG grid if `write`; every process may call it, and with FSDP must.
+    def sample(self, model: nn.Module, numbers: range) -> Tensor:
+        """Images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
         The mode of the model is as before afterwards, and no global random number is drawn.
+        """
+        c, device, mode = self.config, next(model.parameters()).device, model.training
+        labels = (torch.arange(numbers.start, numbers.stop) % self.num_classes).to(device)
+        shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
+        scheduler = make_scheduler(c.sampler, c.steps, model.config.learn_sigma, self.clip)
+        seeds = [c.seed + number for number in numbers]
+
+        def predict(x, t, y):
+            return model(x, t, y).sample
+
+        model.eval()
+        try:
+            x = sample_images(predict, scheduler, labels, shape, seeds, self.num_classes, Guidance(c.cfg_scale))
+            return to_uint8(self.decode(x)).cpu()
+        finally:
+            model.train(mode)
+
+    def draw(self, model: nn.Module, path: Path, write: bool) -> Tensor:
+        """A PNG grid if `write`; every process may call it.
 
         Returns:
             images [N, 1 or 3, height, width] uint8, on the CPU.
         """
-        c, device = self.config, next(model.parameters()).device
-        mode = model.training
-        labels = torch.arange(c.images) % self.num_classes
-        shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
-        scheduler = make_scheduler(c.sampler, c.steps, model.config.learn_sigma, self.clip)
-        images = []
-        try:
-            model.eval()
-            for first in range(0, c.images, self.batch_size):
-                batch = labels[first : first + self.batch_size].to(device)
-                seeds = range(c.seed + first, c.seed + first + len(batch))
-
-                def predict(x, t, y):
-                    return model(x, t, y).sample
-
-                x = sample_images(predict, scheduler, batch, shape, seeds, self.num_classes, Guidance(c.cfg_scale))
-                images.append(to_uint8(self.decode(x)).cpu())
-        finally:
-            model.train(mode)
-        images = torch.cat(images)
+        c = self.config
+        starts = range(0, c.images, BATCH)
+        images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
         if write:
             draw_image_grid(images, min(c.columns, c.images), str(path))
         return images
+
+    def score(self, model: nn.Module, judge: Callable, folder: Path, step: int, accelerator) -> Tuple[dict, str]:
+        """Scores of `images` samples that the processes share; every process calls it.
+
+        Args:
+            judge: (ImageParts, labels, device, batch size) -> (scores, text), of `sample_scores.make_judge`.
+            folder: for the samples while they are scored.
+            step: of the weights.
+            accelerator: accelerate's Accelerator.
+        """
+        settings = {name: getattr(self.config, name) for name in ("sampler", "steps", "cfg_scale", "seed")}
+        parts = ImageParts(folder, self.config.images, BATCH, dict(settings, step=step))
+        for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
+            parts.add(batch, self.sample(model, parts.numbers(batch)))
+        accelerator.wait_for_everyone()
+        labels = torch.arange(self.config.images) % self.num_classes
+        result = judge(parts, labels, accelerator.device, BATCH)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            parts.remove()
+        return result

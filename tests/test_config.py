@@ -141,8 +141,8 @@ def test_print_config_prints_a_config(tmp_path, capsys):
 def test_sampling_options():
     config, flags = parse("--checkpoint", "run", "--cfg-scale", "1.5", kind=SampleConfig)
     assert (config.cfg_scale, flags) == (1.5, None)
-    with pytest.raises(ValueError, match="--score REFERENCE and --extractor RUN belong together"):
-        parse("--checkpoint", "run", "--score", "digits", kind=SampleConfig)
+    with pytest.raises(ValueError, match="extractor runs.cls needs --score REFERENCE"):
+        parse("--checkpoint", "run", "--extractor", "runs/cls", kind=SampleConfig)
     with pytest.raises(ValueError, match="checkpoint"):
         parse("--steps", "5", kind=SampleConfig)
     with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):

@@ -1,10 +1,14 @@
 """sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
 
+import json
+import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT
 from diffusers import AutoencoderKL
 
@@ -14,7 +18,9 @@ from moh_vision.data.latents.vae import LatentSpace, load_vae  # noqa: E402
 from moh_vision.data.order import derive_seed  # noqa: E402
 from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
 from moh_vision.engine.checkpoint import export_weights  # noqa: E402
-from moh_vision.models.weights import create  # noqa: E402
+from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.evaluation.fidelity import TimmExtractor, score  # noqa: E402
+from moh_vision.models.weights import create, from_run  # noqa: E402
 
 NAME = "moh_dit_small_patch2_75"
 
@@ -163,3 +169,135 @@ def test_mistakes_with_vaes(tmp_path, capsys):
         capsys, run_of(tmp_path / "c", 3), "--save-pipeline", tmp_path / "file.d", "--overwrite"
     )
     assert (tmp_path / "file.d").read_text() == "precious"
+
+
+# ---------------------------------------------------------------- many images
+
+
+def drawn(path):
+    with np.load(path) as archive:
+        return archive["arr_0"], archive["arr_1"]
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(tmp_path, monkeypatch, capsys):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "whole.npz")
+    add, done = ImageParts.add, []
+
+    def add_one(self, number, images):
+        if done:
+            raise KeyboardInterrupt
+        done.append(number)
+        add(self, number, images)
+
+    monkeypatch.setattr(ImageParts, "add", add_one)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--out", tmp_path / "a.npz")
+    monkeypatch.setattr(ImageParts, "add", add)
+    assert not (tmp_path / "a.npz").exists()
+    capsys.readouterr()
+    call(run, "--out", tmp_path / "a.npz")
+    assert "1 of 2 batches of this process are there already" in capsys.readouterr().out
+    for ours, whole in zip(drawn(tmp_path / "a.npz"), drawn(tmp_path / "whole.npz")):
+        assert np.array_equal(ours, whole)
+    assert not list(tmp_path.glob(".*"))  # nothing is left behind
+    with np.load(tmp_path / "a.npz") as archive:
+        assert archive["arr_0"].dtype == np.uint8 and archive["arr_0"].shape == (5, 4, 4, 3)
+
+
+def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch):
+    run = run_of(tmp_path, 3)
+    monkeypatch.setattr(sample, "write_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for more in ([], ["--seed", "1"]):
+        with pytest.raises(KeyboardInterrupt):
+            call(run, "--out", tmp_path / "a.npz", *more)
+    assert len(list(tmp_path.glob(".samples-*"))) == 2
+
+
+def test_image_i_depends_on_the_seed_and_i(tmp_path):
+    """Whatever the number of images, and at another batch size up to rounding."""
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "five.npz")
+    five, labels = drawn(tmp_path / "five.npz")
+    assert labels.tolist() == [0, 1, 2, 0, 1]
+    call(run, "--out", tmp_path / "six.npz", "--num-images", "6")
+    assert np.array_equal(drawn(tmp_path / "six.npz")[0][:3], five[:3])
+    call(run, "--out", tmp_path / "other.npz", "--batch-size", "5")
+    assert np.abs(drawn(tmp_path / "other.npz")[0].astype(int) - five).max() <= 1
+
+
+def test_random_labels_are_functions_of_the_seed_and_the_number(tmp_path):
+    run = run_of(tmp_path, 3)
+    for n in (20, 30):
+        call(run, "--out", tmp_path / f"{n}.npz", "--labels", "random", "--num-images", n, "--steps", "1")
+    few, many = (drawn(tmp_path / f"{n}.npz")[1] for n in (20, 30))
+    assert np.array_equal(few, many[:20]) and set(few) == {0, 1, 2} and few.tolist() != (np.arange(20) % 3).tolist()
+
+
+def test_bfloat16_is_close(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "a.npz")
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    call(run, "--out", tmp_path / "b.npz", "--mixed-precision", "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (a, _), (b, _) = drawn(tmp_path / "a.npz"), drawn(tmp_path / "b.npz")
+    assert not np.array_equal(a, b) and np.abs(a.astype(int) - b).mean() < 12
+
+
+def test_two_processes_draw_the_images_of_one(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "one.npz", "--num-images", "11")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29671"]
+    argv = (
+        f"sample.py --checkpoint {run} --num-images 11 --batch-size 3 --steps 4 --cfg-scale 2 --out {tmp_path}/two.npz"
+    )
+    env = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    done = subprocess.run([*command, *argv.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("11 images, ddpm 4 steps") == 1
+    (one, labels), (two, again) = drawn(tmp_path / "one.npz"), drawn(tmp_path / "two.npz")
+    assert np.array_equal(labels, again) and np.abs(one.astype(int) - two).max() <= 1  # threads differ
+
+
+# ---------------------------------------------------------------- scores
+
+
+def classifier_in(folder):
+    """A classification run that nobody trained, on other classes."""
+    folder.mkdir()
+    torch.manual_seed(6)
+    arguments = dict(
+        img_size=4, patch_size=2, embed_dim=8, depth=1, num_heads=2, num_classes=2, in_chans=3, head_budget=[(1, 1)]
+    )
+    model = create("moh_vit_tiny_patch16_224", "classifier", **arguments)
+    about = dict(architecture="moh_vit_tiny_patch16_224", arguments=arguments, classes=["x", "y"], config={})
+    export_weights(model, folder / "model.safetensors", about)
+    return folder
+
+
+def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
+    run, judge = run_of(tmp_path, 3), classifier_in(tmp_path / "cls")
+    call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "40")
+    argv = ["--num-images", "30", "--extractor", judge, "--score", tmp_path / "ref.npz"]
+    call(run, *argv, "--out", tmp_path / "a.npz", "--score-file", tmp_path / "s.json")
+    out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
+    images, reference = (torch.from_numpy(drawn(tmp_path / f"{n}.npz")[0]).permute(0, 3, 1, 2) for n in ("a", "ref"))
+    network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
+    want = score(images, reference, extractor=network)
+    assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6) and scores["precision"] == want["precision"]
+    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}" and f"{want['fd']:.4f}" in out
+    assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
+    assert scores["weights_sha256"] == network.weights_sha256
+    assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")
+    assert (
+        refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json").count("allow_biased") == 1
+    )
+
+
+def test_mistakes_in_scoring(tmp_path, capsys):
+    run = run_of(tmp_path, 3)
+    assert "extractor cls needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
+    assert "nowhere: no such folder" in refused(capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t")
+    assert "is not inception, timm:NAME" in refused(capsys, run, "--score", "digits", "--extractor", "vgg")
+    error = refused(capsys, run, "--score", "digits", "--inception-weights", tmp_path / "none.pth")
+    assert "none.pth: no such file" in error

@@ -20,7 +20,7 @@ import train_cls  # noqa: E402
 import train_dit  # noqa: E402
 from moh_vision.config import PreviewConfig  # noqa: E402
 from moh_vision.models.weights import from_run  # noqa: E402
-from moh_vision.previews import Previews  # noqa: E402
+from moh_vision.previews import Samples  # noqa: E402
 
 SMALL = "--optim.batch_size 16 --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 4".split()
 STEPS = 30
@@ -355,7 +355,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
 
     model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
-    images = Previews(config, 10, clip=True).draw(model, tmp_path / "again.png", write=True)
+    images = Samples(config, 10, clip=True).draw(model, tmp_path / "again.png", write=True)
     assert images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
     # Pictures are no part of what a run is: another interval resumes it.
@@ -367,3 +367,20 @@ def test_guided_previews_need_dropped_labels(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         train_dit.main(["--output", str(tmp_path / "run"), "--preview.every", "5", "--label_drop", "0"])
     assert "preview.cfg_scale 1.5 needs label_drop above 0" in capsys.readouterr().err
+
+
+def test_scores_while_training(tmp_path, runs, capsys):
+    """In the features of the classifier of the other runs; the weights are those of a run without scores."""
+    cls = runs[0] / "cls"
+    common = ["--config", "configs/quickstart/dit.yaml", "--max-steps", "4", *SMALL]
+    argv = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {cls} --score.split val".split()
+    train_dit.main([*common, "--output", str(tmp_path / "plain")])
+    train_dit.main([*common, "--output", str(tmp_path / "run"), *argv])
+    assert "scores after 4 steps" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["scores"] for line in lines if "scores" in line]
+    assert len(scores) == 2 and scores[0]["fd"] != scores[1]["fd"] and scores[0]["num_generated"] == 70
+    assert scores[0]["num_reference"] == 355 and scores[0]["label"].startswith("FD-moh_vit_tiny")
+    assert not list((tmp_path / "run").glob(".samples-*"))
+    plain, scored = (load_file(tmp_path / run / "ema.safetensors") for run in ("plain", "run"))
+    assert all(torch.equal(plain[k], scored[k]) for k in plain)

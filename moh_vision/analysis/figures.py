@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import List, Sequence
+from typing import Iterable, List, Sequence
 
 import matplotlib
 import numpy as np
@@ -21,18 +25,52 @@ def as_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
 
 
-def write_images(images: Tensor, labels: Tensor, out: Path) -> None:
-    """PNGs 000000.png ... in a folder, or one .npz with arr_0 [n, h, w, C] uint8 and arr_1 labels."""
+def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
+    """Write images batch by batch: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
+
+    What is there before is replaced only when all is written.
+
+    Args:
+        batches: uint8 [B, C, h, w] each.
+        labels: [N], arr_1 of the .npz; arr_0 is uint8 [N, h, w, C].
+        out: path of the folder or .npz file.
+    """
+    hidden = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".npz":
-        hidden = out.with_name(f".{out.name}.tmp.npz")
-        np.savez(hidden, arr_0=images.permute(0, 2, 3, 1).numpy(), arr_1=labels.numpy())
+        _write_npz(batches, labels, hidden)
         os.replace(hidden, out)
         return
-    out.mkdir(exist_ok=True)
-    for stale in out.glob("*.png"):
-        stale.unlink()
-    for i, image in enumerate(images):
-        as_pil(image).save(out / f"{i:06d}.png")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    number = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for batch in batches:
+            list(pool.map(lambda i, x: as_pil(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
+            number += len(batch)
+    if out.exists():
+        for stale in out.glob("*.png"):
+            stale.unlink()
+        for file in hidden.iterdir():
+            file.rename(out / file.name)
+        hidden.rmdir()
+    else:
+        hidden.rename(out)
+
+
+def _write_npz(batches: Iterable[Tensor], labels: Tensor, path: Path) -> None:
+    """As numpy.savez, without all images in memory."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            started = False
+            for batch in batches:
+                array = np.ascontiguousarray(batch.permute(0, 2, 3, 1).numpy())
+                if not started:
+                    about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                    np.lib.format.write_array_header_1_0(file, about)
+                    started = True
+                file.write(array.tobytes())
+        with archive.open("arr_1.npy", "w") as file:
+            np.lib.format.write_array(file, labels.numpy())
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:
