@@ -136,8 +136,7 @@ def main(argv) -> None:
             log.pictures(step, "samples", images)
             log.pause()
         if scored.due(done, config.max_steps):
-            with user_errors("train_dit.py", every_rank=True):
-                scores, text = scored.score(ema.module if ema else model, judge, run, done, accelerator)
+            scores, text = scored.score(ema.module if ema else model, judge, run, done, accelerator)
             log.event(step, {"scores": scores}, f"scores after {done} steps:\n{text}")
             log.pause()
 

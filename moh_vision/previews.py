@@ -75,6 +75,9 @@ class Samples:
             folder: for the samples while they are scored.
             step: of the weights.
             accelerator: accelerate's Accelerator.
+
+        Returns:
+            (scores, text); dict(error=...) where there are none, which is no reason to end the training.
         """
         settings = {name: getattr(self.config, name) for name in ("sampler", "steps", "cfg_scale", "seed")}
         parts = ImageParts(folder, self.config.images, BATCH, dict(settings, step=step))
@@ -82,8 +85,11 @@ class Samples:
             parts.add(batch, self.sample(model, parts.numbers(batch)))
         accelerator.wait_for_everyone()
         labels = torch.arange(self.config.images) % self.num_classes
-        result = judge(parts, labels, accelerator.device, BATCH)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            parts.remove()
-        return result
+        try:
+            return judge(parts, labels, accelerator.device, BATCH)
+        except (ValueError, OSError) as error:
+            return dict(error=str(error)), f"no scores: {error}"
+        finally:
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                parts.remove()

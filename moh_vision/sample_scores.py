@@ -18,7 +18,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import open_source
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
-from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score, statistics_of
 from moh_vision.evaluation.fidelity.images import EXTENSIONS
 from moh_vision.evaluation.fidelity.table import table
 from moh_vision.models.weights import from_run
@@ -95,7 +95,7 @@ class FidelityScores:
         allow_biased: bool,
         index_dir: str,
     ):
-        self.reference, self.allow_biased, self.source = reference, allow_biased, None
+        self.reference, self.allow_biased, self.source, self.statistics = reference, allow_biased, None, None
         if not is_image_set(reference):
             self.source = open_source(reference, split, index_dir)
             self.reference = f"{reference}, {split} split"
@@ -107,12 +107,13 @@ class FidelityScores:
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples -> (scores, text); every process calls it."""
-        size = next(parts.batches())[1].shape[-1]
-        reference = self.reference if self.source is None else source_batches(self.source, size, batch_size)
+        if self.source is not None and self.statistics is None:  # once, for scores while training
+            images = source_batches(self.source, next(parts.batches())[1].shape[-1], batch_size)
+            self.statistics = statistics_of(images, self.network, batch_size, device, self.reference)
         generated = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
         scores = score(
             generated,
-            reference,
+            self.statistics or self.reference,
             extractor=self.network,
             batch_size=batch_size,
             device=device,

@@ -384,3 +384,7 @@ def test_scores_while_training(tmp_path, runs, capsys):
     assert not list((tmp_path / "run").glob(".samples-*"))
     plain, scored = (load_file(tmp_path / run / "ema.safetensors") for run in ("plain", "run"))
     assert all(torch.equal(plain[k], scored[k]) for k in plain)
+    # Too few for the features: said, and no reason to end a run.
+    train_dit.main([*common, "--output", str(tmp_path / "run"), *argv, "--max-steps", "5", "--score.images", "20"])
+    assert "no scores: 20 generated images for 64 features" in capsys.readouterr().out
+    assert (tmp_path / "run" / "checkpoints" / "step_5").is_dir() and not list((tmp_path / "run").glob(".samples-*"))

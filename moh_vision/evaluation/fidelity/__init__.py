@@ -7,7 +7,7 @@ and recall on Inception's features).
 
 from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, Inception, TimmExtractor, make_extractor
 from moh_vision.evaluation.fidelity.reference import Statistics, load_statistics
-from moh_vision.evaluation.fidelity.scoring import score
+from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 
 __all__ = [
     "Extracted",
@@ -18,4 +18,5 @@ __all__ = [
     "load_statistics",
     "make_extractor",
     "score",
+    "statistics_of",
 ]

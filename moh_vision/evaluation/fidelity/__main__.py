@@ -11,8 +11,7 @@ from typing import List
 import torch
 
 from moh_vision.evaluation import fidelity
-from moh_vision.evaluation.fidelity.images import open_images
-from moh_vision.evaluation.fidelity.scoring import extract, of_set, score
+from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 from moh_vision.evaluation.fidelity.table import table
 
 
@@ -51,11 +50,10 @@ def _parse(argv: List[str]) -> argparse.Namespace:
 def _work(options: argparse.Namespace) -> None:
     if options.save_statistics:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        network = fidelity.make_extractor(options.extractor, options.inception_weights).to(device).eval()
-        images = open_images(options.generated, "generated")
-        kept = extract(images, network, options.batch_size, device, "images")
-        of_set(kept, network, options.generated).save(Path(options.save_statistics))
-        print(f"statistics of {kept.count} images, {network.name}: {options.save_statistics}")
+        network = fidelity.make_extractor(options.extractor, options.inception_weights)
+        statistics = statistics_of(options.generated, network, options.batch_size, device, "images")
+        statistics.save(Path(options.save_statistics))
+        print(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
         return
     names = ("extractor", "inception_weights", "batch_size", "device", "allow_biased")
     result = score(options.generated, options.reference, **{name: getattr(options, name) for name in names})

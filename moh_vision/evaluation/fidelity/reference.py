@@ -115,6 +115,8 @@ def adm_statistics(path: Path) -> Optional[Statistics]:
 
 def open_reference(source):
     """(Statistics or None, images or None) that a reference holds; see `score`."""
+    if isinstance(source, Statistics):
+        return source, None
     if isinstance(source, (str, Path)):
         path = Path(source)
         if path.suffix == ".safetensors":

@@ -41,7 +41,7 @@ def score(
     Args:
         generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of such batches.
         reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); or what
-            `Statistics.save` wrote.
+            `Statistics.save` wrote, or `Statistics`.
         extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F].
         inception_weights: path of torch-fidelity's file; None: fetched once.
         batch_size: images at a time on each process.
@@ -83,6 +83,19 @@ def score(
     if isinstance(told[0], ValueError):
         raise told[0]
     return told[0]
+
+
+def statistics_of(images, network: Extractor, batch_size: int, device, title: str) -> Statistics:
+    """The `Statistics` of a set, for a reference that is used more than once.
+
+    Args:
+        images: as `generated` of `score`.
+        network: the extractor.
+        batch_size, device: see `score`.
+        title: of the progress bar, and of the set where it has no name.
+    """
+    images, network = open_images(images, title), network.to(device).eval()
+    return of_set(extract(images, network, batch_size, device, title), network, images.name)
 
 
 @torch.no_grad()
