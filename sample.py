@@ -4,7 +4,6 @@ Also under `accelerate launch`: processes share the images, which do not depend 
 again after a kill goes on. See `python sample.py --help` for every option.
 """
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from moh_vision.command_line import parse_config
 from moh_vision.config import SampleConfig
 from moh_vision.data.latents.vae import load_vae, vae_fingerprint
 from moh_vision.data.order import derive_seed
+from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.image_parts import ImageParts
@@ -56,7 +56,7 @@ def main(argv) -> None:
         claim_outputs([config.out, config.grid, config.head_usage, config.save_pipeline, scores_path], config.overwrite)
         judge = make_judge(config, classes, index_dir(config.checkpoint)) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
-        hashes = dict(weights=sha256(weights), vae=vae and vae_fingerprint(vae))
+        hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
         place = Path(config.out).absolute().parent if config.out else weights.absolute().parent
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes})
     device, main_process = accelerator.device, accelerator.is_main_process
@@ -138,11 +138,6 @@ def main(argv) -> None:
     if main_process:
         parts.remove()
     finish(accelerator)
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_vae(override: Optional[str], recorded: Optional[dict]):
