@@ -347,10 +347,15 @@ def control_c(*_):
 
 def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "encode_sample", slow_encoding)
-        patch.setattr(record.Progress, "show", control_c)
-        assert run(root, out, "--samples-per-shard", 6) == 130
+    # Tests that a shell started in the background inherit that SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "encode_sample", slow_encoding)
+            patch.setattr(record.Progress, "show", control_c)
+            assert run(root, out, "--samples-per-shard", 6) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["shards: interrupted; finished shards are kept, the same command goes on"]
     assert not list(out.glob(".*.tmp")) and len(list(out.glob("*.tar"))) < 4
