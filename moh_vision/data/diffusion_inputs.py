@@ -99,22 +99,23 @@ class CachedInputs(PixelInputs):
         self.space = source.space
         if img_size not in (None, source.size):
             raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
+        self.vae = None
         if vae != "none":
-            space = LatentSpace.of(load_vae(vae), vae)
+            self.vae = load_vae(vae)
+            space = LatentSpace.of(self.vae, vae)
             if space.sha256 != self.space.sha256:
                 raise ValueError(f"vae {space}: the latents in {root} were made with another one, {self.space}")
             self.space = space
-        self.vae = vae
 
     def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedLatents:
         return NoisedLatents(self.source, seed, num_timesteps, label_drop, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
-        if self.vae == "none":
+        if self.vae is None:
             raise ValueError(
                 f"preview.every needs the VAE of the latents: --vae {self.space.name} or a folder; or --preview.every 0"
             )
-        return partial(decode, load_vae(self.vae).to(device))
+        return partial(decode, self.vae.to(device))
 
 
 class EncodedInputs(PixelInputs):

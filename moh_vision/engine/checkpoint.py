@@ -19,7 +19,8 @@ from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+
+from moh_vision.engine.ema import gathered
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -133,8 +134,7 @@ def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, obje
     With FSDP every process calls it, because shards are gathered, one tensor at a time, and one of them says `write`.
     """
     tensors = {}
-    for name, value in module.state_dict().items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, value in gathered(module):
         if write:
             tensors[name] = value.detach().contiguous().cpu()
     if not write:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Optional
+from typing import Iterator, Optional, Tuple
 
 import torch
 from timm.utils import ModelEmaV3
@@ -18,9 +18,9 @@ class ModelEma(ModelEmaV3):
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        if not any(isinstance(value, DTensor) for value in model.state_dict().values()):
+        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             return super().apply_update_(model, decay)
-        for average, value in zip(self.module.state_dict().values(), gathered(model)):
+        for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
             if average.is_floating_point():
                 average.lerp_(value.to(average.dtype), 1 - decay)
             else:
@@ -29,7 +29,7 @@ class ModelEma(ModelEmaV3):
     @torch.no_grad()
     def set(self, model: nn.Module) -> None:
         """Start again from the weights of `model`."""
-        for average, value in zip(self.module.state_dict().values(), gathered(model)):
+        for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
             average.copy_(value)
 
 
@@ -39,7 +39,7 @@ def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> Optional[M
     return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
 
 
-def gathered(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of a state dict, those of FSDP's shards whole; every process goes through them together."""
-    for value in model.state_dict().values():
-        yield value.full_tensor() if isinstance(value, DTensor) else value
+def gathered(model: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    """Names and tensors of a state dict, those of FSDP's shards whole; every process goes through them together."""
+    for name, value in model.state_dict().items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from pictures import write_folder
+from pictures import contents, write_folder
 from PIL import Image
 from tiny_vae import save_tiny_vae
 
@@ -46,11 +46,6 @@ def arguments(vae, root, out, *more):
 
 def run(*given):
     return main(arguments(*given))
-
-
-def contents(folder):
-    """Name -> bytes, without the index, which holds the times of the shards."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(".index.safetensors")}
 
 
 def error_line(capfd):

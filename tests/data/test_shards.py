@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 import webdataset
+from pictures import contents
 from PIL import Image, ImageOps
 
 from moh_vision.data.shards import out_folder, record, worker
@@ -32,11 +33,6 @@ def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", f
 
 def run(source, out, *more, workers=1):
     return main(["--in", str(source), "--out", str(out), "--workers", str(workers), *map(str, more)])
-
-
-def contents(folder):
-    """Name -> bytes, without the index, which holds the times of the shards."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(".index.safetensors")}
 
 
 def error_line(capfd):

@@ -64,7 +64,8 @@ def score(
     statistics, images = open_reference(reference)
     if statistics is not None:
         _check_same_extractor(statistics, network)
-    made = extract(open_images(generated, "generated"), network, batch_size, device, "generated")
+    compared = images is not None or statistics.features is not None  # else no score needs features themselves
+    made = extract(open_images(generated, "generated"), network, batch_size, device, "generated", compared)
     if images is not None:
         own = extract(images, network, batch_size, device, "reference")
         features, count = own.all_features(), own.count

@@ -99,7 +99,6 @@ class SetStatistics:
     """All that the scores need of one set of images.
 
     Args:
-        pooled: F of the features, or None before the first batch.
         keep_features: keep them for precision, recall and KID: N x F x 4 bytes (50,000 x 2048: 410 MB).
     """
 
