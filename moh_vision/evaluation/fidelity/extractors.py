@@ -63,7 +63,8 @@ class Inception(Extractor):
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({_line(error)})"
             ) from None
-        self.network = network
+        # One and a half times faster on a CPU (docs/fidelity.md); the numbers change by 1e-6.
+        self.network = network.to(memory_format=torch.channels_last)
         with open(file, "rb") as opened:
             self.weights_sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
         self.published = self.weights_sha256.startswith(PUBLISHED.split("-")[-1].removesuffix(".pth"))
