@@ -113,9 +113,11 @@ def main(argv) -> None:
         write_images((batch for _, batch in parts.batches()), labels, Path(config.out))
         print(f"images: {config.out}")
     if config.grid and main_process:
-        columns = max(1, min(config.grid_columns, config.num_images // len(classes)))
-        rows = [torch.nonzero(labels == c).flatten()[:columns].tolist() for c in range(min(len(classes), 10))]
-        draw_image_grid(parts.images(sum(rows, [])), columns, config.grid)
+        drawn = [torch.nonzero(labels == c).flatten().tolist() for c in range(len(classes))]
+        shown = [c for c, numbers in enumerate(drawn) if numbers][:10]
+        columns = min([config.grid_columns, *(len(drawn[c]) for c in shown)])
+        numbers = [i for c in shown for i in drawn[c][:columns]]
+        draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in shown])
         print(f"grid, one class a row: {config.grid}")
     if config.head_usage:
         load.reduce(sum_over_processes)

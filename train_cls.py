@@ -29,24 +29,27 @@ from moh_vision.engine.checkpoint import load_training, resume_point, save_train
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
-from moh_vision.models.weights import create, init_from, to_validate
+from moh_vision.models.weights import create, init_from
 from moh_vision.tasks import ClassificationTask
-from moh_vision.validation import validate
+from moh_vision.validation import validate, validate_only
 
 NAME = "train_cls.py"
 
 
-def main(argv) -> None:
+def train(argv, signals: StopSignals) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors(NAME):
         config, flags = parse_config(ClsConfig, argv, NAME)
         o = config.optim
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
     if flags.validate_only:
-        return validate_only(config, flags.checkpoint, accelerator)
+        with user_errors(NAME), user_errors(NAME, (UnreadableImage,), every_rank=True):
+            validate_only(config, flags.checkpoint, accelerator)
+        return finish(accelerator)
     with user_errors(NAME):
         with accelerator.main_process_first():
             train, val = (open_source(config.data.root, split, index_dir(config.output)) for split in ("train", "val"))
@@ -105,7 +108,7 @@ def main(argv) -> None:
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    update = Updater(accelerator, o.clip_norm)
+    update = Updater(accelerator, o.clip_norm, signals)
     log = open_log(run, start, stop, "classification", config.tracker, config.tree(), accelerator.is_main_process)
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
 
@@ -126,6 +129,7 @@ def main(argv) -> None:
     # ---------------------------------------------------------------- the loop
     train_set = LabelledImages(train, to_tensor, config.seed)
     stream = training_batches(train_set, batches, config.data.workers, unreadable, mixing)
+    signals.begin()
     for step in range(start, stop):
         scheduler.step_update(step)
         losses = []
@@ -142,7 +146,8 @@ def main(argv) -> None:
                 losses.append(task(**batch))
                 accelerator.backward(losses[-1]["loss"] / o.accumulation)
         lr = max(group["lr"] for group in optimizer.param_groups)
-        norm, updated = update(task, optimizer, step)
+        with user_errors(NAME, (FloatingPointError,), code=1):
+            norm, updated = update(task, optimizer, step, losses)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
@@ -157,39 +162,32 @@ def main(argv) -> None:
                 f"acc {100 * values['batch_accuracy']:.0f} %",
             )
         done = step + 1
-        if done % config.save_every == 0 or done == stop:
+        if done % config.save_every == 0 or done == stop or update.stop:
             save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
             log.pause()
+        if update.stop:
+            break
         if config.eval_every and done % config.eval_every == 0 and done < stop:
             judge(done, task)
 
     # ---------------------------------------------------------------- the end
-    scores = judge(stop, task)
-    if accelerator.is_main_process:
-        results = dict(scores, step=stop, weights="ema" if ema else "model")
-        (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    signals.end()
+    stopped = update.stop
+    if stopped:
+        log.stopped(done, stopped)
+    else:
+        scores = judge(stop, task)
+        if accelerator.is_main_process:
+            results = dict(scores, step=stop, weights="ema" if ema else "model")
+            (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     log.close()
     del task, optimizer, stream, update, scheduler
-    finish(accelerator)
+    finish(accelerator, stopped)
 
 
-def validate_only(config, path, accelerator):
-    """`--validate-only --checkpoint PATH`: print the scores of a run, or of other weights for model.*, on val."""
-    with user_errors(NAME):
-        with accelerator.main_process_first():
-            val = open_source(config.data.root, "val", index_dir(config.output))
-        arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
-        model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
-        check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
-        img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
-        _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)
-    task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
-    with user_errors(NAME, (UnreadableImage,), every_rank=True):
-        scores, _ = validate(task, val, transform, config.data, accelerator)
-    accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
-    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
-    accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
-    finish(accelerator)
+def main(argv) -> None:
+    with StopSignals() as signals:
+        train(argv, signals)
 
 
 if __name__ == "__main__":

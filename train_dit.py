@@ -26,6 +26,7 @@ from moh_vision.engine.checkpoint import load_training, resume_point, save_train
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.weights import create, init_from
 from moh_vision.previews import Samples
@@ -33,7 +34,7 @@ from moh_vision.sample_scores import make_training_judge
 from moh_vision.tasks import DiffusionTask
 
 
-def main(argv) -> None:
+def train(argv, signals: StopSignals) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
@@ -90,7 +91,7 @@ def main(argv) -> None:
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    update = Updater(accelerator, o.clip_norm)
+    update = Updater(accelerator, o.clip_norm, signals)
     log = open_log(
         run, start, config.max_steps, "diffusion", config.tracker, config.tree(), accelerator.is_main_process
     )
@@ -101,6 +102,7 @@ def main(argv) -> None:
     unreadable = BadSamples(len(train), config.data.max_bad_fraction)
     stream = training_batches(train_set, batches, config.data.workers, unreadable)
     task.train()
+    signals.begin()
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
         set_learning_rate(optimizer, lr)
@@ -115,7 +117,8 @@ def main(argv) -> None:
             with contextlib.nullcontext() if last else accelerator.no_sync(task):
                 losses.append(task(**batch))
                 accelerator.backward(losses[-1]["loss"] / o.accumulation)
-        norm, updated = update(task, optimizer, step)
+        with user_errors("train_dit.py", (FloatingPointError,), code=1):
+            norm, updated = update(task, optimizer, step, losses)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
@@ -128,9 +131,11 @@ def main(argv) -> None:
                 f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
             )
         done = step + 1
-        if done % config.save_every == 0 or done == config.max_steps:
+        if done % config.save_every == 0 or done == config.max_steps or update.stop:
             save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
             log.pause()
+        if update.stop:
+            break
         if previews.due(done, config.max_steps):
             images = previews.draw(ema.module if ema else model, run / "previews" / f"step_{done}.png", log.enabled)
             log.pictures(step, "samples", images)
@@ -141,12 +146,21 @@ def main(argv) -> None:
             log.pause()
 
     # ---------------------------------------------------------------- the end
+    signals.end()
+    stopped = update.stop
+    if stopped:
+        log.stopped(done, stopped)
     log.close()
-    accelerator.print(
-        f"{run}: {config.max_steps} steps done; weights in {Path(run, 'ema.safetensors' if ema else 'model.safetensors')}"
-    )
+    if not stopped:
+        best = Path(run, "ema.safetensors" if ema else "model.safetensors")
+        accelerator.print(f"{run}: {config.max_steps} steps done; weights in {best}")
     del task, optimizer, stream, update
-    finish(accelerator)
+    finish(accelerator, stopped)
+
+
+def main(argv) -> None:
+    with StopSignals() as signals:
+        train(argv, signals)
 
 
 if __name__ == "__main__":

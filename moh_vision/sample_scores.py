@@ -18,7 +18,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import open_source
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
-from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score, statistics_of
+from moh_vision.evaluation.fidelity import Extractor, TimmExtractor, make_extractor, score, statistics_of
 from moh_vision.evaluation.fidelity.images import EXTENSIONS
 from moh_vision.evaluation.fidelity.table import table
 from moh_vision.models.weights import from_run
@@ -99,11 +99,7 @@ class FidelityScores:
         if not is_image_set(reference):
             self.source = open_source(reference, split, index_dir)
             self.reference = f"{reference}, {split} split"
-        if Path(extractor).exists():
-            model, about = from_run(extractor, "classifier")
-            self.network = TimmExtractor(model, f"{about['architecture']} of {extractor}")
-        else:
-            self.network = make_extractor(extractor, inception_weights)
+        self.network = open_extractor(extractor, inception_weights)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples -> (scores, text); every process calls it."""
@@ -121,6 +117,18 @@ class FidelityScores:
         )
         scores["reference"] = self.reference
         return scores, table(scores, "these samples", self.reference)
+
+
+def open_extractor(extractor: str, inception_weights: Optional[str] = None) -> Extractor:
+    """What --extractor names: a classification run, or what `fidelity.make_extractor` takes.
+
+    Raises:
+        ValueError, FileNotFoundError: see `from_run` and `make_extractor`.
+    """
+    if not Path(extractor).exists():
+        return make_extractor(extractor, inception_weights)
+    model, about = from_run(extractor, "classifier")
+    return TimmExtractor(model, f"{about['architecture']} of {extractor}")
 
 
 def make_judge(config, classes: list, index_dir: str):

@@ -10,9 +10,14 @@ from torch import nn
 from moh_vision.analysis import HeadLoad
 from moh_vision.attention import head_budget
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.imagenet import classification_transforms
 from moh_vision.data.order import rank_slice
+from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.evaluation.accuracy import evaluate
+from moh_vision.engine.script import index_dir
+from moh_vision.evaluation.accuracy import evaluate, summary
+from moh_vision.models.weights import to_validate
+from moh_vision.tasks import ClassificationTask
 
 
 def validate(
@@ -78,3 +83,29 @@ def validate(
         active_share=round(sum(active) / sum(load.layers), 4),
     )
     return scores, load
+
+
+def validate_only(config, path: str, accelerator) -> None:
+    """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+
+    Args:
+        config: a `ClsConfig`.
+        path: what --checkpoint names; see `models.weights.to_validate`.
+        accelerator: accelerate's Accelerator.
+
+    Raises:
+        ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    with accelerator.main_process_first():
+        val = open_source(config.data.root, "val", index_dir(config.output))
+    arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
+    model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
+    check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
+    img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
+    _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)
+    task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
+    scores, _ = validate(task, val, transform, config.data, accelerator)
+    accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
+    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
+    accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")

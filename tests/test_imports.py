@@ -13,7 +13,7 @@ ALLOWED = {
     "models": {"attention"},
     "analysis": {"models", "attention"},
     "tasks": {"attention", "diffusion"},
-    "validation": {"analysis", "attention", "data", "engine", "evaluation"},
+    "validation": {"analysis", "attention", "data", "engine", "evaluation", "models", "tasks"},
     "previews": {"analysis", "diffusion", "engine"},
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "config": set(),
@@ -43,6 +43,8 @@ def imported(path):
 def test_arrows():
     package, seen = ROOT / "moh_vision", 0
     for path in package.rglob("*.py"):
+        if path.name == "__main__.py":  # a command is a script: it may import everything
+            continue
         room = path.relative_to(package).parts[0].removesuffix(".py")
         for target in imported(path):
             assert target == room or target in ALLOWED[room], f"{path.relative_to(ROOT)} imports {target}"

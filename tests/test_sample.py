@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
 from diffusers import AutoencoderKL
+from PIL import Image
 
 sys.path.insert(0, str(ROOT))
 import sample  # noqa: E402
@@ -20,6 +22,7 @@ from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
 from moh_vision.engine.checkpoint import export_weights  # noqa: E402
 from moh_vision.engine.image_parts import ImageParts  # noqa: E402
 from moh_vision.evaluation.fidelity import TimmExtractor, score  # noqa: E402
+from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command  # noqa: E402
 from moh_vision.models.weights import create, from_run  # noqa: E402
 
 NAME = "moh_dit_small_patch2_75"
@@ -259,6 +262,43 @@ def test_two_processes_draw_the_images_of_one(tmp_path):
     assert np.array_equal(labels, again) and np.abs(one.astype(int) - two).max() <= 1  # threads differ
 
 
+@pytest.mark.slow
+def test_killed_and_gone_on_with_two_processes(tmp_path):
+    """SIGKILL while sampling; the rest by two processes: the bytes of an undisturbed run of one."""
+    run, env = run_of(tmp_path, 3), dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    argv = f"sample.py --checkpoint {run} --num-images 400 --batch-size 4 --steps 50 --cfg-scale 2 --out {tmp_path}/".split()
+
+    def start(launcher, name):
+        command = [sys.executable, *launcher, *argv[:-1], f"{argv[-1]}{name}"]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+    whole = start([], "whole.npz")
+    assert whole.wait(240) == 0
+    killed, deadline = start([], "a.npz"), time.monotonic() + 240
+    while len(list(tmp_path.glob(".samples-*/*.npy"))) < 5:
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    there = len(list(tmp_path.glob(".samples-*/*.npy")))
+    assert 5 <= there < 100 and not (tmp_path / "a.npz").exists()
+    again = start("-m torch.distributed.run --nproc_per_node 2 --master_port 29672".split(), "a.npz")
+    assert again.wait(240) == 0 and "batches of this process are there already" in again.stdout.read()
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_grid_of_random_labels_has_one_class_a_row(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--labels", "random", "--grid", tmp_path / "g.png", "--out", tmp_path / "a.npz")
+    counts = np.bincount(drawn(tmp_path / "a.npz")[1], minlength=3)
+    assert len(set(counts)) > 1  # or this would show nothing
+    with Image.open(tmp_path / "g.png") as grid:
+        rows, columns = (counts > 0).sum(), counts[counts > 0].min()
+        margin = grid.width - columns * 50 - 2
+        assert grid.height == rows * 50 + 2 and 0 < margin < 50
+
+
 # ---------------------------------------------------------------- scores
 
 
@@ -292,6 +332,39 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert (
         refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json").count("allow_biased") == 1
     )
+
+
+def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", arr_0=rng.integers(0, 255, (20, 4, 4, 3), dtype=np.uint8))
+    a, b, run = tmp_path / "a.npz", tmp_path / "b.npz", classifier_in(tmp_path / "cls")
+    assert fidelity_command([str(a), str(b), "--extractor", str(run)]) == 0
+    model, _ = from_run(str(run), "classifier")
+    want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}"))
+    text = capsys.readouterr().out
+    assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text and f"{want['fd']:.4f}" in text
+    assert fidelity_command([str(a), str(b), "--extractor", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_fidelity_command_on_two_processes(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 21), ("b", 30)):
+        np.savez(tmp_path / f"{name}.npz", arr_0=rng.integers(0, 255, (count, 4, 4, 3), dtype=np.uint8))
+    argv = ["a.npz", "b.npz", "--extractor", str(classifier_in(tmp_path / "cls")), "--batch-size", "4"]
+    module, ranks = ["-m", "moh_vision.evaluation.fidelity"], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    env, results = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), []
+    for launcher in ([], [*ranks, "--master_port", "29673"]):
+        out = f"{len(results)}.json"
+        command = [sys.executable, *launcher, *module, *argv, "--out", out]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0 and done.stdout.count("scores: ") == 1, done.stderr
+        results.append(json.loads((tmp_path / out).read_text()))
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        assert results[1][name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
 
 
 def test_mistakes_in_scoring(tmp_path, capsys):

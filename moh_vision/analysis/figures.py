@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterable, List, Sequence
+from typing import Iterable, List, Optional, Sequence
 
 import matplotlib
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+
+NAME_LENGTH = 24  # characters of a name beside a row of images
 
 
 def as_pil(image: Tensor) -> Image.Image:
@@ -73,19 +76,34 @@ def _write_npz(batches: Iterable[Tensor], labels: Tensor, path: Path) -> None:
             np.lib.format.write_array(file, labels.numpy())
 
 
-def draw_image_grid(images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2) -> None:
-    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic)."""
+def draw_image_grid(
+    images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2, names: Optional[Sequence[str]] = None
+) -> None:
+    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic).
+
+    Args:
+        images, columns, path: see above.
+        cell: pixels that a small image is enlarged to, about.
+        gap: white pixels between images.
+        names: one a row, such as its class, to the left of it; long ones are cut.
+    """
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
-    canvas = np.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), 255, dtype=np.uint8)
+    font = ImageFont.load_default(max(10, height // 4))
+    texts = [textwrap.shorten(str(name), NAME_LENGTH, placeholder="...") for name in names or []]
+    margin = max((int(font.getlength(text)) + 4 * gap for text in texts), default=0)
+    size = (margin + columns * (width + gap) + gap, rows * (height + gap) + gap)
+    canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
-        top, left = gap + (i // columns) * (height + gap), gap + (i % columns) * (width + gap)
-        enlarged = np.asarray(as_pil(image).resize((width, height), Image.Resampling.BICUBIC))
-        canvas[top : top + height, left : left + width] = enlarged.reshape(height, width, channels)
+        enlarged = as_pil(image).resize((width, height), Image.Resampling.BICUBIC)
+        canvas.paste(enlarged, (margin + gap + (i % columns) * (width + gap), gap + (i // columns) * (height + gap)))
+    draw = ImageDraw.Draw(canvas)
+    for row, text in enumerate(texts):
+        draw.text((margin - gap, gap + row * (height + gap) + height // 2), text, "black", font, anchor="rm")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(canvas if channels == 3 else canvas[..., 0]).save(path, format="PNG")
+    canvas.save(path, format="PNG")
 
 
 def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequence[str], path: str, title: str) -> None:

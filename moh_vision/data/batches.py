@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from functools import partial
 from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -204,6 +205,7 @@ def training_batches(
         batch_sampler=batches,
         num_workers=workers,
         collate_fn=partial(collate, mixing=mixing),
+        worker_init_fn=_leave_signals_to_the_parent,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=False,
         prefetch_factor=4 if workers else None,
@@ -211,12 +213,24 @@ def training_batches(
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
 
 
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C and schedulers signal every process; the loader's go on until the training has finished its step."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def evaluation_batches(
     dataset: LabelledImages, slices: List[List[int]], workers: int, bad: Optional[BadSamples] = None
 ) -> Batches:
     """Batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        worker_init_fn=_leave_signals_to_the_parent,
+    )
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 

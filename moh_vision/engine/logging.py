@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,6 +80,12 @@ class RunLog:
             return
         self._write(step, values)
         self.say(show)
+
+    def stopped(self, done: int, signum: int) -> None:
+        """That a signal ended the run after `done` steps, which are saved."""
+        self.say(
+            f"{signal.Signals(signum).name}: stopped after {done} steps, which are saved; the same command goes on"
+        )
 
     def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
         """Images [N, C, h, w] uint8, for the tracker."""

@@ -20,13 +20,14 @@ MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
 
 
 @contextlib.contextmanager
-def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False):
+def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
     """Turn a user's mistake into one line and exit code 2.
 
     Args:
         script: its name.
         kinds: exceptions that are one; during set-up a ValueError or a missing file.
         every_rank: print on whatever process it happens, where others do not see the same.
+        code: another exit code, for what is no mistake of the user's.
     """
     try:
         yield
@@ -36,7 +37,7 @@ def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"(rank {rank}) "
             print(f"{script}: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(code) from None
 
 
 def index_dir(output: str) -> str:
@@ -122,14 +123,23 @@ def claim_outputs(paths, overwrite: bool) -> None:
             raise ValueError(f"{path} cannot be written")
 
 
-def finish(accelerator) -> None:
+def finish(accelerator, signum: int = 0) -> None:
     """End a run: wait for all, collect the wrapped task, destroy the process group.
 
     The caller has dropped its references to the wrapped task and optimiser. gloo with DistributedDataParallel
     otherwise aborts at exit about once in four times.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        signum: number of the signal that ended the run, if one did.
+
+    Raises:
+        SystemExit: with code 128 + signum, as a shell has it.
     """
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     gc.collect()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if signum:
+        raise SystemExit(128 + signum)

@@ -49,41 +49,71 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 
 
 class Updater:
-    """Applies gradients, except where they are not finite; gives up after ten such steps in a row.
+    """Applies gradients, except where loss or gradient is not finite; gives up after ten such steps in a row.
 
-    After DistributedDataParallel has averaged gradients, a NaN of one rank is in all of them, so all ranks decide
-    alike.
+    All processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, or got
+    a signal.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        clip_norm: largest gradient norm; 0: no clipping.
+        signals: a `StopSignals`, or None.
+
+    Attributes:
+        skipped: steps without an update since the process started.
+        stop: number of the signal that any process got before the last step's update, or 0.
     """
 
-    def __init__(self, accelerator, clip_norm: float):
+    def __init__(self, accelerator, clip_norm: float, signals=None):
         self.accelerator = accelerator
         self.clip_norm = clip_norm
-        self.skipped = 0
-        self.in_a_row = 0
+        self.signals = signals
+        self.skipped = self.in_a_row = self.stop = 0
 
-    def __call__(self, task, optimizer, step: int) -> tuple[float, bool]:
+    def __call__(self, task, optimizer, step: int, losses: List[dict]) -> tuple[float, bool]:
         """Clip, check, step, zero. Returns the gradient norm before clipping, and whether the weights were updated.
 
+        Args:
+            task: what accelerate wraps.
+            optimizer: prepared by accelerate.
+            step: its number.
+            losses: what the task returned for each micro-batch.
+
         Raises:
-            FloatingPointError: naming step, learning rate and gradient norm, after ten bad steps in a row.
+            FloatingPointError: naming step, learning rate, gradient norm and loss, after ten bad steps in a row.
         """
         norm = self.accelerator.clip_grad_norm_(task.parameters(), self.clip_norm or math.inf)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # of FSDP's shards
-        finite = math.isfinite(norm)
-        if finite or self.accelerator.scaler is not None:  # a gradient scaler skips the step and lowers its scale
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # of FSDP's shards
+        loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
+        received = self.signals.received if self.signals else 0
+        flags = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
+        bad_loss, bad_norm, self.stop = map(int, greatest(torch.cat([flags, flags.new_tensor([received])])))
+        scaler = self.accelerator.scaler
+        if not bad_loss and not bad_norm or scaler is not None and bad_norm:  # a gradient scaler skips it by itself
             optimizer.step()
+        elif scaler is not None:
+            scaler.update()  # it has unscaled these gradients, and wants to hear that the step is over
         optimizer.zero_grad(set_to_none=True)
+        finite = not (bad_loss or bad_norm)
         if finite:
             self.in_a_row = 0
-        else:
-            self._count(step, optimizer, norm)
-        return norm, finite
+        elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above, it is still looking for its scale
+            self._count(step, optimizer, norm.item(), loss.item())
+        return norm.item(), finite
 
-    def _count(self, step: int, optimizer, norm: float) -> None:
+    def _count(self, step: int, optimizer, norm: float, loss: float) -> None:
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row >= MAX_BAD_STEPS:
-            lr = optimizer.param_groups[0]["lr"]
+            lr = max(group["lr"] for group in optimizer.param_groups)
             raise FloatingPointError(
-                f"step {step}: {self.in_a_row} steps in a row without finite gradients (norm {norm}, lr {lr:g})"
+                f"step {step}: {self.in_a_row} steps in a row without finite loss and gradient (gradient norm {norm:g}, "
+                f"loss {loss:g}, lr {lr:g}); nothing was updated since step {step - self.in_a_row}"
             )
+
+
+def greatest(values: torch.Tensor) -> List[float]:
+    """Elementwise maximum over all processes; every process calls it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return values.tolist()

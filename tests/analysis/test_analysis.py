@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import timm
 import torch
 from PIL import Image
@@ -68,6 +69,18 @@ def test_grid_places_images_row_by_row(tmp_path):
     assert (pixels[20:36, 2:18] == 255).all() and (pixels[2:18, 2:18] == 0).all() and (pixels[20:36, 20:36] == 0).all()
     draw_image_grid(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), 2, str(tmp_path / "rgb.png"))
     assert Image.open(tmp_path / "rgb.png").size == (134, 134)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grid_with_names(tmp_path, channels):
+    images = torch.zeros(4, channels, 32, 32, dtype=torch.uint8)
+    draw_image_grid(images, 2, str(tmp_path / "plain.png"))
+    draw_image_grid(images, 2, str(tmp_path / "named.png"), names=["a", "a class with a name that is far too long"])
+    plain, named = (np.asarray(Image.open(tmp_path / f"{n}.png").convert("L")) for n in ("plain", "named"))
+    margin = named.shape[1] - plain.shape[1]
+    assert 30 < margin < 250 and (named[:, margin:] == plain).all()  # beside the images, not on them
+    ink = (named[:, :margin] < 128).sum(1)
+    assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
 
 
 def test_head_usage_figure_has_a_column_per_head(tmp_path):

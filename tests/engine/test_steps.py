@@ -51,8 +51,9 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
     before = model.weight.detach().clone()
 
     def step(value, number):
-        model(torch.full((1, 2), value)).sum().backward()
-        return update(model, optimizer, number)
+        loss = model(torch.full((1, 2), value)).sum()
+        loss.backward()
+        return update(model, optimizer, number, [dict(loss=loss)])
 
     for number in range(9):
         assert step(math.nan, number)[1] is False
@@ -61,7 +62,9 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
     assert updated and math.isfinite(norm) and not torch.equal(model.weight, before)
     for number in range(9):
         step(math.inf, 10 + number)
-    with pytest.raises(FloatingPointError, match="step 19: 10 steps in a row without finite gradients .*lr 0.1"):
+    with pytest.raises(
+        FloatingPointError, match="step 19: 10 steps in a row without finite loss and gradient .*lr 0.1"
+    ):
         step(math.nan, 19)
 
 

@@ -1,4 +1,7 @@
-"""python -m moh_vision.evaluation.fidelity GENERATED REFERENCE"""
+"""python -m moh_vision.evaluation.fidelity GENERATED REFERENCE
+
+Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes share the images.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,27 @@ from typing import List
 
 import torch
 
+from moh_vision.data.command import Parser
+from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 from moh_vision.evaluation.fidelity.table import table
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
+from moh_vision.sample_scores import open_extractor
 
 
 def _parse(argv: List[str]) -> argparse.Namespace:
-    parser = _Parser("python -m moh_vision.evaluation.fidelity", description=fidelity.__doc__, allow_abbrev=False)
+    parser = Parser("python -m moh_vision.evaluation.fidelity", fidelity.__doc__)
     add = parser.add_argument
     add("generated", metavar="GENERATED", help="folder of images, or .npz with arr_0 (uint8 NHWC)")
     add("reference", metavar="REFERENCE", nargs="?", help="the same, ADM's .npz of statistics, or saved statistics")
-    add("--extractor", default="inception", help="inception, or timm:NAME (inception)")
+    add("--extractor", default="inception", help="inception, timm:NAME, or a classification run (inception)")
     add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
     add("--batch-size", type=int, default=64, help="images at a time (64)")
     add("--device", help="where the extractor runs (a GPU if there is one)")
     add("--allow-biased", action="store_true", help="also with no more images than features; labelled FID@N")
     add("--out", metavar="FILE", help="write the numbers as JSON; must not exist")
     add("--save-statistics", metavar="FILE", help="instead of REFERENCE: write those of GENERATED, to be one later")
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     if (options.reference is None) == (options.save_statistics is None):
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
     if options.batch_size < 1:
@@ -47,16 +48,20 @@ def _parse(argv: List[str]) -> argparse.Namespace:
     return options
 
 
-def _work(options: argparse.Namespace) -> None:
+def _work(options: argparse.Namespace, main_process: bool) -> None:
+    network = open_extractor(options.extractor, options.inception_weights)
     if options.save_statistics:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        network = fidelity.make_extractor(options.extractor, options.inception_weights)
         statistics = statistics_of(options.generated, network, options.batch_size, device, "images")
-        statistics.save(Path(options.save_statistics))
-        print(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
+        if main_process:
+            statistics.save(Path(options.save_statistics))
+            print(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
         return
-    names = ("extractor", "inception_weights", "batch_size", "device", "allow_biased")
-    result = score(options.generated, options.reference, **{name: getattr(options, name) for name in names})
+    names = ("batch_size", "device", "allow_biased")
+    how = {name: getattr(options, name) for name in names}
+    result = score(options.generated, options.reference, extractor=network, **how)
+    if not main_process:
+        return
     print(table(result, options.generated, options.reference))
     if options.out:
         sets = dict(generated=options.generated, reference=options.reference)
@@ -67,7 +72,10 @@ def _work(options: argparse.Namespace) -> None:
 def main(argv: List[str]) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     try:
-        _work(_parse(argv))
+        options = _parse(argv)
+        accelerator = make_accelerator("no")  # one process, or those that accelerate started
+        _work(options, accelerator.is_main_process)
+        finish(accelerator)
     except (ValueError, OSError) as error:
         print(f"fidelity: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,0 +1,52 @@
+"""SIGTERM and SIGINT: a run finishes its step, saves it, and leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+# A launcher passes on what the terminal or the scheduler sent to every process already: that is no second signal.
+SAME_SECONDS = 1.0
+
+
+class StopSignals:
+    """Takes note of SIGTERM and SIGINT from `with` on.
+
+    Before `begin` a signal ends the process with exit code 128 + its number: there is nothing to save. After it the first
+    one is only noted, as `received`; another one, more than `SAME_SECONDS` later, leaves at once without cleaning up, which
+    might wait for processes that are gone. A signal that was ignored before, as SIGINT by nohup, stays ignored.
+    """
+
+    def __init__(self):
+        self.received = 0
+        self._begun, self._since, self._before = False, 0.0, {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def begin(self) -> None:
+        """From now on there is a step to finish."""
+        self._begun = True
+
+    def end(self) -> None:
+        """All is saved: a signal ends the process again."""
+        self._begun = False
+
+    def _note(self, number: int, frame) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not self._begun:
+            raise SystemExit(128 + number)
+        if not self.received:
+            self.received, self._since = number, now
+            os.write(2, f"{name}: finishing this step and saving; once more leaves at once\n".encode())
+        elif now - self._since > SAME_SECONDS:
+            os.write(2, f"{name} again: left without saving\n".encode())
+            os._exit(128 + number)

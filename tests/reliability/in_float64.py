@@ -1,0 +1,22 @@
+"""A training script in float64: python in_float64.py cls|dit ARGUMENTS"""
+
+import sys
+
+import torch
+
+torch.set_default_dtype(torch.float64)
+
+import train_cls  # noqa: E402
+import train_dit  # noqa: E402
+
+script = dict(cls=train_cls, dit=train_dit)[sys.argv[1]]
+batches = script.training_batches
+
+
+def in_float64(*args, **kwargs):
+    for batch in batches(*args, **kwargs):
+        yield {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+script.training_batches = in_float64
+script.main(sys.argv[2:])

@@ -1,0 +1,107 @@
+"""SIGKILL, SIGTERM and SIGINT at random instants: the run ends with the bits of an undisturbed one."""
+
+import os
+import signal
+import time
+
+import pytest
+from fork_server import ForkServer
+from small_runs import arguments, checkpoint_steps, logged, losses, outcome, rng
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+def finished(server, kind, folder, argv):
+    status = server.wait(server.start(kind, argv, folder))
+    assert status == 0, (folder / f"{kind}.log").read_text()[-3000:]
+
+
+def disturbed(server, tmp_path, kind, signals, steps, save_every, longest):
+    """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
+
+    SIGKILL comes up to `longest` seconds after the start of the process; the others up to 0.3 seconds after its first step.
+    """
+    whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", rng(f"{len(signals)} signals to {kind}")
+    whole.mkdir(), folder.mkdir()
+    finished(server, kind, whole, arguments(kind, whole / "run", steps, 10**6))
+    argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
+    for count, number in enumerate(signals):
+        before = losses(folder, kind)
+        pid = server.start(kind, argv, folder)
+        while number != signal.SIGKILL and len(losses(folder, kind)) == len(before):
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, longest if number == signal.SIGKILL else 0.3))
+        os.kill(pid, number)
+        status, made = server.wait(pid), losses(folder, kind)[len(before) :]
+        assert status != 0, f"the run ended after {count} signals; give it more steps"
+        assert status == CODES[number], (folder / f"{kind}.log").read_text()[-3000:]
+        if before and made:
+            assert made[0][0] >= before[-1][0] + 1 - save_every, "more than save_every steps were lost"
+        if number != signal.SIGKILL:
+            assert checkpoint_steps(folder / "run")[-1] == made[-1][0] + 1, "not the step it was at"
+        in_training += bool(made)
+    finished(server, kind, folder, argv)
+
+    expected, made = dict(losses(whole, kind)), losses(folder, kind)
+    assert len(expected) == steps and all(expected[step] == value for step, value in made)
+    assert {step for step, _ in made} == set(expected)
+    assert outcome(folder / "run") == outcome(whole / "run")
+    assert [e["step"] for e in logged(folder / "run")] == sorted(expected)  # in metrics.jsonl each step once
+    text = (folder / f"{kind}.log").read_text()
+    noted = [number for number in signals if number != signal.SIGKILL]
+    assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
+    twice = len(made) - steps
+    print(f"{kind}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost")
+    assert in_training >= len(signals) // 4
+    return twice
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_signals_of_all_kinds(server, tmp_path, kind):
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
+    disturbed(server, tmp_path, kind, signals, steps=60, save_every=7, longest=0.8)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_many_kills(server, tmp_path, kind):
+    kills = int(os.environ.get("KILLS", 50))
+    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, steps=60 * kills, save_every=10, longest=1.5)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_many_signals(server, tmp_path, kind):
+    signals = [signal.SIGTERM, signal.SIGINT] * 10
+    # Nothing but what a signal saves is saved, so that no step is done twice.
+    assert disturbed(server, tmp_path, kind, signals, steps=1500, save_every=10**6, longest=0) == 0
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(server, tmp_path):
+    pid = server.start("dit", arguments("dit", tmp_path / "run", 10, 5), tmp_path)
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait(pid) in (143, -signal.SIGTERM)
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_second_signal_leaves_at_once(server, tmp_path):
+    argv = arguments("dit", tmp_path / "run", 10**6, 10**6)
+    pid = server.start("dit", argv, tmp_path, slow_save=60)
+    while len(losses(tmp_path, "dit")) < 3:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)  # the same one, passed on by a launcher
+    time.sleep(1.2)
+    assert "again" not in (tmp_path / "dit.log").read_text()
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    assert server.wait(pid) == 143 and time.monotonic() - begin < 10
+    assert "SIGTERM again: left without saving" in (tmp_path / "dit.log").read_text()
+    assert not list(tmp_path.glob("run/checkpoints/step_*"))

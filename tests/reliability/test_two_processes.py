@@ -1,0 +1,149 @@
+"""Two gloo processes by torchrun, through the real scripts: signals, a dead process, other numbers of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from small_runs import arguments, checkpoint_steps, logged, outcome, rng
+
+pytestmark = pytest.mark.reliability
+
+FLOAT64 = Path(__file__).with_name("in_float64.py")
+OVERFLOW = Path(__file__).with_name("with_overflow.py")
+
+
+def launch(processes, script, argv, log):
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    env = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+    with open(log, "a") as file:
+        return subprocess.Popen([*command, str(script), *argv], cwd=ROOT, env=env, stdout=file, stderr=file)
+
+
+def ranks(launcher):
+    """Pids of the workers of torchrun, by rank."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            environment = (place / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        rank = [e for e in environment if e.startswith(b"RANK=")]
+        if parent == launcher.pid and rank:
+            found[int(rank[0][5:])] = int(place.name)
+    return found
+
+
+def wait_for_steps(process, run, steps):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and len(logged(run)) >= steps:
+            return
+        time.sleep(0.02)
+    pytest.fail("the run did not get so far")
+
+
+def ended(process, log, within=120):
+    process.wait(within)
+    assert process.returncode == 0, log.read_text()[-3000:]
+
+
+def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
+    log, random, script = tmp_path / "log", rng("10 signals to rank 1"), ROOT / "train_dit.py"
+    whole = launch(2, script, arguments("dit", tmp_path / "whole", 600, 10**6), log)
+    ended(whole, log)
+    argv = arguments("dit", tmp_path / "run", 600, 10**6)
+    for stop in range(10):
+        before = len(logged(tmp_path / "run")) if stop else 0
+        process = launch(2, script, argv, log)
+        wait_for_steps(process, tmp_path / "run", before + 1)
+        time.sleep(random.uniform(0, 0.3))
+        os.kill(ranks(process)[1], signal.SIGTERM)
+        process.wait(60)
+        assert process.returncode != 0
+        assert checkpoint_steps(tmp_path / "run")[-1] == logged(tmp_path / "run")[-1]["step"] + 1
+    ended(launch(2, script, argv, log), log)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    text = log.read_text()
+    assert text.count("stopped after") == 10 and "Traceback" not in text.replace("Traceback : ", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_process_ends_the_other_one(tmp_path, rank):
+    log, script = tmp_path / "log", ROOT / "train_cls.py"
+    argv = arguments("cls", tmp_path / "run", 10**6, 20)
+    process = launch(2, script, argv, log)
+    wait_for_steps(process, tmp_path / "run", 25)
+    other = ranks(process)[1 - rank]
+    os.kill(ranks(process)[rank], signal.SIGKILL)
+    begin = time.monotonic()
+    while Path(f"/proc/{other}").exists() and time.monotonic() - begin < 60:
+        time.sleep(0.05)
+    print(f"rank {1 - rank} was gone {time.monotonic() - begin:.1f} s after rank {rank}")
+    assert time.monotonic() - begin < 30
+    assert process.wait(60) != 0
+    again = launch(2, script, argv, log)
+    wait_for_steps(again, tmp_path / "run", 30)
+    assert "resuming" in log.read_text()
+    os.kill(ranks(again)[0], signal.SIGTERM)
+    again.wait(60)
+
+
+def test_twenty_runs_end_with_0(tmp_path):
+    log, script = tmp_path / "log", ROOT / "train_dit.py"
+    codes = []
+    for number in range(20):
+        process = launch(2, script, arguments("dit", tmp_path / str(number), 3, 3), log)
+        codes.append(process.wait(120))
+    assert codes == [0] * 20, log.read_text()[-3000:]
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_one_process_then_two_then_one(tmp_path, kind):
+    """100 steps in float64: the weights of one process to 1e-10, relative to the largest of each tensor."""
+    log = tmp_path / "log"
+
+    def run(output, processes, *steps):
+        for count, until in zip(processes, steps):
+            argv = [kind, *arguments(kind, output, until, 10**6, "--optim.schedule", "constant")]
+            ended(launch(count, FLOAT64, argv, log), log)
+
+    run(tmp_path / "one", [1], 100)
+    run(tmp_path / "mixed", [1, 2, 1], 30, 70, 100)
+    one, mixed = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "mixed"))
+    worst = max(((one[k] - mixed[k]).abs().max() / one[k].abs().max().clamp_min(1e-30)).item() for k in one)
+    print(f"{kind}: largest relative difference of the weights after 100 steps {worst:.1e}")
+    assert one[next(iter(one))].dtype == torch.float64 and worst <= 1e-10
+    assert [e["step"] for e in logged(tmp_path / "mixed")] == list(range(100))
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_ten_steps_in_float32(tmp_path, kind):
+    log, script = tmp_path / "log", ROOT / f"train_{kind}.py"
+    for processes in (1, 2):
+        argv = arguments(kind, tmp_path / str(processes), 10, 10)
+        ended(launch(processes, script, argv, log), log)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "2"))
+    worst = max(((one[k] - two[k]).abs().max() / one[k].abs().max().clamp_min(1e-30)).item() for k in one)
+    print(f"{kind}: largest relative difference of the weights after 10 steps {worst:.1e}")
+    assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_overflow_of_one_process_is_skipped_by_both(tmp_path, rank):
+    log = tmp_path / "log"
+    argv = arguments("dit", tmp_path / "run", 6, 1, "--keep-checkpoints", 9)
+    ended(launch(2, OVERFLOW, [str(rank), "3", "dit", *argv], log), log)
+    assert [entry["skipped"] for entry in logged(tmp_path / "run")] == [0, 0, 0, 1, 1, 1]
+    steps = [load_file(tmp_path / "run" / "checkpoints" / f"step_{n}" / "model.safetensors") for n in (3, 4, 5)]
+    assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
+    assert any(not torch.equal(steps[1][name], steps[2][name]) for name in steps[0])
