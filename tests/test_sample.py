@@ -343,7 +343,10 @@ def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
     model, _ = from_run(str(run), "classifier")
     want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}"))
     text = capsys.readouterr().out
-    assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text and f"{want['fd']:.4f}" in text
+    assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text
+    assert (
+        f"\nFD{want['fd']:>{22 + len(format(want['fd'], '.4f'))}.4f}\n" in text
+    )  # the long name does not push the number
     assert fidelity_command([str(a), str(b), "--extractor", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 

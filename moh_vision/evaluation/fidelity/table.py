@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 TITLES = dict(
-    fid="FID", sfid="sFID", inception_score="inception score", kid="KID", precision="precision", recall="recall",
-    fd="FD", spatial_fd="spatial FD", class_score="class score", kernel_distance="kernel distance",
+    fid="FID", fd="FD", sfid="sFID", spatial_fd="spatial FD", inception_score="inception score", class_score="class score",
+    kid="KID", kernel_distance="kernel distance", precision="precision", recall="recall",
 )  # fmt: skip
 
 
 def table(result: dict, generated: str, reference: str) -> str:
     """One line a number, with what it is of, and why one is missing."""
-    count = result["num_reference"]
+    count, label = result["num_reference"], result["label"]
     lines = [
         f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}",
-        f"{result['extractor']}, weights sha256 {(result['weights_sha256'] or 'unknown')[:12]}, label {result['label']}",
+        f"{result['extractor']}, weights sha256 {(result['weights_sha256'] or 'unknown')[:12]}, label {label}",
     ]
+    few = f"@{min(result['num_generated'], count or result['num_generated'])}"
+    biased = few if label.endswith(few) else ""
     for name, title in TITLES.items():
         if name not in result:
             continue
@@ -25,6 +27,6 @@ def table(result: dict, generated: str, reference: str) -> str:
             text = f"{value:.3f} +- {result[name + '_std']:.3f}"
         else:
             text = f"{value:.5f}" if name in ("kid", "kernel_distance") else f"{value:.4f}"
-        first = result["label"] if name in ("fid", "fd") else title
+        first = title + biased if name in ("fid", "fd") else title
         lines.append(f"{first:24}{text}")
     return "\n".join(lines)
