@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import random
 
 from safetensors.torch import load_file
 
@@ -16,13 +14,6 @@ SMALL = dict(
 def arguments(kind, output, steps, save_every, *more):
     every = f"--log-every 1 --max-steps {steps} --save-every {save_every} --output {output}"
     return [*SMALL[kind].split(), *every.split(), *map(str, more)]
-
-
-def rng(what):
-    """Random numbers of one test; the seed is printed, and MOH_VISION_SEED repeats it."""
-    seed = int(os.environ.get("MOH_VISION_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"{what}: MOH_VISION_SEED={seed}")
-    return random.Random(seed)
 
 
 def losses(folder, kind):

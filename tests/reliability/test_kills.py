@@ -6,7 +6,8 @@ import time
 
 import pytest
 from fork_server import ForkServer
-from small_runs import arguments, checkpoint_steps, logged, losses, outcome, rng
+from repeat import cases
+from small_runs import arguments, checkpoint_steps, logged, losses, outcome
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def disturbed(server, tmp_path, kind, signals, steps, save_every, longest):
 
     SIGKILL comes up to `longest` seconds after the start of the process; the others up to 0.3 seconds after its first step.
     """
-    whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", rng(f"{len(signals)} signals to {kind}")
+    whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
     finished(server, kind, whole, arguments(kind, whole / "run", steps, 10**6))
     argv, in_training = arguments(kind, folder / "run", steps, save_every), 0

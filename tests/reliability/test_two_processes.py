@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from repeat import cases
 from safetensors.torch import load_file
-from small_runs import arguments, checkpoint_steps, logged, outcome, rng
+from small_runs import arguments, checkpoint_steps, logged, outcome
 
 pytestmark = pytest.mark.reliability
 
@@ -63,7 +64,7 @@ def ended(process, log, within=120):
 
 
 def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
-    log, random, script = tmp_path / "log", rng("10 signals to rank 1"), ROOT / "train_dit.py"
+    log, random, script = tmp_path / "log", cases(10, "signals to rank 1"), ROOT / "train_dit.py"
     whole = launch(2, script, arguments("dit", tmp_path / "whole", 600, 10**6), log)
     ended(whole, log)
     argv = arguments("dit", tmp_path / "run", 600, 10**6)
