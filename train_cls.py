@@ -25,9 +25,10 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import check_same_classes, open_source
-from moh_vision.engine.checkpoint import load_training, resume_point, save_training
+from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
+from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step
@@ -109,6 +110,7 @@ def train(argv, signals: StopSignals) -> None:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm, signals)
+    saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(run, start, stop, "classification", config.tracker, config.tree(), accelerator.is_main_process)
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
 
@@ -154,7 +156,7 @@ def train(argv, signals: StopSignals) -> None:
 
         if step % config.log_every == 0 or step + 1 == stop:
             values = average_over_step(accelerator, losses)
-            counts = dict(skipped=update.skipped, unreadable=len(unreadable.seen))
+            counts = dict(skipped=update.skipped, failed_saves=saver.failed, unreadable=len(unreadable.seen))
             log.metrics(
                 step,
                 dict(values, lr=lr, grad_norm=round(norm, 4), **counts),
@@ -163,7 +165,8 @@ def train(argv, signals: StopSignals) -> None:
             )
         done = step + 1
         if done % config.save_every == 0 or done == stop or update.stop:
-            save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
+            with user_errors(NAME, (SaveError,), code=1):
+                saver.save(done, model, ema, metadata, last=done == stop or update.stop > 0)
             log.pause()
         if update.stop:
             break
@@ -181,7 +184,7 @@ def train(argv, signals: StopSignals) -> None:
             results = dict(scores, step=stop, weights="ema" if ema else "model")
             (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     log.close()
-    del task, optimizer, stream, update, scheduler
+    del task, optimizer, stream, update, saver, scheduler
     finish(accelerator, stopped)
 
 

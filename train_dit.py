@@ -22,9 +22,10 @@ from moh_vision.data.diffusion_inputs import open_inputs
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
-from moh_vision.engine.checkpoint import load_training, resume_point, save_training
+from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
+from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
@@ -92,6 +93,7 @@ def train(argv, signals: StopSignals) -> None:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     update = Updater(accelerator, o.clip_norm, signals)
+    saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(
         run, start, config.max_steps, "diffusion", config.tracker, config.tree(), accelerator.is_main_process
     )
@@ -125,14 +127,16 @@ def train(argv, signals: StopSignals) -> None:
 
         if step % config.log_every == 0 or step + 1 == config.max_steps:
             values = average_over_step(accelerator, losses)
+            counts = dict(skipped=update.skipped, failed_saves=saver.failed, unreadable=len(unreadable.seen))
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), skipped=update.skipped, unreadable=len(unreadable.seen)),
+                dict(values, lr=lr, grad_norm=round(norm, 4), **counts),
                 f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
             )
         done = step + 1
         if done % config.save_every == 0 or done == config.max_steps or update.stop:
-            save_training(accelerator, run, done, model, ema, metadata, config.keep_checkpoints)
+            with user_errors("train_dit.py", (SaveError,), code=1):
+                saver.save(done, model, ema, metadata, last=done == config.max_steps or update.stop > 0)
             log.pause()
         if update.stop:
             break
@@ -154,7 +158,7 @@ def train(argv, signals: StopSignals) -> None:
     if not stopped:
         best = Path(run, "ema.safetensors" if ema else "model.safetensors")
         accelerator.print(f"{run}: {config.max_steps} steps done; weights in {best}")
-    del task, optimizer, stream, update
+    del task, optimizer, stream, update, saver
     finish(accelerator, stopped)
 
 

@@ -34,3 +34,21 @@ def test_attention_benchmark(tmp_path, monkeypatch, capsys):
             assert 0 < saved["packed"] < saved["masked"]
     assert output.with_suffix(".png").stat().st_size > 10_000
     assert "vit_small 2x17 3/6 token" in capsys.readouterr().out
+
+
+def test_checkpoint_benchmark(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
+    spec = importlib.util.spec_from_file_location("benchmark_checkpoint", ROOT / "benchmarks" / "checkpoint.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    argv = ["checkpoint.py", "--rounds", "2", "--depth", "1", "--folder", str(tmp_path), "--output"]
+    monkeypatch.setattr(sys, "argv", [*argv, str(tmp_path / "result.json")])
+    benchmark.main()
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert {"machine", "sha256_mb_per_s", "load_before"} <= report.keys()
+    assert 0 < report["weights_for_users_mb"] < report["state_mb"]
+    for name in ("copy", "copy all", "checkpoint", "save"):
+        assert report[name]["seconds"]["median"] > 0 and report[name]["to copy"]["median"] > 0
+    assert report["checkpoint"]["seconds"]["median"] <= report["save"]["seconds"]["median"]
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    assert "MB of state" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there.
 
     RUN/checkpoints/step_200/        accelerate's state of model and optimiser, what the script adds
-                             manifest.json    step, format, sha256 of every file
+                             manifest.json    step, format, sha256 of every file and of itself
     RUN/model.safetensors, ema.safetensors    the newest weights for users, with the configuration in the metadata
 
 A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. Loading walks from
@@ -10,41 +10,106 @@ the newest to the oldest and takes the first whose files have the sums of its ma
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from moh_vision.engine.ema import gathered
+from moh_vision.engine.failures import attempt, why_not_written
+from moh_vision.engine.manifest import Seal, damage, fsync
+from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-EMA = "ema.safetensors"
+WEIGHTS, EMA = "model.safetensors", "ema.safetensors"
+RANDOM_STATES = "random_states_*.pkl"  # accelerate's, one of every process
 
 
-def save_training(accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int) -> None:
-    """A checkpoint, and the weights for users beside it.
+def _nothing(point: str = "") -> None:
+    pass
+
+
+def save_training(
+    accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int, at=_nothing
+) -> Optional[str]:
+    """Save a checkpoint after `step` steps, and the weights for users beside it; all processes call it together.
 
     Args:
-        accelerator, run, step, keep: see `save_checkpoint`.
+        accelerator: holds the wrapped model and optimiser.
+        run: folder of the run.
+        step: steps done.
         model: the unwrapped model.
         ema: a `ModelEma`, or None.
         metadata: what is needed to build the model again; the step is added.
+        keep: checkpoints that stay.
+        at: told of every write, flush and rename just after it; a test may end the process there, or raise OSError.
+
+    Returns:
+        None if everything was saved. Otherwise what went wrong, the same on every process: earlier checkpoints are
+        as they were, and what was half written is removed.
     """
-    save_checkpoint(
-        accelerator, run, step, lambda folder: ema and save_file(ema.module.state_dict(), folder / EMA), keep
-    )
-    main, about = accelerator.is_main_process, dict(metadata, step=step)
-    export_weights(model, run / "model.safetensors", about, main)
-    if ema:
-        export_weights(ema.module, run / EMA, about, main)
-    elif main and (run / EMA).exists():
-        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
+    parent, main = run / "checkpoints", accelerator.is_main_process
+    hidden = hidden_folder(parent, step)
+    about = dict(metadata, step=step)
+
+    def begin():
+        tidy(parent)
+        hidden.mkdir(parents=True)
+        at(f"made {hidden.name}")
+        if ema:
+            save_file(_whole(ema.module, True), hidden / EMA)
+            at(f"wrote {EMA} of the state")
+            seal.add(hidden / EMA)
+
+    def write_state():
+        try:
+            with _without_crc32():
+                accelerator.save_state(str(hidden))
+        except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's words for a full disk
+            raise OSError(why_not_written(error, hidden)) from error
+        at("wrote the state")
+        if main:  # random numbers are functions of the step; other processes may be writing theirs still
+            written = (p for p in hidden.rglob("*") if p.is_file() and not p.match(RANDOM_STATES))
+            seal.add(*(p for p in written if p != hidden / EMA))
+
+    def finish():
+        for file in hidden.glob(RANDOM_STATES):
+            file.unlink()
+        seal.close(step)
+        put_in_place(hidden, step, at)
+        seal.meanwhile(rotate, parent, step, keep, at)
+
+    def export():
+        tensors = {WEIGHTS: _whole(model, main)}
+        if not main:
+            return
+        if ema:
+            tensors[EMA] = _whole(ema.module, True)
+        elif (run / EMA).exists():
+            (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
+            at(f"moved {EMA} aside")
+        for name in tensors:
+            _write_hidden(tensors[name], run / name, about, at)
+            seal.flush(_hidden(run / name))
+        seal.wait()
+        for name in tensors:
+            _give_name(run / name, at)
+
+    with Seal(hidden, at) as seal:
+        for part, by_all in ((begin, False), (write_state, True), (finish, False), (export, True)):
+            problem = attempt(part if main or by_all else _nothing)
+            if problem:
+                break
+    if problem and main:
+        with contextlib.suppress(OSError):
+            tidy(parent)
+            for name in (WEIGHTS, EMA):
+                shutil.rmtree(_hidden(run / name).parent, ignore_errors=True)
+    return problem
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
@@ -57,59 +122,27 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
         ema.module.load_state_dict(load_file(folder / EMA))
 
 
-def save_checkpoint(accelerator, run: Path, step: int, write_extra: Callable[[Path], None], keep: int) -> Path:
-    """Save the state after `step` steps, on all processes together.
-
-    Args:
-        accelerator: holds the wrapped model and optimiser.
-        run: folder of the run.
-        step: steps done.
-        write_extra: writes further files into the folder it is given; called on the main process.
-        keep: checkpoints that stay.
-    """
-    parent = run / "checkpoints"
-    hidden, final = parent / f".step_{step}.tmp", parent / f"step_{step}"
-    if accelerator.is_main_process:
-        shutil.rmtree(hidden, ignore_errors=True)
-        hidden.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(hidden))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        for file in hidden.glob("random_states_*.pkl"):
-            file.unlink()  # random numbers are functions of the step
-        write_extra(hidden)
-        files = sorted(p for p in hidden.rglob("*") if p.is_file())
-        sums = {str(p.relative_to(hidden)): _sha256(p) for p in files}
-        (hidden / MANIFEST).write_text(json.dumps(dict(format=FORMAT, step=step, sha256=sums), indent=1))
-        for path in [*files, hidden / MANIFEST, hidden]:
-            _fsync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        hidden.rename(final)
-        _fsync(parent)
-        # Only steps up to this one: newer folders are damaged ones that this run passed over, and take no place.
-        for old in [path for number, path in _steps(parent) if number <= step][keep:]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-    return final
-
-
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
     """(step, folder) of the newest whole checkpoint, or None if there is none at all.
 
     Raises:
-        ValueError: if there are checkpoints and every one is damaged; starting over in silence would lose the run.
+        ValueError: if there are checkpoints and every one is damaged, or there are weights that only a checkpoint can
+            have left; starting over in silence would lose the run.
     """
-    candidates = _steps(run / "checkpoints")
+    candidates = by_age(run / "checkpoints")
     for step, folder in candidates:
-        reason = _damage(folder, step)
+        reason = damage(folder, step)
         if reason is None:
             return step, folder
         say(f"checkpoint {folder} is skipped: {reason}")
     if candidates:
         raise ValueError(
             f"every checkpoint in {run / 'checkpoints'} is damaged; --fresh moves the run aside and starts over"
+        )
+    if (run / WEIGHTS).exists():
+        raise ValueError(
+            f"{run} holds model.safetensors, but {run / 'checkpoints'} no checkpoint; "
+            "--fresh moves the run aside and starts over"
         )
     return None
 
@@ -128,61 +161,62 @@ def resume_point(
     return found
 
 
-def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
+def export_weights(
+    module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True, at=_nothing
+) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON.
 
     With FSDP every process calls it, because shards are gathered, one tensor at a time, and one of them says `write`.
     """
-    tensors = {}
-    for name, value in gathered(module):
-        if write:
-            tensors[name] = value.detach().contiguous().cpu()
+    tensors = _whole(module, write)
     if not write:
         return
-    hidden = path.with_name(f".{path.name}.tmp")
+    try:
+        _write_hidden(tensors, path, metadata, at)
+        fsync(_hidden(path))
+        at(f"flushed {path.name}")
+        _give_name(path, at)
+    finally:
+        shutil.rmtree(_hidden(path).parent, ignore_errors=True)
+
+
+def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
+    """The state dict in main memory, gathered by all processes; empty where it is not kept."""
+    tensors = {}
+    for name, value in gathered(module):
+        if keep:
+            tensors[name] = value.detach().contiguous().cpu()
+    return tensors
+
+
+def _hidden(path: Path) -> Path:
+    """In a folder of its own, because safetensors makes a temporary file beside what it writes."""
+    return path.with_name(f".{path.name}.tmp") / path.name
+
+
+def _write_hidden(tensors: Dict[str, torch.Tensor], path: Path, metadata: Dict[str, object], at) -> None:
+    hidden = _hidden(path)
+    shutil.rmtree(hidden.parent, ignore_errors=True)
+    hidden.parent.mkdir()
     save_file(tensors, hidden, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
     hidden.chmod(0o644)  # safetensors makes it private
-    _fsync(hidden)
-    hidden.rename(path)
+    at(f"wrote {path.name}")
 
 
-def _steps(parent: Path):
-    found = []
-    for folder in parent.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if folder.is_dir() and number.isdigit():
-            found.append((int(number), folder))
-    return sorted(found, reverse=True)
+def _give_name(path: Path, at) -> None:
+    _hidden(path).rename(path)
+    at(f"renamed {path.name}")
+    fsync(path.parent)
+    at(f"flushed the name of {path.name}")
+    _hidden(path).parent.rmdir()
 
 
-def _damage(folder: Path, step: int) -> Optional[str]:
+@contextlib.contextmanager
+def _without_crc32():
+    """The manifest has better sums of what torch.save writes than its own, which take half of its time."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        form, recorded, sums = manifest["format"], manifest["step"], dict(manifest["sha256"])
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} is not readable ({error})"
-    if form != FORMAT:
-        return f"{MANIFEST} has format {form}, this version reads {FORMAT}"
-    if recorded != step:
-        return f"{MANIFEST} is of step {recorded}"
-    for name, expected in sums.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if _sha256(folder / name) != expected:
-            return f"{name} does not have the sha256 of its manifest"
-    return None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
+        yield
     finally:
-        os.close(descriptor)
+        torch.serialization.set_crc32_options(before)

@@ -14,6 +14,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 
+from moh_vision.engine.saver import check_writable
 from moh_vision.engine.tracking import check_tracker
 
 MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
@@ -97,6 +98,7 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
         )
     accelerator.wait_for_everyone()  # all have looked before one writes
     if accelerator.is_main_process:
+        check_writable(folder)
         if fresh and folder.exists():
             number = 1
             while folder.with_name(f"{folder.name}.{number}").exists():

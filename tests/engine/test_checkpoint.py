@@ -25,8 +25,7 @@ def trained(tmp_path):
         if step % 2 == 0:
             save_training(accelerator, tmp_path, step, model, ema, {"architecture": "linear"}, keep=2)
             states[step] = [p.detach().clone() for p in (*model.parameters(), *ema.module.parameters())]
-    yield tmp_path, accelerator, model, optimizer, ema, states
-    accelerator.free_memory()
+    return tmp_path, accelerator, model, optimizer, ema, states
 
 
 def test_layout_and_rotation(trained):
@@ -73,6 +72,21 @@ def test_ema_switched_on_and_off(trained):
     assert "has no EMA" in said[0] and torch.equal(ema.module.weight, model.weight)
 
 
+def test_tensors_that_are_not_contiguous(tmp_path):
+    """channels_last; safetensors refuses them."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    ema = ModelEmaV3(model)
+    assert not ema.module.weight.is_contiguous()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert save_training(accelerator, tmp_path, 1, model, ema, {}, keep=1) is None
+    weight = model.weight.detach().clone()
+    model.weight.data.zero_()
+    ema.module.weight.data.zero_()
+    load_training(accelerator, latest_checkpoint(tmp_path)[1], model, ema)
+    assert torch.equal(model.weight, weight) and torch.equal(ema.module.weight, weight)
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert latest_checkpoint(tmp_path) is None
 
@@ -92,7 +106,7 @@ def damage_by(kind, folder):
     elif kind == "torn manifest":
         manifest.write_text(manifest.read_text()[:20])
     elif kind == "future":
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
     elif kind == "other step":
         folder.rename(folder.with_name("step_8"))
 
@@ -105,7 +119,7 @@ def damage_by(kind, folder):
         ("file gone", "step_6 is skipped: optimizer.bin is missing"),
         ("no manifest", "step_6 is skipped: manifest.json is missing"),
         ("torn manifest", "step_6 is skipped: manifest.json is not readable"),
-        ("future", "step_6 is skipped: manifest.json has format 2, this version reads 1"),
+        ("future", "step_6 is skipped: manifest.json has format 3, this version reads 2"),
         ("other step", "step_8 is skipped: manifest.json is of step 6"),
     ],
 )

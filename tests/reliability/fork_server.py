@@ -55,6 +55,7 @@ def child(request, scripts):
     import torch
 
     from moh_vision.engine.logging import RunLog
+    from moh_vision.engine.saver import Saver
 
     torch.set_num_threads(1)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
@@ -64,7 +65,7 @@ def child(request, scripts):
     os.dup2(log, 2)
     losses = os.open(request["losses"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     script = scripts[request["start"]]
-    average, metrics, save, exact = script.average_over_step, RunLog.metrics, script.save_training, []
+    average, metrics, save, exact = script.average_over_step, RunLog.metrics, Saver.save, []
 
     def recorded_average(accelerator, values):
         exact[:] = [float(v["loss"].detach()).hex() for v in values]
@@ -80,7 +81,7 @@ def child(request, scripts):
 
     script.average_over_step, RunLog.metrics = recorded_average, recorded_metrics
     if request["slow_save"]:
-        script.save_training = slow_save
+        Saver.save = slow_save
     script.main(request["argv"])
 
 

@@ -1,0 +1,137 @@
+"""What makes a checkpoint's folder whole: a manifest with the sum of every file, and of itself.
+
+    {"format": 2, "step": 200, "sha256": {"ema.safetensors": "...", ...}, "own_sha256": "..."}
+
+safetensors and pickles hold no sums, so a flipped bit in a weight would load without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Callable, Dict, List, Optional
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+
+
+class Seal:
+    """Flushes the files of a folder to the disk and takes their sums, in threads, while others are still written.
+
+    What is read back is still in memory. hashlib and fsync let other threads run.
+
+    Args:
+        folder: where the files are.
+        at: told of every flush and write, see `save_training`; called from threads too.
+    """
+
+    def __init__(self, folder: Path, at: Callable[[str], None]):
+        self.folder, self.at = folder, at
+        self.pool = ThreadPoolExecutor(8)
+        self.sums: Dict[str, Future] = {}
+        self.pending: List[Future] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.pool.shutdown(cancel_futures=True)
+
+    def add(self, *paths: Path) -> None:
+        """Files that are written."""
+        for path in sorted(paths, key=lambda path: -path.stat().st_size):  # the longest work first
+            self.flush(path)
+            self.sums[path.relative_to(self.folder).as_posix()] = self.pool.submit(sha256, path)
+
+    def flush(self, path: Path) -> None:
+        """Begin to flush a file that may be elsewhere."""
+        self.meanwhile(self._flush, path)
+
+    def meanwhile(self, work: Callable, *args) -> None:
+        """Begin something that `wait` waits for."""
+        self.pending.append(self.pool.submit(work, *args))
+
+    def wait(self) -> None:
+        for future in self.pending:
+            future.result()
+
+    def close(self, step: int) -> None:
+        """Add what has not been, wait for all, and write and flush the manifest of `step`."""
+        inside = sorted(self.folder.rglob("*"))
+        self.add(*(p for p in inside if p.is_file() and p.relative_to(self.folder).as_posix() not in self.sums))
+        sums = {name: self.sums[name].result() for name in sorted(self.sums)}
+        self.wait()
+        for path in inside:
+            if path.is_dir():
+                self._flush(path)
+        manifest = self.folder / MANIFEST
+        manifest.write_text(manifest_text(step, sums))
+        self.at(f"wrote {MANIFEST}")
+        self._flush(manifest)
+        self._flush(self.folder)
+
+    def _flush(self, path: Path) -> None:
+        fsync(path)
+        self.at(f"flushed {path.name}")
+
+
+def manifest_text(step: int, sums: Dict[str, str]) -> str:
+    """The one text of a manifest; `own_sha256` is of the rest."""
+    body = dict(format=FORMAT, step=step, sha256=sums)
+    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(dict(body, own_sha256=own), indent=1) + "\n"
+
+
+def damage(folder: Path, step: int) -> Optional[str]:
+    """Why a folder is not the whole checkpoint of `step`, or None if it is."""
+    try:
+        text = (folder / MANIFEST).read_text()
+        manifest = json.loads(text)
+        form, recorded, sums = manifest["format"], manifest["step"], dict(manifest.get("sha256", {}))
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} is not readable ({error})"
+    if form != FORMAT:
+        return f"{MANIFEST} has format {form}, this version reads {FORMAT}"
+    # Written again from what was read: nothing can be missing, added or changed and still be the same text.
+    if text != manifest_text(recorded, sums):
+        return f"{MANIFEST} does not have its own sha256"
+    if recorded != step:
+        return f"{MANIFEST} is of step {recorded}"
+    return _first_damaged(folder, sums)
+
+
+def _first_damaged(folder: Path, sums: Dict[str, str]) -> Optional[str]:
+    for name, expected in sums.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            return f"{MANIFEST} names {name}, which is outside of the folder"
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        try:
+            found = sha256(folder / name)
+        except OSError as error:
+            return f"{name} is not readable ({error.strerror})"
+        if found != expected:
+            return f"{name} does not have the sha256 of its manifest"
+    # accelerate loads what it finds under the names it knows.
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    strangers = sorted(name for name in found - sums.keys() - {MANIFEST} if not Path(name).name.startswith("."))
+    return f"{strangers[0]} is not in its manifest" if strangers else None
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

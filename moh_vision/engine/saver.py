@@ -1,0 +1,88 @@
+"""Saves that fail, and runs that live on."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Callable, Dict, Optional
+
+from moh_vision.engine.checkpoint import save_training
+from moh_vision.engine.manifest import fsync
+
+MAX_FAILED_SAVES = 3
+
+
+class SaveError(OSError):
+    """Three saves in a row failed, or the last one of a run."""
+
+
+class Saver:
+    """Saves a run, counts what fails, and gives up after three failures in a row.
+
+    Training goes on after a failure, because a disk that is full now may have room at the next save, and the earlier
+    checkpoints are whole.
+
+    Attributes:
+        failed: saves that failed since the process started.
+        in_a_row: of these the ones since the last that did not.
+    """
+
+    def __init__(self, accelerator, run: Path, keep: int, say: Optional[Callable[[str], None]] = None):
+        """
+        Args:
+            accelerator: holds the wrapped model and optimiser.
+            run: folder of the run.
+            keep: checkpoints that stay.
+            say: told of every failure; default: printed by the main process.
+        """
+        self.accelerator, self.run, self.keep = accelerator, run, keep
+        self.say = say or accelerator.print
+        self.failed = self.in_a_row = 0
+
+    def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
+        """See `save_training`; whether everything was saved, the same on every process.
+
+        Args:
+            step, model, ema, metadata: see `save_training`.
+            last: nothing comes after it, so that a failure is the run's.
+
+        Raises:
+            SaveError: on every process, naming the folder and the system's reason, after three failures in a row or
+                if this one is the last.
+        """
+        problem = save_training(self.accelerator, self.run, step, model, ema, metadata, self.keep)
+        if problem is None:
+            self.in_a_row = 0
+            return True
+        self.failed += 1
+        self.in_a_row += 1
+        told = f"{self.run}: step {step} could not be saved ({problem})"
+        if last or self.in_a_row >= MAX_FAILED_SAVES:
+            count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
+            raise SaveError(f"{told}{count}; earlier checkpoints are intact, and the same command resumes from them")
+        self.say(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+        return False
+
+
+def check_writable(folder: Path) -> None:
+    """Make, flush and delete a file where a run is going to write, before it has done any work.
+
+    Args:
+        folder: of the run; it need not exist, and is not made.
+
+    Raises:
+        ValueError: naming the folder and the system's reason.
+    """
+    folder = Path(folder).absolute()
+    for place in (folder, folder / "checkpoints"):
+        try:
+            if place == folder:
+                place = next(p for p in (folder, *folder.parents) if p.exists())
+            elif not place.exists():
+                continue
+            with tempfile.TemporaryDirectory(prefix=".probe-", dir=place) as probe:
+                file = Path(probe) / "file"
+                file.write_bytes(bytes(4096))
+                fsync(file)
+        except OSError as error:
+            raise ValueError(f"--output {folder} cannot be written: {place}: {error.strerror}") from None

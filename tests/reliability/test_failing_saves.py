@@ -1,0 +1,56 @@
+"""A disk that is full for a while, through the training scripts; test_writer_failures.py has the writer itself."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+from small_runs import arguments, checkpoint_steps, logged
+
+sys.path.insert(0, str(ROOT))
+import train_cls  # noqa: E402
+import train_dit  # noqa: E402
+from moh_vision.engine import saver  # noqa: E402
+
+SCRIPTS = dict(cls=train_cls, dit=train_dit)
+
+
+def full_after(monkeypatch, steps):
+    """The disk is full for the saves of these steps."""
+    save = saver.save_training
+
+    def save_unless_full(accelerator, run, step, *rest):
+        return "[Errno 28] No space left on device" if step in steps else save(accelerator, run, step, *rest)
+
+    monkeypatch.setattr(saver, "save_training", save_unless_full)
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_training_goes_on_and_is_saved_later(tmp_path, monkeypatch, capsys, kind):
+    full_after(monkeypatch, {2, 4, 8})
+    SCRIPTS[kind].main(arguments(kind, tmp_path, 10, 2, "--keep-checkpoints", 9))
+    assert checkpoint_steps(tmp_path) == [6, 10]
+    assert [e["failed_saves"] for e in logged(tmp_path)] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert capsys.readouterr().out.count("No space left on device); training goes on") == 3
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_three_in_a_row_end_the_run(tmp_path, monkeypatch, capsys, kind):
+    full_after(monkeypatch, {4, 6, 8})
+    with pytest.raises(SystemExit) as stop:
+        SCRIPTS[kind].main(arguments(kind, tmp_path, 100, 2))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 1 and "step 8 could not be saved" in error and "3. failure in a row" in error
+    assert checkpoint_steps(tmp_path) == [2] and logged(tmp_path)[-1]["step"] == 7
+
+
+def test_an_output_that_cannot_be_written_is_found_before_any_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saver.tempfile, "TemporaryDirectory", unwritable)
+    with pytest.raises(SystemExit) as stop:
+        train_dit.main(arguments("dit", tmp_path / "run", 10, 2))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "cannot be written" in error and "Read-only" in error
+    assert not (tmp_path / "run").exists()
+
+
+def unwritable(*args, **kwargs):
+    raise OSError(30, "Read-only file system")

@@ -1,0 +1,188 @@
+"""What a power cut, a bad disk or a hand does to the newest checkpoint is found, named, and passed over."""
+
+import json
+
+import pytest
+from small_training import again, one_threaded, seeded
+
+from moh_vision.engine.checkpoint import latest_checkpoint, resume_point
+from moh_vision.engine.manifest import damage, manifest_text
+from moh_vision.engine.script import user_errors
+
+FILES = ("model.safetensors", "optimizer.bin", "ema.safetensors", "manifest.json")
+
+
+@pytest.fixture
+def training():
+    yield from one_threaded()
+
+
+@pytest.fixture
+def run(training, tmp_path):
+    """Steps 2 and 4 are saved."""
+    for step in range(1, 5):
+        training.step(step)
+        if step % 2 == 0:
+            assert training.save(tmp_path / "run", step, keep=2) is None
+    assert {p.name for p in (tmp_path / "run/checkpoints/step_4").iterdir()} == set(FILES)
+    return tmp_path / "run"
+
+
+def falls_back(run, name):
+    """Whether step 2 is taken and one line says that `name` of step 4 is why."""
+    said = []
+    step, folder = latest_checkpoint(run, said.append)
+    assert (step, folder) == (2, run / "checkpoints" / "step_2")
+    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {name} " in said[0], said
+    return True
+
+
+def test_truncated_at_200_places(run):
+    numbers, found = seeded("truncated", 200), 0
+    for trial in range(200):
+        file = run / "checkpoints" / "step_4" / FILES[trial % 4]
+        data = file.read_bytes()
+        # The ends first: an empty file, and one without its last byte.
+        file.write_bytes(data[: [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 4, 2)]])
+        found += falls_back(run, file.name)
+        file.write_bytes(data)
+    assert latest_checkpoint(run)[0] == 4
+    print(f"{found} of 200 truncations found")
+
+
+def test_200_bits_flipped(run):
+    numbers, found = seeded("flipped", 200), 0
+    for trial in range(200):
+        file = run / "checkpoints" / "step_4" / FILES[trial % 4]
+        data = bytearray(file.read_bytes())
+        place, bit = numbers.randrange(len(data)), 1 << numbers.randrange(8)
+        data[place] ^= bit
+        file.write_bytes(data)
+        found += falls_back(run, file.name)
+        data[place] ^= bit
+        file.write_bytes(data)
+    assert latest_checkpoint(run)[0] == 4
+    print(f"{found} of 200 flipped bits found")
+
+
+def test_every_bit_of_a_manifest(run):
+    """Most of them leave readable JSON, so the manifest has a sum of itself."""
+    folder = run / "checkpoints" / "step_4"
+    data = bytearray((folder / "manifest.json").read_bytes())
+    readable = 0
+    for place in range(8 * len(data)):
+        data[place // 8] ^= 1 << place % 8
+        (folder / "manifest.json").write_bytes(data)
+        try:
+            readable += isinstance(json.loads(bytes(data)), dict)
+        except ValueError:
+            pass
+        reason = damage(folder, 4)
+        assert reason and reason.startswith("manifest.json"), place
+        data[place // 8] ^= 1 << place % 8
+    assert readable > len(data)
+    print(f"{8 * len(data)} of {8 * len(data)} flipped bits of a manifest found, {readable} of them in readable JSON")
+
+
+def sums(folder):
+    return json.loads((folder / "manifest.json").read_text())["sha256"]
+
+
+def rewrite(folder, step=4, **more):
+    """A manifest with the right sum of itself."""
+    listed = {name: digest for name, digest in {**sums(folder), **more}.items() if digest}
+    (folder / "manifest.json").write_text(manifest_text(step, listed))
+
+
+def lists_fewer_files(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]["ema.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def future(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(dict(manifest, format=3, files="elsewhere")))
+
+
+def outside(folder):
+    other = "../step_2/model.safetensors"
+    rewrite(folder, **{other: sums(folder.with_name("step_2"))["model.safetensors"]})
+
+
+def empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+CASES = {
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "a future format": (future, "manifest.json has format 3, this version reads 2"),
+    "another step": (lambda f: rewrite(f, step=40), "manifest.json is of step 40"),
+    "a name outside": (outside, "manifest.json names ../step_2/model.safetensors, which is outside of the folder"),
+    "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "manifest.json names /etc/hostname, which is"),
+    "fewer files": (lists_fewer_files, "manifest.json does not have its own sha256"),
+    "a file less": (lambda f: (f / "optimizer.bin").unlink(), "optimizer.bin is missing"),
+    "a folder for a file": (lambda f: ((f / "optimizer.bin").unlink(), (f / "optimizer.bin").mkdir()), "optimizer.bin is"),
+    "a file more": (lambda f: (f / "scaler.pt").write_bytes(b"x"), "scaler.pt is not in its manifest"),
+    "a file unlisted": (lambda f: rewrite(f, **{"ema.safetensors": None}), "ema.safetensors is not in its manifest"),
+    "nothing": (empty, "manifest.json is missing"),
+    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json is not readable"),
+    "a sum that is none": (lambda f: rewrite(f, **{"optimizer.bin": 7}), "optimizer.bin does not have the sha256"),
+    "sums that are none": (
+        lambda f: (f / "manifest.json").write_text('{"format": 2, "step": 4, "sha256": 7}'),
+        "manifest.json is not readable",
+    ),
+    "deep": (lambda f: (f / "manifest.json").write_text("[" * 10**6), "manifest.json is not readable"),
+    "a folder for a manifest": (
+        lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()),
+        "manifest.json is not readable",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_folder_is_passed_over(run, name):
+    damaging, reason = CASES[name]
+    damaging(run / "checkpoints" / "step_4")
+    said = []
+    assert latest_checkpoint(run, said.append)[0] == 2
+    assert len(said) == 1 and f"step_4 is skipped: {reason}" in said[0], said
+
+
+def test_rubbish_beside_is_no_checkpoint(run):
+    for name in (".step_6.tmp", ".step_6.gone", "step_6.tmp", "step_x", "step_", "step_²", "other"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints" / "step_9").write_text("a file")
+    (run / "checkpoints" / "step_4" / ".nfs0001").write_text("of a network disk")
+    said = []
+    assert latest_checkpoint(run, said.append)[0] == 4 and not said
+
+
+def test_a_copy_that_was_moved_aside_is_taken(training, run):
+    """The save of a step that was there ended between its two renames."""
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_4").rename(checkpoints / ".step_4.old")
+    assert latest_checkpoint(run) == (4, checkpoints / ".step_4.old")
+    assert training.save(run, 6, keep=2) is None
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_4", "step_6"]
+
+
+def test_all_damaged_is_no_fresh_start(training, run, capsys):
+    for step in (2, 4):
+        (run / "checkpoints" / f"step_{step}" / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(SystemExit) as exit_, user_errors("train.py"):
+        resume_point(run, 10, fresh=False)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert f"every checkpoint in {run / 'checkpoints'} is damaged; --fresh" in error and len(error.splitlines()) == 1
+    assert resume_point(run, 10, fresh=True) is None
+
+
+def test_weights_without_checkpoints_are_no_fresh_start(run, tmp_path):
+    again(run / "checkpoints", tmp_path / "elsewhere")
+    for folder in (run / "checkpoints").iterdir():
+        folder.rename(tmp_path / folder.name)
+    with pytest.raises(ValueError, match="holds model.safetensors, but .*checkpoints no checkpoint; --fresh"):
+        resume_point(run, 10, fresh=False)
+    assert resume_point(run, 10, fresh=True) is None

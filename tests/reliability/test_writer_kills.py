@@ -1,0 +1,212 @@
+"""A process that is killed while it saves leaves a checkpoint to resume from, wherever it was."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+from small_training import again, at_point, fork, hidden, one_threaded, seeded, wait
+
+from moh_vision.engine.checkpoint import latest_checkpoint
+from moh_vision.engine.manifest import damage, manifest_text
+
+
+@pytest.fixture
+def training():
+    yield from one_threaded()
+
+
+def put(source, folder, step):
+    """A copy of a checkpoint as that of another step."""
+    again(source, folder)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest_text(step, json.loads(manifest.read_text())["sha256"]))
+
+
+def kill_this_process(point):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def only_step_4(checkpoints):
+    shutil.rmtree(checkpoints / "step_2")
+
+
+def steps_2_and_4(checkpoints):
+    pass
+
+
+def step_6_is_there_and_alone(checkpoints):
+    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    for step in (2, 4):
+        shutil.rmtree(checkpoints / f"step_{step}")
+
+
+def step_6_is_there_and_damaged(checkpoints):
+    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    shutil.rmtree(checkpoints / "step_2")
+    (checkpoints / "step_6" / "model.safetensors").write_bytes(b"torn")
+
+
+def killed_before(checkpoints):
+    """The only checkpoint is without its name, and there is rubbish."""
+    shutil.rmtree(checkpoints / "step_2")
+    (checkpoints / "step_4").rename(checkpoints / ".step_4.old")
+    for name in (".step_6.tmp", ".step_2.gone", ".step_5.tmp"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "model.safetensors").write_bytes(b"torn")
+    (checkpoints.parent / ".ema.safetensors.tmp").mkdir()
+    (checkpoints.parent / ".ema.safetensors.tmp" / ".tmpx7").write_bytes(b"torn")
+
+
+def killed_before_and_damaged(checkpoints):
+    """Step 6 was being saved again; the new folder got its name and then a bad sector, the old one is still there."""
+    step_6_is_there_and_damaged(checkpoints)
+    put(checkpoints / "step_4", checkpoints / ".step_6.old", 6)
+    shutil.rmtree(checkpoints / "step_4")
+
+
+BEFORE = (
+    only_step_4,
+    steps_2_and_4,
+    step_6_is_there_and_alone,
+    step_6_is_there_and_damaged,
+    killed_before,
+    killed_before_and_damaged,
+)
+
+
+FAST = (only_step_4, step_6_is_there_and_alone)
+
+
+@pytest.mark.parametrize(
+    "before", [case if case in FAST else pytest.param(case, marks=pytest.mark.reliability) for case in BEFORE]
+)
+def test_killed_at_every_point_of_a_save(training, tmp_path, before):
+    """One checkpoint is kept, so that there is never another one to fall back to."""
+    base, run, states = tmp_path / "base", tmp_path / "run", {}
+    for step in range(1, 7):
+        training.step(step)
+        if step in (2, 4):
+            assert training.save(base, step, keep=2) is None
+        states[step] = training.state()
+        weights = {"model": training.model.state_dict(), "ema": training.ema.module.state_dict()}
+        states[step, "weights"] = {k: {n: t.clone() for n, t in w.items()} for k, w in weights.items()}
+    before(base / "checkpoints")
+
+    again(base, run)
+    points = []
+    assert training.save(run, 6, 1, points.append) is None
+    assert len(points) >= 20 and hidden(run) == []
+    (run / "checkpoints" / "step_6").rename(tmp_path / "step_6")
+
+    ends = {4: 0, 6: 0}
+    for last in range(len(points) + 1):
+        again(base, run)
+        training.load(tmp_path / "step_6")
+        kill = at_point(last, kill_this_process)
+        assert wait(fork(lambda kill=kill: (kill("before all"), training.save(run, 6, 1, kill)))) == -signal.SIGKILL
+        where = "before all" if last == 0 else points[last - 1]
+        step, folder = latest_checkpoint(run, lambda text: None)
+        training.load(folder)
+        found = next(step for step in (4, 6) if states[step] == training.state())
+        assert step == found or before.__name__.startswith(("step_6", "killed_before_and")), where
+        ends[found] += 1
+        for name in ("model", "ema"):
+            with safe_open(run / f"{name}.safetensors", "pt") as file:
+                about = json.loads(file.metadata()["step"])
+                expected = states[about, "weights"][name]
+                assert set(file.keys()) == set(expected), where
+                assert all(torch.equal(file.get_tensor(k), v) for k, v in expected.items()), where
+        # A new process goes on from there and leaves nothing of the dead one.
+        assert training.save(run, 7, 1) is None, where
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"] and hidden(run) == [], where
+        assert damage(run / "checkpoints" / "step_7", 7) is None
+    assert ends[4] > 5 and ends[6] > 3
+    print(f"{before.__name__}: {sum(ends.values())} of {len(points) + 1} kills resumed, at steps {ends}")
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, monkeypatch):
+    """What a kill cannot show, because the system keeps what a dead process wrote: only a power cut loses it."""
+    calls = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append((str(a), str(b))), rename(a, b)))
+    checkpoints = tmp_path / "checkpoints"
+    assert training.save(tmp_path, 1, 1) is None
+    calls.clear()
+    assert training.save(tmp_path, 2, 1) is None
+    tmp, final = checkpoints / ".step_2.tmp", checkpoints / "step_2"
+    named = calls.index((str(tmp), str(final)))
+    flushed = {str(tmp), *(str(tmp / p.name) for p in final.iterdir())}
+    assert len(flushed) == 5 and flushed <= set(calls[:named])
+    deleted = calls.index((str(checkpoints / "step_1"), str(checkpoints / ".step_1.gone")))
+    assert str(checkpoints) in calls[named:deleted]
+    for name in ("model", "ema"):
+        hidden_name = str(tmp_path / f".{name}.safetensors.tmp" / f"{name}.safetensors")
+        at = calls.index((hidden_name, str(tmp_path / f"{name}.safetensors")))
+        assert hidden_name in calls[:at] and str(tmp_path) in calls[at:]
+
+
+def save_for_ever(training, run, keep):
+    """From the newest checkpoint on; every third step is saved twice."""
+    found = latest_checkpoint(run, lambda text: None)
+    if found:
+        training.load(found[1])
+    for step in itertools.count(found[0] + 1 if found else 1):
+        training.step(step)
+        for _ in range(2 if step % 3 == 0 else 1):
+            if training.save(run, step, keep) is not None:
+                raise AssertionError(f"step {step}")
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
+    """The writer is stopped at random instants, rotation included, and looked at from outside."""
+    n = 300
+    numbers = seeded("stops", n)
+    assert training.save(tmp_path, 1, keep) is None
+    child = fork(lambda: save_for_ever(training, tmp_path, keep))
+    seen, torn = set(), 0
+    for _ in range(n):
+        time.sleep(numbers.uniform(0, 0.03))
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        seen.add(latest_checkpoint(tmp_path, lambda text: None)[0])
+        torn += bool(hidden(tmp_path))
+        os.kill(child, signal.SIGCONT)
+    os.kill(child, signal.SIGKILL)
+    assert wait(child) == -signal.SIGKILL
+    print(f"keep {keep}: a whole checkpoint at {n} of {n} stops, {len(seen)} steps, {torn} stops amid a save")
+    assert len(seen) > 50 and torn > 50
+
+
+@pytest.mark.reliability
+def test_killed_at_random_instants_of_saving(training, tmp_path):
+    """One run, killed again and again, ends with the state of one that never was."""
+    n = int(os.environ.get("KILLS", 50))
+    numbers = seeded("kills", n)
+    newest, torn = 0, 0
+    for _ in range(n):
+        child = fork(lambda: save_for_ever(training, tmp_path, 1))
+        time.sleep(numbers.uniform(0, 0.3))
+        os.kill(child, signal.SIGKILL)
+        assert wait(child) == -signal.SIGKILL
+        found = latest_checkpoint(tmp_path, lambda text: None)
+        if newest:
+            assert found[0] >= newest
+        newest = found[0] if found else 0
+        torn += bool(hidden(tmp_path))
+    training.load(found[1])
+    reached = training.state()
+    fresh = type(training)()
+    for step in range(1, newest + 1):
+        fresh.step(step)
+    assert reached == fresh.state()
+    print(f"{n} of {n} kills resumed, {torn} of them amid a save; step {newest} has the bits of an undisturbed run")
+    assert torn > n // 5 and newest > n // 10
