@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
 from moh_vision.data.crop import center_crop
-from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.decode import UnreadableImage, allowed_bad
 from moh_vision.data.order import StepBatches, derive_seed
 
 MAX_BAD_IN_A_ROW = 100
@@ -147,7 +147,7 @@ class BadSamples:
             UnreadableImage: with the newest message, beyond the share.
         """
         self.seen.update(number for number, _ in bad)
-        if len(self.seen) > self.max_fraction * self.total:
+        if len(self.seen) > allowed_bad(self.max_fraction, self.total):
             allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
             raise UnreadableImage(f"{bad[-1][1]} ({len(self.seen)} unreadable so far, allowed are {allowed})")
 

@@ -1,20 +1,39 @@
 """Image files as they are found in the world: one way from bytes to an upright grey or RGB image."""
 
 import io
+import math
+from fractions import Fraction
+from typing import Sequence
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+# A short list: some of Pillow's other formats start programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
+MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
 
 
 class UnreadableImage(ValueError):
     """An image that cannot be decoded; the message names its file, or its shard and byte."""
 
 
+def open_image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """The image in the bytes of a file, its header read and its size checked, but not its pixels.
+
+    Raises:
+        ValueError, and whatever Pillow's decoders raise: not of these formats, or more than MAX_PIXELS.
+    """
+    image = Image.open(io.BytesIO(data), formats=formats)
+    if math.prod(image.size) > MAX_PIXELS:
+        raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
+    return image
+
+
 def decode_image(data: bytes, where: str) -> Image.Image:
     """Decode the bytes of one image file.
 
     A rotation noted in EXIF is applied (timm and torchvision ignore it). CMYK, palette and other colour images become
-    RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits.
+    RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. Of an animation it is the first picture.
 
     Args:
         data: the whole file.
@@ -24,10 +43,12 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         PIL image of mode "L" or "RGB".
 
     Raises:
-        UnreadableImage: naming `where`; also for a file that ends early.
+        UnreadableImage: naming `where`; also for a file that ends early, and for more than MAX_PIXELS.
     """
     try:
-        image = Image.open(io.BytesIO(data))
+        image = open_image(data)
+        if image.mode == "F":
+            raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
         image.load()
         image = upright(image)
         if image.mode in ("1", "LA", "La"):
@@ -40,7 +61,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     except UnidentifiedImageError:
         raise UnreadableImage(f"{where}: cannot identify the image format ({len(data)} bytes)") from None
     except Exception as error:  # decoders raise many kinds
-        raise UnreadableImage(f"{where}: {error}") from None
+        raise UnreadableImage(f"{where}: {str(error) or type(error).__name__}") from None
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -49,3 +70,8 @@ def upright(image: Image.Image) -> Image.Image:
         return ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data do no harm to the pixels
         return image
+
+
+def allowed_bad(fraction: float, total: int) -> int:
+    """How many of `total` images may be unreadable; exact, where 0.29 * 100 in floats is less than 29."""
+    return math.floor(Fraction(str(fraction)) * total)

@@ -25,6 +25,7 @@ class ImageFolder:
     """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); the classes are the folders' names, sorted.
 
     Files are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
+    Links are followed.
 
     Args:
         root: the folder that holds the splits.
@@ -47,7 +48,7 @@ class ImageFolder:
             raise ValueError(f"data.root {root}: {folder} holds no class folders")
         names, labels = [], []
         for label, name in enumerate(self.classes):
-            found = _images(folder, name)
+            found = sorted(_images(folder / name, name, ()))
             if not found:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(EXTENSIONS)})")
             names += found
@@ -75,10 +76,20 @@ class ImageFolder:
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
 
 
-def _images(folder: Path, name: str) -> list:
-    """Image files below folder/name, relative to folder, sorted."""
-    found = []
-    for place, _, files in os.walk(folder / name, followlinks=True):
-        below = os.path.relpath(place, folder)
-        found += [os.path.join(below, f) for f in files if f.lower().endswith(EXTENSIONS) and f[0] != "."]
-    return sorted(found)
+def _images(place: Path, name: str, above: tuple) -> Iterator[str]:
+    """Image files in `place` and below, each as `name`/...; links are followed.
+
+    Args:
+        above: (device, inode) of the folders that led here, to notice a link back to one.
+    """
+    here = place.stat()
+    if (here.st_dev, here.st_ino) in above:
+        raise ValueError(f"{place}: a link to a folder above it")
+    for entry in os.scandir(place):
+        if entry.is_dir():
+            yield from _images(place / entry.name, f"{name}/{entry.name}", (*above, (here.st_dev, here.st_ino)))
+        elif entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != ".":
+            # A dangling link is found, counted and named when it is read; reading a pipe would wait for ever.
+            if os.path.exists(entry.path) and not entry.is_file():
+                raise ValueError(f"{entry.path}: not a file but a pipe, socket or device")
+            yield f"{name}/{entry.name}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
 from moh_vision.data.batches import image_transform
+from moh_vision.data.crop import shorten
 from moh_vision.data.order import derive_seed
 
 
@@ -87,7 +88,9 @@ def imagenet_eval_transform(
         crop_pct=crop_pct,
         crop_mode=crop_mode,
     )
-    return Compose([Grayscale() if channels == 1 else _rgb, transform])
+    # The other modes see the whole image, and make it no larger than they were asked to.
+    first = [shorten] if crop_mode == "center" else []
+    return Compose([*first, Grayscale() if channels == 1 else _rgb, transform])
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:

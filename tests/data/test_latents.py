@@ -355,13 +355,16 @@ def test_damage_is_noticed(tmp_path, vae_folder, root):
     out = tmp_path / "out"
     assert run(vae_folder, root, out) == 0
     cache, path = LatentCache(str(out), "train"), out / "train-000000.tar"
-    data = bytearray(path.read_bytes())
+    data, before = bytearray(path.read_bytes()), path.stat()
     data[int(cache.offset[0]) + 500] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match="train-000000.tar does not have the sha256 of the manifest"):
         cache.verify()
     data[int(cache.offset[0])] ^= 1
     path.write_bytes(data)
+    with pytest.raises(UnreadableImage, match="train-000000.tar: the shard has changed since its index was made"):
+        cache.moments(0)
+    os.utime(path, ns=(0, before.st_mtime_ns))  # as if the disk had done it
     with pytest.raises(UnreadableImage, match="train-000000.tar, latents at byte 1536: not float16 of shape"):
         cache.moments(0)
 

@@ -85,6 +85,11 @@ class LatentCache(TarSamples):
         self.space = LatentSpace(**m["vae"])
         self.size, self.channels, self.img_size = m["size"], self.space.latent_channels, m["shape"][-1]
         self.classes = m["classes"]
+        if self.labels.max() >= len(self.classes):
+            worst = int(self.labels.argmax())
+            raise ValueError(
+                f"{self.where(worst)}: label {self.labels[worst]}, but {path.name} names {len(self.classes)} classes"
+            )
         there = {p.name: (p.stat().st_size, count) for p, count in zip(self.paths, self.shard_sizes)}
         for entry in m["shards"]:
             found = there.pop(entry["shard"], None)
@@ -152,8 +157,23 @@ def _read_manifest(path: Path, root: str, split: str) -> dict:
             LatentSpace(**manifest["vae"]), manifest["size"]
         ):
             raise ValueError(f"dtype {manifest['dtype']}, shape {manifest['shape']} are not those of its VAE and size")
+        _refuse_other_kinds(manifest)
         return manifest
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a manifest of latents ({type(error).__name__}: {error})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except Exception as error:  # what is not there, or of another kind, fails anywhere
+        raise ValueError(f"{path}: not a manifest of latents ({type(error).__name__}: {error})") from None
+
+
+def _refuse_other_kinds(manifest: dict) -> None:
+    vae, shards, classes = manifest["vae"], manifest["shards"], manifest["classes"]
+    numbers = [vae["scaling_factor"], vae["shift_factor"] or 0.0]
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+        raise ValueError(f"scaling_factor {numbers[0]!r} and shift_factor {numbers[1]!r} are not both numbers")
+    if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
+        raise ValueError("name and sha256 of its VAE are not texts")
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise ValueError("classes are not a list of names")
+    kinds = dict(shard=str, samples=int, bytes=int, sha256=str)
+    if not all(isinstance(entry[key], kind) for entry in shards for key, kind in kinds.items()):
+        raise ValueError("shards are not a list of shard, samples, bytes, sha256")

@@ -92,7 +92,7 @@ def load_vae(name: str):
         vae, found = AutoencoderKL.from_pretrained(
             name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a damaged configuration or file fails anywhere
         raise ValueError(f"vae {name}: {_first_line(error)}") from None
     finally:
         logging.set_verbosity(shown)
@@ -118,7 +118,7 @@ def _find(name: str):
             if file.is_file():
                 try:
                     return subfolder, dict(json.loads(file.read_text()))
-                except ValueError as error:
+                except (ValueError, TypeError, RecursionError) as error:
                     raise ValueError(f"{file}: not a configuration that can be read ({error})") from None
         raise FileNotFoundError(f"vae {name}: no config.json in the folder, nor in its subfolder vae")
     if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():

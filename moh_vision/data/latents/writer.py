@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.data.decode import allowed_bad
 from moh_vision.data.latents.cache import LatentCache, npy_bytes, write_manifest
 from moh_vision.data.latents.images import ImageBatches
 from moh_vision.data.latents.ranks import Ranks
@@ -160,7 +161,7 @@ class LatentWriter:
         write_manifest(self.out, self.split, *about, shards)
 
     def _refuse_too_many_bad(self, bad: List[list]) -> None:
-        if len(bad) > self.max_bad_fraction * len(self.source):
+        if len(bad) > allowed_bad(self.max_bad_fraction, len(self.source)):
             raise ValueError(
                 f"{bad[-1][1]}; {len(bad)} bad of {len(self.source)} images, more than --max-bad-fraction "
                 f"{self.max_bad_fraction:g} allows"

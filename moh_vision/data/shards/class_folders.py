@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Dict, List, NamedTuple, Optional
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -114,6 +115,8 @@ def _walk(folder: Path, prefix: str, label: int, found: ClassFolders, above: tup
             _walk(folder / entry.name, path, label, found, (*above, (here.st_dev, here.st_ino)))
         elif entry.name.lower().endswith(EXTENSIONS):
             stat = entry.stat()  # a dangling link is an error that names it
+            if not S_ISREG(stat.st_mode):  # reading a pipe would wait for ever
+                raise ValueError(f"{folder / entry.name}: not a file but a pipe, socket or device")
             found.files.append(ImageFile(path, label, stat.st_size, stat.st_mtime_ns))
         else:
             found.left_out.append(path)

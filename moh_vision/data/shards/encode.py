@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 
 from PIL import Image
 
-from moh_vision.data.decode import upright
+from moh_vision.data.decode import open_image, upright
 
 STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
 READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
@@ -30,7 +30,7 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
     if not data:
         raise BadImage("zero bytes")
     try:
-        image = Image.open(io.BytesIO(data), formats=READ)
+        image = open_image(data, READ)
         image.load()
         if size is None:
             if image.format not in STORED:

@@ -51,17 +51,19 @@ class ShardRecord:
             raise ValueError(f"--out {out} holds {strangers[0]}, which this command did not write; take another folder")
 
     def _read(self) -> None:
-        *lines, _torn = self.path.read_text("utf-8").split("\n")
         try:
+            *lines, _torn = self.path.read_text("utf-8").split("\n")
             header, *entries = [json.loads(line) for line in lines]
             if header["format"] != FORMAT:
                 raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
             for part in self._parts():
                 entries += [json.loads(line) for line in part.read_text("utf-8").split("\n")[:-1]]
+            for entry in entries:
+                _refuse_other_kinds(entry)
             self.entries = {entry["shard"]: entry for entry in entries}
-        except (ValueError, KeyError, TypeError) as error:
+            found = _differences(header, self.header)
+        except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(f"{self.path} is not a record of shards that can be read: {error}") from None
-        found = _differences(header, self.header)
         if found:
             more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
             raise ValueError(
@@ -128,6 +130,16 @@ class RecordPart:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _refuse_other_kinds(entry: dict) -> None:
+    kinds = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)
+    for key, kind in kinds.items():
+        if not isinstance(entry[key], kind):
+            raise ValueError(f"{key} is {entry[key]!r}")
+    for which, reason in entry["bad"]:
+        if not isinstance(which, (str, int)) or not isinstance(reason, str):
+            raise ValueError(f"bad holds {which!r}, {reason!r}")
 
 
 def _differences(saved: dict, asked: dict) -> List[str]:

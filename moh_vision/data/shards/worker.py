@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Tuple
 
+from moh_vision.data.decode import allowed_bad
 from moh_vision.data.shards.class_folders import ImageFile
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.shards.shard_file import ShardFile
@@ -77,7 +78,7 @@ def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
 
 def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
     """Raise ValueError if `bad` images are more than may be; `path` is the one that was met."""
-    if bad > job.max_bad_fraction * job.images:
+    if bad > allowed_bad(job.max_bad_fraction, job.images):
         raise ValueError(
             f"{job.root / path}: {reason}; {bad} bad of {job.images} images, "
             f"more than --max-bad-fraction {job.max_bad_fraction:g} allows"

@@ -1,0 +1,169 @@
+"""Where the samples of webdataset shards are: read from the tar headers once, and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Dict, Iterator, List, Sequence, Tuple
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+INDEX_FORMAT = "1"
+MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
+ARRAYS = ("shard", "offset", "size", "label")
+NO_MEMBER = bytes(tarfile.BLOCKSIZE)  # ends a tar file
+
+ShardStat = Tuple[str, int, int]  # name, bytes, time of change in ns
+
+
+def write_index(place: Path, meta: dict, arrays: Dict[str, np.ndarray]) -> None:
+    """Write an index, whole or not at all."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    hidden = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+    save_file(arrays, hidden, metadata={"format": INDEX_FORMAT, "meta": json.dumps(meta)})
+    hidden.chmod(0o644)  # safetensors writes 0600, and others may share the folder
+    hidden.rename(place)
+
+
+def read_index(place: Path, stats: List[ShardStat]) -> Tuple[dict, Dict[str, np.ndarray]]:
+    """(meta: shards and samples of each; arrays of ARRAYS) of an index.
+
+    Args:
+        place: the file.
+        stats: the shards as they are now.
+
+    Raises:
+        ValueError: naming the file, if it is damaged or of other shards.
+    """
+    again = "delete it to build it again"
+    try:
+        with safe_open(place, "numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}
+        form, meta = metadata.get("format"), json.loads(metadata.get("meta", "null"))
+        if form == INDEX_FORMAT:
+            recorded = {name: (size, mtime) for name, size, mtime in meta["shards"]}
+    except Exception as error:  # damaged headers make many kinds
+        raise ValueError(f"{place}: not an index that can be read ({_line(error)}); {again}") from None
+    if form != INDEX_FORMAT:
+        raise ValueError(f"{place}: not an index of this version; {again}")
+    for name, size, mtime in stats:
+        if recorded.pop(name, None) != (size, mtime):
+            raise ValueError(
+                f"shard {name} was added or changed since the index {place} was made; delete the index to build it again"
+            )
+    if recorded:
+        raise ValueError(
+            f"shard {next(iter(recorded))} of the index {place} is gone; delete the index to build it again"
+        )
+    wrong = _contradiction(arrays, meta.get("samples"), [size for _, size, _ in stats])
+    if wrong:
+        raise ValueError(f"{place}: not an index that can be right ({wrong}); {again}")
+    return meta, arrays
+
+
+def _contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
+    """What cannot be so in an index; "" if nothing."""
+    if set(arrays) != set(ARRAYS) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
+        return f"expected {', '.join(ARRAYS)} as vectors of int64"
+    if len({len(a) for a in arrays.values()}) > 1 or not len(arrays["shard"]):
+        return "vectors of unequal length, or empty"
+    shard, offset, size, label = (arrays[name] for name in ARRAYS)
+    if shard.min() < 0 or shard.max() >= len(sizes) or np.bincount(shard, minlength=len(sizes)).tolist() != samples:
+        return "samples that no shard has"
+    if (np.diff(shard) < 0).any():
+        return "shards out of order"
+    if label.min() < 0 or label.max() >= MAX_CLASSES:
+        return f"labels outside of 0 to {MAX_CLASSES - 1}"
+    room = np.array(sizes, dtype=np.int64)[shard]
+    if offset.min() < 0 or size.min() < 0 or (size > room).any() or (offset > room - size).any():
+        return "samples outside of their shard"
+    return ""
+
+
+def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[str, np.ndarray], List[int]]:
+    """(arrays of ARRAYS, samples of each shard), from the headers of the shards.
+
+    Nothing is extracted; links, devices and folders are passed over, whatever their names say.
+
+    Args:
+        extensions: of a sample's member.
+        what: that member, in errors.
+
+    Raises:
+        ValueError: naming shard and member: cut off or damaged, a sample that is not whole or comes twice, a label that
+            is none.
+    """
+    rows, samples = [], []
+    for number, path in enumerate(paths):
+        found: dict = {}
+        with _open(path) as tar:
+            for member in _members(tar, path):
+                parent, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
+                kind = what if extension.lower() in extensions else "label" if extension == "cls" else None
+                entry = found.setdefault(f"{parent}/{stem}", {})
+                if kind in entry:
+                    raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
+                if kind == what:
+                    entry[what] = (member.offset_data, member.size)
+                elif kind == "label":
+                    entry["label"] = _label(tar, member, path)
+        for key, entry in found.items():
+            if set(entry) != {what, "label"}:
+                missing = what if what not in entry else ".cls file"
+                raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+            rows.append((number, *entry[what], entry["label"]))
+        samples.append(len(found))
+    if not rows:
+        raise ValueError(f"{paths[0].parent}: the shards hold no samples")
+    table = np.array(rows, dtype=np.int64)
+    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(ARRAYS)}, samples
+
+
+def _open(path: Path) -> tarfile.TarFile:
+    try:
+        # Not compressed: the offsets would not be those of the file.
+        return tarfile.open(path, "r:")
+    except tarfile.TarError as error:
+        raise ValueError(f"{path}: not a readable tar file, uncompressed ({error})") from None
+
+
+def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a shard; tarfile itself takes a damaged header for the end."""
+    size, count = path.stat().st_size, 0
+    while True:
+        try:
+            member = tar.next()
+        except Exception as error:  # damaged headers make many kinds
+            raise ValueError(f"{path}: not a readable tar file behind member {count} ({_line(error)})") from None
+        if member is None:
+            break
+        count += 1
+        if member.size < 0 or member.issparse():
+            raise ValueError(f"{path}: {member.name} is a sparse file, or has a negative size; expected plain files")
+        if not member.isreg():
+            continue
+        if member.offset_data + member.size > size:
+            raise ValueError(f"{path}: cut off within {member.name}, member {count}; the file has {size} bytes")
+        yield member
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(len(NO_MEMBER)) != NO_MEMBER:
+        raise ValueError(f"{path}: cut off or damaged behind member {count}, at byte {tar.offset} of {size}")
+
+
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
+    text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
+    if not text.isdigit():
+        raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more")
+    if int(text) >= MAX_CLASSES:
+        raise ValueError(f"{path}: {member.name} holds class number {text}, allowed are 0 to {MAX_CLASSES - 1}")
+    return int(text)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

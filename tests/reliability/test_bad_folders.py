@@ -1,0 +1,146 @@
+"""Folders and labels that make no sense: one message that names the path and what is allowed, and no waiting."""
+
+import io
+import os
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "data"))
+from pictures import encoded, gradient, write_folder  # noqa: E402
+from test_sources import write_shards  # noqa: E402
+
+from moh_vision.data.batches import LabelledImages, image_transform, training_batches  # noqa: E402
+from moh_vision.data.order import StepBatches  # noqa: E402
+from moh_vision.data.shards import convert  # noqa: E402
+from moh_vision.data.splits import check_same_classes, open_source  # noqa: E402
+
+
+def shard(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "label, words",
+    [
+        (b"-1", "'-1', expected a class number of 0 or more"),
+        (b"3.0", "'3.0', expected a class number"),
+        (b"cat", "'cat', expected a class number"),
+        (b"", "'', expected a class number"),
+        (b"\xff\xfe", "expected a class number"),
+        ("\u0663".encode(), "expected a class number"),  # a digit for Python
+        (b"!!python/object:os.system", "expected a class number"),
+        (b"1000000", "class number 1000000, allowed are 0 to 999999"),
+        (b"9" * 32, "class number 9{32}, allowed are 0 to 999999"),
+        (b"9" * 99, "class number 9{32}, allowed are 0 to 999999"),
+    ],
+)
+def test_labels_that_are_none(tmp_path, label, words):
+    shard(tmp_path / "train-000000.tar", [("0.png", encoded(gradient())), ("0.cls", label)])
+    with pytest.raises(ValueError, match=f"train-000000.tar: 0.cls holds .*{words}"):
+        open_source(str(tmp_path), "train")
+
+
+def test_a_label_beyond_classes_txt(tmp_path):
+    write_shards(tmp_path, count=5, classes=5)
+    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
+    with pytest.raises(ValueError, match="train-000000.tar: label 4, but .*classes.txt names 4 classes"):
+        open_source(str(tmp_path), "train")
+    (tmp_path / "classes.txt").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="classes.txt: not UTF-8"):
+        open_source(str(tmp_path), "train")
+
+
+def test_other_classes_in_val(tmp_path):
+    root = write_folder(tmp_path / "folder", classes=("cat", "dog", "owl"))
+    (root / "val" / "owl").rename(tmp_path / "moved")
+    train, val = (open_source(str(root), split) for split in ("train", "val"))
+    with pytest.raises(ValueError, match=f"data.root {root}: 3 classes in train, 2 in val; train has class 'owl'"):
+        check_same_classes(train.classes, "train", val, str(root))
+    shards = write_shards(tmp_path / "shards", classes=2)
+    write_shards(shards, classes=4, split="val")
+    train, val = (open_source(str(shards), split) for split in ("train", "val"))
+    with pytest.raises(
+        ValueError, match="2 classes in train, 4 in val; val has class '2' and 1 more, which train has not"
+    ):
+        check_same_classes(train.classes, "train", val, str(shards))
+
+
+def test_empty_folders(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    with pytest.raises(FileNotFoundError, match=f"data.root {root}: neither train-\\*.tar shards nor a folder train"):
+        open_source(str(root), "train")
+    (root / "train").mkdir()
+    with pytest.raises(ValueError, match=f"data.root {root}: {root}/train holds no class folders"):
+        open_source(str(root), "train")
+    (root / "train" / "cat").mkdir()
+    with pytest.raises(ValueError, match=f"{root}/train/cat: a class folder without images .*.jpg"):
+        open_source(str(root), "train")
+    with pytest.raises(ValueError, match="class folder cat holds no images .*.jpg"):
+        convert(str(root), str(tmp_path / "out"))
+    root = write_folder(tmp_path / "one")
+    for file in (root / "train" / "dog").iterdir():
+        file.unlink()
+    with pytest.raises(ValueError, match=f"{root}/train/dog: a class folder without images"):
+        open_source(str(root), "train")
+    empty = tmp_path / "shards"
+    empty.mkdir()
+    shard(empty / "train-000000.tar", [])
+    with pytest.raises(ValueError, match=f"{empty}.*hold no samples"):
+        open_source(str(empty), "train")
+    (empty / "train-000000.tar").write_bytes(b"")
+    with pytest.raises(ValueError, match="train-000000.tar: not a readable tar file"):
+        open_source(str(empty), "train")
+
+
+@pytest.mark.parametrize("place", ["folder", "shards"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, place):
+    if place == "folder":
+        root = write_folder(tmp_path / "data")
+        os.mkfifo(root / "train" / "cat" / "9.png")
+        with pytest.raises(ValueError, match="train/cat/9.png: not a file but a pipe"):
+            convert(str(root), str(tmp_path / "out"))
+    else:
+        root = write_shards(tmp_path / "data")
+        os.mkfifo(root / "train-000009.tar")
+    with pytest.raises(ValueError, match="9.(png|tar): not a file"):
+        open_source(str(root), "train")
+
+
+def test_a_link_to_a_folder_above_is_named(tmp_path):
+    root = write_folder(tmp_path / "data")
+    os.symlink(root / "train" / "cat", root / "train" / "cat" / "again")
+    with pytest.raises(ValueError, match="cat/again: a link to a folder above it"):
+        open_source(str(root), "train")
+    with pytest.raises(ValueError, match="cat/again: a link to a folder above it"):
+        convert(str(root), str(tmp_path / "out"))
+
+
+def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):
+    root = write_folder(tmp_path / "data", train=2)
+    os.symlink(root / "train" / "dog", root / "train" / "cat" / "more")
+    os.symlink(tmp_path / "nowhere.png", root / "train" / "dog" / "9.png")
+    source = open_source(str(root), "train")
+    assert np.bincount(source.labels).tolist() == [2 + 3, 3]
+    with pytest.raises(ValueError, match="train/dog/9.png: No such file"):
+        source.image(len(source) - 1)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, workers):
+    source = open_source(str(write_shards(tmp_path / "d", count=3, per_shard=3)), "train")
+    images = LabelledImages(source, image_transform("none", 4, 3, [0.5] * 3, [0.5] * 3), 0)
+    order = StepBatches(
+        source.shard_sizes, group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3
+    )
+    seen = np.concatenate([batch["labels"].numpy() for batch in training_batches(images, order, workers)])
+    assert len(seen) == 21 and np.bincount(seen).tolist() == [7, 7, 7]  # epochs follow each other inside a batch

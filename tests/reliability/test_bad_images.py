@@ -1,0 +1,265 @@
+"""Bad images: read rightly, or named, or counted to the sample."""
+
+import io
+import os
+import struct
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from growth import cost
+from PIL import Image
+
+sys.path.insert(0, str(ROOT / "tests" / "data"))
+from pictures import encoded, gradient, rotated_by_exif, write_folder  # noqa: E402
+from test_sources import write_shards  # noqa: E402
+
+from moh_vision.data.batches import (  # noqa: E402
+    BadSamples,
+    LabelledImages,
+    evaluation_batches,
+    image_transform,
+    training_batches,
+)
+from moh_vision.data.crop import center_crop  # noqa: E402
+from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image  # noqa: E402
+from moh_vision.data.imagenet import imagenet_eval_transform  # noqa: E402
+from moh_vision.data.latents.images import CroppedImages  # noqa: E402
+from moh_vision.data.order import StepBatches  # noqa: E402
+from moh_vision.data.shards.encode import BadImage, encode_sample  # noqa: E402
+from moh_vision.data.splits import open_source  # noqa: E402
+from moh_vision.evaluation.fidelity.images import ImageFolder as ScoredFolder  # noqa: E402
+
+
+def png(width, height, depth, color, rows) -> bytes:
+    """A PNG whose pixel data are `rows`, compressed."""
+    out = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b"")):
+        out += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return out
+
+
+def bomb(width=30_000, height=30_000) -> bytes:
+    """A whole and valid image: black, one bit a pixel, a thousandth of the size."""
+    return png(width, height, 1, 0, bytes((1 + -(-width // 8)) * height))
+
+
+PHOTO = encoded(gradient(64, 64), "JPEG", quality=95)
+
+
+def animation(form) -> bytes:
+    return encoded(gradient(), form, save_all=True, append_images=[Image.new("RGB", (12, 8), "blue")] * 2)
+
+
+def cut(percent) -> bytes:
+    return PHOTO[: len(PHOTO) * percent // 100]
+
+
+REFUSED = {
+    "empty.jpg": (b"", r"cannot identify the image format \(0 bytes\)"),
+    "text.jpg": (b"not an image at all", r"cannot identify the image format \(19 bytes\)"),
+    "cut10.jpg": (cut(10), "[Tt]runcated|cannot identify"),
+    "cut50.jpg": (cut(50), "[Tt]runcated"),
+    "cut90.jpg": (cut(90), "[Tt]runcated"),
+    "bomb.png": (bomb(), "900000000 pixels"),
+    "large.png": (bomb(10_000, 9_000), f"10000 x 9000 pixels, at most {MAX_PIXELS} are read"),
+    "float.tiff": (encoded(Image.fromarray(np.ones((8, 12), np.float32)), "TIFF"), "floating-point pixels"),
+    "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
+}
+GREY16 = Image.fromarray(np.asarray(gradient().convert("L")).astype(np.uint16) * 257)
+READ = {
+    "cmyk.jpg": (encoded(gradient().convert("CMYK"), "JPEG", quality=95), gradient(), 30),
+    "grey16.png": (encoded(GREY16), gradient().convert("L"), 0),
+    "colour16.png": (png(1, 1, 16, 2, b"\0\xff\xff\x80\x00\x00\x00"), Image.new("RGB", (1, 1), (255, 128, 0)), 1),
+    "animated.gif.jpg": (animation("GIF"), gradient(), 80),
+    "animated.png": (animation("PNG"), gradient(), 0),
+    "animated.webp": (animation("WEBP"), gradient(), 40),
+    "turned.png": (rotated_by_exif(), gradient(), 0),
+    "one.png": (encoded(Image.new("RGB", (1, 1), (1, 2, 3))), Image.new("RGB", (1, 1), (1, 2, 3)), 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_named(name):
+    data, words = REFUSED[name]
+    with pytest.raises(UnreadableImage, match=f"^some/{name}: .*({words})") as error:
+        decode_image(data, f"some/{name}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_odd_is_read_rightly(name):
+    data, expected, tolerance = READ[name]
+    image = decode_image(data, name)
+    assert (image.size, image.mode) == (expected.size, expected.mode)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int)).max() <= tolerance
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """12 good images of two classes, and the nine bad ones."""
+    root = write_folder(tmp_path / "images", train=6, val=1)
+    for name, (data, _) in REFUSED.items():
+        (root / "train" / "dog" / name).write_bytes(data)
+    return root
+
+
+def test_every_bad_image_is_counted_and_left_out(folder):
+    source = open_source(str(folder), "train")
+    images = LabelledImages(source, image_transform("none", 8, 3, [0.5] * 3, [0.5] * 3), 0, replace=False)
+    counted = BadSamples(len(source), 9 / 21 + 1e-9)
+    batches = list(evaluation_batches(images, [list(range(21))], 0, counted))
+    assert sum(len(b["images"]) for b in batches) == 12
+    named = {os.path.basename(os.fsdecode(bytes(source.files[i]))) for i in counted.seen}
+    assert named == set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    "total, fraction, allowed", [(100, 0.29, 29), (30, 0.1, 3), (2000, 0.001, 2), (1999, 0.001, 1)]
+)
+def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
+    assert allowed_bad(fraction, total) == allowed
+    counted = BadSamples(total, fraction)
+    counted.check([(i, f"{i}.png: bad") for i in range(allowed)])
+    counted.check([(0, "0.png: bad")])  # the same one again is no other
+    with pytest.raises(
+        UnreadableImage, match=rf"new.png: bad \({allowed + 1} unreadable so far, .*{fraction} of {total}"
+    ):
+        counted.check([(allowed, "new.png: bad")])
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_run_ends_with_one_bad_image_too_many(tmp_path, extra):
+    """100 images, 29 % allowed: 29 bad ones are passed over, the 30th ends it."""
+    root = write_folder(tmp_path, classes=("cat",), train=100, val=1)
+    for i in range(29 + extra):
+        (root / "train" / "cat" / f"{3 * i}.png").write_bytes(b"bad")
+    source = open_source(str(root), "train")
+    counted = BadSamples(100, 0.29)
+    order = StepBatches(
+        source.shard_sizes, group=1, seed=0, batch_size=20, accumulation=1, rank=0, world=1, start=0, stop=5
+    )
+    images = LabelledImages(source, image_transform("none", 8, 3, [0.5] * 3, [0.5] * 3), 0)
+    stream = training_batches(images, order, 0, counted)
+    if extra:
+        with pytest.raises(UnreadableImage, match=r"cat/\d+.png: cannot identify.*30 unreadable so far.*0.29 of 100"):
+            list(stream)
+    else:
+        assert [len(batch["images"]) for batch in stream] == [20] * 5
+        assert len(counted.seen) == 29
+
+
+# ---------------------------------------------------------------- bombs
+
+
+def message(work) -> str:
+    try:
+        return f"was read: {work()}"
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("door", ["training", "shards", "shards with a size", "latents", "scores"])
+def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
+    root = write_folder(tmp_path, classes=("cat",), train=1, val=1)
+    path, data = root / "train" / "cat" / "0.png", bomb()
+    path.write_bytes(data)
+    source = open_source(str(root), "train")
+    works = {
+        "training": lambda: message(lambda: source.image(0)),
+        "shards": lambda: message(lambda: encode_sample(data, None, 95)),
+        "shards with a size": lambda: message(lambda: encode_sample(data, 256, 95)),
+        "latents": lambda: str(CroppedImages(source, 16, 3)[0][1]),
+        "scores": lambda: message(lambda: next(ScoredFolder(path.parent).batches(4))),
+    }
+    found = cost(works[door])
+    assert "900000000 pixels" in found["result"] and ("shards" in door or str(path) in found["result"])
+    assert found["seconds"] <= 1 and found["mib"] <= 200, found
+
+
+def test_our_limit_holds_where_pillows_is_switched_off(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert "900000000" not in cost(lambda: message(lambda: decode_image(bomb(), "b")))["result"]
+    for work in (lambda: decode_image(bomb(), "b.png"), lambda: encode_sample(bomb(), None, 95)):
+        found = cost(lambda work=work: message(work))
+        assert "30000 x 30000 pixels" in found["result"] and found["mib"] <= 200, found
+    with pytest.raises(BadImage, match="30000 x 30000 pixels, at most"):
+        encode_sample(bomb(), None, 95)
+
+
+@pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
+def test_a_thread_of_pixels_is_not_enlarged_to_gigabytes(size):
+    picture = decode_image(encoded(Image.new("RGB", size, (9, 8, 7))), "thread.png")
+    normal = dict(mean=(0.0,) * 3, std=(1.0,) * 3)
+    val = imagenet_eval_transform(256, 3, **normal, crop_mode="center")
+    for work in (lambda: center_crop(picture, 256).getpixel((128, 128)), lambda: list(val(picture).shape)):
+        found = cost(work)
+        assert found["result"] in ([9, 8, 7], [3, 256, 256]) and found["mib"] <= 200, found
+
+
+def test_images_that_are_not_threads_are_cropped_as_ever():
+    image = gradient(320, 10)
+    short, kept = 10, 16
+    whole = image.resize((512, 16), Image.Resampling.BICUBIC).crop((248, 0, 264, 16))
+    assert center_crop(image, kept).tobytes() == whole.tobytes() and short * 32 == 320
+
+
+# ---------------------------------------------------------------- files that go away
+
+
+def test_files_deleted_while_reading_are_counted(tmp_path):
+    root = write_folder(tmp_path, train=10)
+    source = open_source(str(root), "train")
+    for name in ("cat/3.png", "dog/7.png"):
+        (root / "train" / name).unlink()
+    images = LabelledImages(source, image_transform("none", 8, 3, [0.5] * 3, [0.5] * 3), 0)
+    for workers in (0, 1):
+        order = StepBatches((20,), group=1, seed=0, batch_size=10, accumulation=1, rank=0, world=1, start=0, stop=2)
+        counted = BadSamples(20, 0.1)
+        assert [len(b["images"]) for b in training_batches(images, order, workers, counted)] == [10, 10]
+        assert counted.seen == {3, 17}
+    with pytest.raises(UnreadableImage, match="(3|7).png: No such file"):
+        list(training_batches(images, order, 0))
+
+
+@pytest.mark.parametrize("fault", ["deleted", "cut", "replaced"])
+def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
+    folder = write_shards(tmp_path / "d", count=20)
+    source = open_source(str(folder), "train")
+    shard = folder / "train-000001.tar"
+    if fault == "deleted":
+        shard.unlink()
+    elif fault == "cut":
+        os.truncate(shard, 2000)
+    else:
+        other = write_shards(tmp_path / "other", count=20, classes=2)
+        os.replace(other / "train-000001.tar", shard)
+    assert source.image(3).size == (6, 4)
+    with pytest.raises(UnreadableImage, match="train-000001.tar.*(No such file|has changed since its index)"):
+        source.image(13)
+    source = LabelledImages(source, image_transform("none", 8, 3, [0.5] * 3, [0.5] * 3), 0, replace=False)
+    counted = BadSamples(20, 0.5)
+    assert sum(len(b["images"]) for b in evaluation_batches(source, [list(range(20))], 0, counted)) == 10
+    assert counted.seen == set(range(10, 20))
+
+
+def test_a_shard_cut_while_it_is_open_is_named(tmp_path):
+    source = open_source(str(write_shards(tmp_path / "d", count=10)), "train")
+    assert source.image(0).size == (6, 4)
+    os.truncate(tmp_path / "d" / "train-000000.tar", int(source.offset[5]) + 10)
+    with pytest.raises(UnreadableImage, match=r"train-000000.tar, image at byte \d+: 10 bytes of \d+ are there"):
+        source.image(5)
+
+
+def test_the_scores_folder_names_bad_files(tmp_path):
+    for name in ("cut50.jpg", "text.jpg", "empty.jpg", "script.jpg"):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        (tmp_path / name).write_bytes(REFUSED[name][0])
+        with pytest.raises(ValueError, match=f"{name}: not a readable image"):
+            next(ScoredFolder(tmp_path).batches(4))
+    with pytest.raises(BadImage, match="not an image that can be read"):
+        encode_sample(io.BytesIO(REFUSED["script.jpg"][0]).getvalue(), None, 95)

@@ -1,0 +1,171 @@
+"""Manifests, records and configurations beside data that are damaged or made up: one line that names the file."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+from repeat import cases
+
+sys.path.insert(0, str(ROOT / "tests" / "data"))
+from pictures import write_folder  # noqa: E402
+from tiny_vae import save_tiny_vae  # noqa: E402
+
+from moh_vision.data.latents import LatentCache, load_vae  # noqa: E402
+from moh_vision.data.latents.conversion import write_latents  # noqa: E402
+from moh_vision.data.shards import convert  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    write_folder(folder / "images", train=4, val=1)
+    save_tiny_vae(folder / "vae")
+    write(folder)
+    convert(str(folder / "images"), str(folder / "shards"), workers=1, say=lambda text: None)
+    return folder
+
+
+def write(folder):
+    write_latents(
+        str(folder / "images"),
+        str(folder / "latents"),
+        vae=str(folder / "vae"),
+        size=8,
+        workers=0,
+        say=lambda text: None,
+    )
+
+
+JUNK = [None, 5, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, 2**70, ""]
+
+
+def places(tree, path=()):
+    """Where values stand in a tree of JSON."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from places(value, (*path, key))
+
+
+def changed(tree, path, value):
+    tree = json.loads(json.dumps(tree))
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return tree
+
+
+def check(file, read, text) -> bool:
+    """Whether `read` refuses the text, which it then does in one line."""
+    try:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        read()
+        return False
+    except (ValueError, FileNotFoundError) as error:
+        assert "\n" not in str(error) and (file.name in str(error) or str(file.parent) in str(error)), str(error)
+        return True
+
+
+def test_every_value_of_a_manifest(world):
+    """Each replaced by junk of every type: refused, or the latents are read as before (the name of a VAE is any text)."""
+    file = world / "latents" / "train.latents.json"
+    whole = file.read_text()
+    tree, refused, tried = json.loads(whole), 0, 0
+    before = LatentCache(str(world / "latents"), "train").moments(0)
+
+    def read():
+        cache = LatentCache(str(world / "latents"), "train")
+        assert cache.moments(0).shape == before.shape and len(cache.classes) == 2
+        assert isinstance(cache.space.scaling_factor, (int, float)) and str(cache.space)
+
+    try:
+        for path in places(tree):
+            for value in JUNK:
+                tried += 1
+                refused += check(file, read, json.dumps(changed(tree, path, value)))
+    finally:
+        file.write_text(whole)
+    print(f"{refused} of {tried} refused")
+    assert refused > tried // 2
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"5", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
+def test_manifests_that_are_none(world, text):
+    file = world / "latents" / "train.latents.json"
+    whole = file.read_text()
+    try:
+        assert check(file, lambda: LatentCache(str(world / "latents"), "train"), text)
+    finally:
+        file.write_text(whole)
+
+
+@pytest.mark.parametrize("what", ["latents", "shards"])
+def test_records_that_are_damaged(world, what):
+    file = world / what / "train.shards.jsonl"
+    whole = file.read_text()
+    header, *entries = whole.splitlines()
+    start = dict(
+        latents=lambda: write(world),
+        shards=lambda: convert(str(world / "images"), str(world / "shards"), workers=1, say=lambda text: None),
+    )[what]
+    texts = [
+        "null\n",
+        "5\n",
+        "{}\n",
+        "[]\n",
+        "[" * 100_000 + "\n",
+        f"{header}\nnull\n",
+        f"{header}\n{{}}\n",
+        f"{header}\n5\n",
+        b"\xff\xfe\n",
+    ]
+    for place in ("classes", "format", "seed"):
+        texts += [json.dumps(dict(json.loads(header), **{place: value})) + "\n" for value in (None, "x", [1])]
+    for place, value in (
+        ("shard", 5),
+        ("samples", "x"),
+        ("sha256", None),
+        ("bad", 5),
+        ("bad", [[1]]),
+        ("bad", [["a", 1]]),
+    ):
+        texts.append(f"{header}\n{json.dumps(dict(json.loads(entries[0]), **{place: value}))}\n")
+    try:
+        for text in texts:
+            assert check(file, start, text), text
+    finally:
+        file.write_text(whole)
+    start()  # as if nothing had been
+
+
+def test_a_record_cannot_name_files_elsewhere(world):
+    file = world / "shards" / "train.shards.jsonl"
+    whole, victim = file.read_text(), world / "victim.tar"
+    victim.write_text("precious")
+    entry = dict(json.loads(whole.splitlines()[1]), shard="../victim.tar", sha256="0" * 64)
+    try:
+        file.write_text(whole + json.dumps(entry) + "\n")
+        convert(str(world / "images"), str(world / "shards"), workers=1, say=lambda text: None)
+    finally:
+        file.write_text(whole)
+    assert victim.read_text() == "precious"
+
+
+def test_a_vae_whose_configuration_or_weights_are_damaged(world, tmp_path):
+    rng = cases(60, "damaged VAEs")
+    save_tiny_vae(tmp_path)
+    refused = 0
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+        file = tmp_path / name
+        whole = file.read_bytes()
+        texts = [b"", b"5", b"null", b"[]", b"[" * 100_000, b"\xff"]
+        for _ in range(24):
+            damaged = bytearray(whole)
+            damaged[rng.randrange(min(len(whole), 1000))] = rng.randrange(256)
+            texts.append(bytes(damaged))
+        for text in texts:
+            refused += check(file, lambda: load_vae(str(tmp_path)), text)
+        file.write_bytes(whole)
+    assert refused > 30
