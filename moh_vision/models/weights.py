@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import json
-import pickle
-import re
+import math
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple, Union
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from moh_vision.models.moh_vit import MoHVisionTransformer, zero_missing_routers
+from moh_vision.models.weight_files import one_line, read_safetensors, read_tensors, refuse_unpacking, weights_file
 
-STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
+FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
 REMADE = ("head.", "y_embedder.", "pos_embed")
 
@@ -65,12 +62,82 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
-    try:
-        model = create(metadata["architecture"], kind, **metadata["arguments"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    _refuse_strange_run(file, kind, state, metadata)
+    model = create(metadata["architecture"], kind, **metadata["arguments"])
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
+
+
+def _refuse_strange_run(file: Path, kind: str, state: Dict[str, Tensor], metadata: dict) -> None:
+    """Raise ValueError, naming the file, unless its metadata describe the model whose tensors it holds."""
+    name, arguments = metadata["architecture"], metadata.get("arguments")
+    classes, config = metadata.get("classes", []), metadata.get("config", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict) or not isinstance(config, dict):
+        raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise ValueError(f"{file}: classes in its metadata are not a list of names")
+    for key in FETCHING:
+        if key in arguments:
+            raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")
+    most = max((tensor.numel() for tensor in state.values()), default=0)
+    for key, number in _numbers(arguments):
+        # Whoever passes weights on writes these too; they must not decide how much memory is taken.
+        largest = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}.get(key, most)
+        if not abs(number) <= largest:
+            raise ValueError(
+                f"{file}: {key} {number} in its metadata cannot be; the largest of its {len(state)} tensors has {most} numbers"
+            )
+    try:
+        with torch.device("meta"):
+            outline = create(name, kind, **arguments)
+        refuse_other_shapes(file, state, outline)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {one_line(error)}") from None
+    except Exception as error:  # arguments of wrong types fail anywhere
+        raise ValueError(
+            f"{file}: {name} cannot be made of the arguments in its metadata ({one_line(error)})"
+        ) from None
+
+
+def _numbers(value, key: str = "") -> Iterator[Tuple[str, float]]:
+    """(argument, number) of all numbers in arguments, with those in lists and mappings."""
+    if isinstance(value, dict):
+        for k, v in value.items():
+            yield from _numbers(v, k)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _numbers(v, key)
+    elif isinstance(value, (int, float)):
+        yield key, value
+
+
+def refuse_other_shapes(file, state: Dict[str, Tensor], model: nn.Module) -> None:
+    """Raise ValueError, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats."""
+    own = model.state_dict()
+    for name, tensor in state.items():
+        if name not in own:
+            continue
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
+        _refuse_other_kind(file, name, tensor, own[name])
+    missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
+    if missing or unexpected:
+        raise ValueError(
+            f"{file} does not fit {type(model).__name__}: "
+            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {_short(unexpected[:3])}"
+        )
+
+
+def _short(names: Iterable[str]) -> List[str]:
+    """A name from a file may be of any length."""
+    return [name if len(name) <= 100 else f"{name[:100]}..." for name in names]
+
+
+def _refuse_other_kind(file, name: str, tensor: Tensor, own: Tensor) -> None:
+    # Whole numbers would be taken over as if they were weights, of complex ones a half.
+    if tensor.is_floating_point() != own.is_floating_point() or tensor.is_complex():
+        raise ValueError(f"{file}: {name} is of {tensor.dtype}, the model needs {own.dtype}")
 
 
 def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
@@ -90,9 +157,10 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     if Path(path).exists():
         path = str(weights_file(path))
         if path.endswith(".safetensors"):  # the only kind of file that says what it is
-            about = read_safetensors(Path(path))[1]
-    if "architecture" in about:
-        name, arguments = about["architecture"], about["arguments"]
+            state, about = read_safetensors(Path(path))
+            if "architecture" in about:
+                _refuse_strange_run(Path(path), "classifier", state, about)
+                name, arguments = about["architecture"], about["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     fresh: list = []
@@ -128,9 +196,12 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
             raise ValueError(f"init_from {source}: {str(error).splitlines()[0]}") from None
     else:
         raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
-    state = model.checkpoint_filter(state, model)
+    state = _translated(f"init_from {source}", state, model)
     own = model.state_dict()
-    for name in [n for n in state if n in own and state[n].shape != own[n].shape]:
+    for name in [n for n in state if n in own]:
+        _refuse_other_kind(f"init_from {source}", name, state[name], own[name])
+        if state[name].shape == own[name].shape:
+            continue
         if not name.startswith(REMADE):
             raise ValueError(
                 f"init_from {source}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}"
@@ -140,7 +211,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     missing, unexpected = model.load_state_dict(state, strict=False)
     lost = [n for n in missing if ".router." not in n and not n.startswith(REMADE)]
     if lost or unexpected:
-        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {list(unexpected)[:5]}")
+        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {_short(unexpected[:5])}")
     routers = sum(".router." in n for n in missing)
     if routers:
         say(f"init_from: {routers} router tensors start fresh")
@@ -163,102 +234,33 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
     """
     file = weights_file(str(path))
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
-        model.load_pretrained(str(file))
-        return model
+        return _load_npz(model, file)
     state = read_tensors(file)
-    try:
-        if hasattr(model, "checkpoint_filter"):
-            state = zero_missing_routers(model.checkpoint_filter(state, model), model)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    own = model.state_dict()
-    wrong = [n for n in state if n in own and state[n].shape != own[n].shape]
-    if wrong:
-        name = wrong[0]
-        raise ValueError(f"{file}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}")
-    missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
-    if missing or unexpected:
-        raise ValueError(
-            f"{file} does not fit {type(model).__name__}: "
-            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
-        )
+    if hasattr(model, "checkpoint_filter"):
+        state = zero_missing_routers(_translated(str(file), state, model), model)
+    refuse_other_shapes(file, state, model)
     model.load_state_dict(state)
     return model
 
 
-def read_tensors(file: Path) -> Dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file")
-    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
-
-
-def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
-    """The state dict in a .pt or .pth file; its EMA where it has one.
-
-    Raises:
-        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace.
-    """
+def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Weights of another layout in the model's; ValueError, naming the file, where that cannot be."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{file}: not a readable file of tensors ({reason})") from None
-    for key in STATE_KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
+        state = model.checkpoint_filter(state, model)
+    except Exception as error:  # filters look at shapes that nobody has checked
+        raise ValueError(f"{file}: {one_line(error)}") from None
+    odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise ValueError(f"{file}: {odd[0]} is no tensor")
+    return state
 
 
-def weights_file(path: str, weights: str = "ema") -> Path:
-    """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
-
-    The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
-
-    Raises:
-        FileNotFoundError: for a folder without them.
-    """
-    file = Path(path)
-    if not file.is_dir():
-        return file
-    names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
-    theirs = [
-        f"{place}diffusion_pytorch_model.{kind}" for kind in ("safetensors", "bin") for place in ("", "transformer/")
-    ]
-    found = [file / n for n in [*names, *theirs] if (file / n).exists()]
-    if not found:
-        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
-    return found[0]
-
-
-def _json(text: str):
-    """Ours is JSON, others' metadata are any strings."""
+def _load_npz(model: MoHVisionTransformer, file: Path) -> nn.Module:
+    refuse_unpacking(file)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:
-    """Tensors and JSON metadata of a .safetensors file.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file")
-    try:
-        with safe_open(file, "pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}
-            metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file}: not a readable .safetensors file of a run ({error})") from None
-    return state, metadata
+        model.load_pretrained(str(file))
+    except Exception as error:  # it is not looked at before it is loaded
+        model.load_state_dict(before)
+        raise ValueError(f"{file}: not the weights of such a ViT ({one_line(error)})") from None
+    return model

@@ -70,7 +70,7 @@ def test_weights_that_cannot_be_used(weights, tmp_path, kind):
 
 def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", mock.Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network")))
     with pytest.raises(
         FileNotFoundError, match=f"{PUBLISHED}, are neither at {tmp_path}.*no network.*inception_weights"
     ):

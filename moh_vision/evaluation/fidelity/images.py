@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
+FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
+MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
 Batch = Tuple[int, Tensor]  # number of the first image in the set, images
 
 
@@ -54,11 +57,13 @@ class ImageFolder:
 
     def _read(self, file: Path) -> np.ndarray:
         try:
-            with Image.open(file) as image:
-                mode = image.mode
+            with Image.open(file, formats=FORMATS) as image:
+                mode, size = image.mode, image.size
+                if math.prod(size) > MAX_PIXELS:
+                    raise ValueError(f"{size[0]} x {size[1]} pixels, at most {MAX_PIXELS} are read")
                 if mode == "RGB":
                     return np.asarray(image)
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # decoders raise many kinds
             raise ValueError(f"{file}: not a readable image ({error})") from None
         raise ValueError(f"{file}: its mode is {mode}; expected RGB, 8 bits a channel")
 
@@ -85,12 +90,15 @@ class ImageArchive:
 
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
-        with _member(path, "arr_0.npy") as file:
-            shape, order, dtype = _header(file)
+        shape, order, dtype = array_header(path, "arr_0")
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or order:
             raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3]")
-        if shape[0] == 0:
+        if shape[0] < 1:
             raise ValueError(f"{path}: arr_0 holds no images")
+        if not 0 < math.prod(shape[1:3]) <= MAX_PIXELS:
+            raise ValueError(
+                f"{path}: arr_0 has images of {shape[2]} x {shape[1]} pixels, at most {MAX_PIXELS} are read"
+            )
         self.shape, self.size = shape, shape[1:3]
 
     def __len__(self) -> int:
@@ -98,12 +106,15 @@ class ImageArchive:
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """As `ImageFolder.batches`."""
-        image = int(np.prod(self.shape[1:]))
-        with _member(self.path, "arr_0.npy") as file:
+        image = math.prod(self.shape[1:])
+        with _member(self.path, "arr_0") as file:
             _header(file)
             for number, first in enumerate(range(0, len(self), batch_size)):
                 count = min(batch_size, len(self) - first)
-                data = file.read(count * image)
+                try:
+                    data = file.read(count * image)
+                except Exception as error:  # damaged compression makes many kinds
+                    raise ValueError(f"{self.path}: arr_0 is damaged in image {first} or behind ({error})") from None
                 if len(data) != count * image:
                     raise ValueError(f"{self.path}: ends within image {first + len(data) // image} of {len(self)}")
                 if number % world == rank:
@@ -165,15 +176,31 @@ def archive_members(path: Path) -> List[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # damaged directories make many kinds
         raise ValueError(f"{path}: not a readable .npz file ({error})") from None
+
+
+def array_header(path: Path, name: str) -> Tuple[tuple, bool, np.dtype]:
+    """(shape, whether in Fortran's order, dtype) of an array in an .npz file, without reading its numbers.
+
+    Raises:
+        ValueError: naming the file and the array.
+    """
+    with _member(path, name) as file:
+        try:
+            return _header(file)
+        except Exception as error:  # damaged headers make many kinds
+            raise ValueError(f"{path}: {name} is not an array ({error})") from None
 
 
 def _member(path: Path, name: str):
     members = archive_members(path)
-    if name.removesuffix(".npy") not in members:
-        raise ValueError(f"{path}: holds no {name.removesuffix('.npy')}, only {', '.join(members) or 'nothing'}")
-    return zipfile.ZipFile(path).open(name)
+    if name not in members:
+        raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")
+    try:
+        return zipfile.ZipFile(path).open(f"{name}.npy")
+    except Exception as error:  # another file's header at that place, encryption, unknown compression
+        raise ValueError(f"{path}: {name} is not an array ({error})") from None
 
 
 def _header(file):

@@ -9,14 +9,16 @@ from typing import Dict, Optional, Tuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moh_vision.evaluation.fidelity.images import archive_members, open_images
+from moh_vision.evaluation.fidelity.images import archive_members, array_header, open_images
 
 FORMAT = 1
 ADM = ("mu", "sigma", "mu_s", "sigma_s")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
 
 
 @dataclass
@@ -71,10 +73,12 @@ def load_statistics(path: Path) -> Statistics:
         with safe_open(path, "pt") as opened:
             about = json.loads((opened.metadata() or {})["statistics"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-    except (SafetensorError, ValueError, KeyError) as error:
+    except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{path}: not a file of statistics ({type(error).__name__}: {error})") from None
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{path}: statistics of format {about.get('format')}, this version reads {FORMAT}")
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        form = about.get("format") if isinstance(about, dict) else None
+        raise ValueError(f"{path}: statistics of format {form}, this version reads {FORMAT}")
+    _refuse_other_statistics(path, about, tensors)
 
     def moments(name: str):
         return (tensors[f"{name}.mean"], tensors[f"{name}.covariance"]) if f"{name}.mean" in tensors else None
@@ -83,6 +87,30 @@ def load_statistics(path: Path) -> Statistics:
         about["count"], moments("pooled"), moments("spatial"), tensors.get("features"),
         f"{path} was saved without features", about["extractor"], about["weights_sha256"], f"{path} ({about['source']})",
     )  # fmt: skip
+
+
+def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]) -> None:
+    kinds = dict(count=(int, type(None)), extractor=(str, type(None)), weights_sha256=(str, type(None)), source=str)
+    for key, kind in kinds.items():
+        if key not in about or not isinstance(about[key], kind) or about[key] is True:
+            raise ValueError(f"{path}: not a file of statistics ({key} is {about.get(key)!r})")
+    if about["count"] is not None and about["count"] < 1:
+        raise ValueError(f"{path}: not a file of statistics (count is {about['count']})")
+    dims = {name: len(t) for name in ("pooled", "spatial") if (t := tensors.get(f"{name}.mean")) is not None and t.ndim}
+    shapes = {
+        f"{name}.{what}": shape for name, d in dims.items() for what, shape in (("mean", (d,)), ("covariance", (d, d)))
+    }
+    if "features" in tensors:
+        shapes["features"] = (about["count"], dims.get("pooled"))
+    if "pooled" not in dims or set(tensors) != set(shapes):
+        raise ValueError(f"{path}: not a file of statistics (it holds {', '.join(sorted(tensors)[:5]) or 'nothing'})")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected floats {list(shapes[name])}"
+            )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite")
 
 
 def adm_statistics(path: Path) -> Optional[Statistics]:
@@ -98,19 +126,33 @@ def adm_statistics(path: Path) -> Optional[Statistics]:
     if missing:
         raise ValueError(f"{path}: holds {', '.join(members)}, but no {missing[0]}")
     arrays = {}
-    with np.load(path, allow_pickle=False) as archive:
-        for name in (n for n in ADM if n in members):
-            array = archive[name]
-            if not np.issubdtype(array.dtype, np.floating) or array.ndim != (2 if "sigma" in name else 1):
-                raise ValueError(
-                    f"{path}: {name} is {array.dtype} {list(array.shape)}; expected a {'matrix' if 'sigma' in name else 'vector'} of floats"
-                )
-            if not np.isfinite(array).all():
-                raise ValueError(f"{path}: {name} holds numbers that are not finite")
-            arrays[name] = torch.from_numpy(array).double()
+    for name in (n for n in ADM if n in members):
+        shape, _, dtype = array_header(path, name)  # first: a file of kilobytes can unpack to any size
+        if not np.issubdtype(dtype, np.floating) or len(shape) != (2 if "sigma" in name else 1):
+            raise ValueError(
+                f"{path}: {name} is {dtype} {list(shape)}; expected a {'matrix' if 'sigma' in name else 'vector'} of floats"
+            )
+        if not shape[0] or max(shape) > MAX_FEATURES or len(set(shape)) > 1:
+            raise ValueError(f"{path}: {name} has shape {list(shape)}; allowed are 1 to {MAX_FEATURES} features")
+        array = _array(path, name)
+        if not np.isfinite(array).all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite")
+        arrays[name] = torch.from_numpy(array.astype(np.float64))
+    for name in ("mu", "mu_s"):
+        matrix = name.replace("mu", "sigma")
+        if name in arrays and matrix in arrays and len(arrays[name]) != len(arrays[matrix]):
+            raise ValueError(f"{path}: {name} has {len(arrays[name])} features, {matrix} {len(arrays[matrix])}")
     spatial = (arrays["mu_s"], arrays["sigma_s"]) if {"mu_s", "sigma_s"} <= set(arrays) else None
     why = f"{path} holds statistics only, no images (arr_0)"
     return Statistics(None, (arrays["mu"], arrays["sigma"]), spatial, None, why, None, None, str(path))
+
+
+def _array(path: Path, name: str) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return archive[name]
+    except Exception as error:  # damaged compression makes many kinds
+        raise ValueError(f"{path}: {name} is damaged ({error})") from None
 
 
 def open_reference(source):

@@ -1,0 +1,127 @@
+"""Files of weights, as tensors: whatever a file holds, it is read without running any code of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import zipfile
+from pathlib import Path
+from typing import Dict, Tuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
+# torch.save does not compress; compressed arrays of weights shrink by a tenth.
+MAX_UNPACKED = 10
+
+
+def weights_file(path: str, weights: str = "ema") -> Path:
+    """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
+
+    The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
+
+    Raises:
+        FileNotFoundError: for a folder without them.
+    """
+    file = Path(path)
+    if not file.is_dir():
+        return file
+    names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
+    theirs = [
+        f"{place}diffusion_pytorch_model.{kind}" for kind in ("safetensors", "bin") for place in ("", "transformer/")
+    ]
+    found = [file / n for n in [*names, *theirs] if (file / n).exists()]
+    if not found:
+        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
+    return found[0]
+
+
+def read_tensors(file: Path) -> Dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
+
+
+def read_safetensors(file: Path) -> Tuple[Dict[str, Tensor], dict]:
+    """Tensors and JSON metadata of a .safetensors file.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    try:
+        with safe_open(file, "pt") as opened:
+            state = {name: opened.get_tensor(name) for name in opened.keys()}
+            metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
+    except Exception as error:  # damaged headers make many kinds
+        raise ValueError(f"{file}: not a readable .safetensors file of a run ({one_line(error)})") from None
+    return state, metadata
+
+
+def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
+    """The state dict in a .pt or .pth file; its EMA where it has one.
+
+    Raises:
+        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace.
+    """
+    refuse_unpacking(file)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files make many kinds
+        raise ValueError(f"{file}: not a readable file of tensors ({one_line(error)})") from None
+    for key in STATE_KEYS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if (
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
+    ):
+        raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
+    size = file.stat().st_size
+    for name, tensor in content.items():
+        # A stride of 0 makes any size of one number, and whoever copies it would fill the memory.
+        if tensor.layout != torch.strided or tensor.is_meta or math.prod(tensor.shape) * tensor.itemsize > size:
+            raise ValueError(
+                f"{file}: {name[:100]} {list(tensor.shape)} is not a plain tensor of a file of {size} bytes"
+            )
+    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
+
+
+def refuse_unpacking(file: Path) -> None:
+    """Raise ValueError for a zip file (.pt, .pth, .npz) that would unpack to more than ten times its size."""
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except Exception as error:  # damaged directories make many kinds
+        raise ValueError(f"{file}: not a readable file of tensors ({one_line(error)})") from None
+    size = file.stat().st_size
+    if unpacked > MAX_UNPACKED * size + 2**20:
+        raise ValueError(f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that")
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _json(text: str):
+    """Ours is JSON, others' metadata are any strings."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,432 @@
+"""Malformed files of weights and statistics: each one ValueError of one line that names the file."""
+
+import copy
+import io
+import json
+import struct
+import time
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from repeat import cases
+from safetensors.torch import save, save_file
+
+import moh_vision
+from moh_vision.evaluation.fidelity import load_statistics, score
+from moh_vision.evaluation.fidelity.reference import open_reference
+from moh_vision.models.weights import create, from_run, init_from, to_validate
+
+NAME = "moh_vit_small_patch16_224"
+SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
+DIT = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3, in_chans=4, head_budget=[(1, 1)])
+ABOUT = dict(architecture=NAME, arguments=SMALL, classes=["a", "b", "c"], step=3, config=dict(label_drop=0.1))
+
+
+@pytest.fixture(scope="module")
+def vit():
+    torch.manual_seed(0)
+    return create(NAME, "classifier", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def dit():
+    torch.manual_seed(0)
+    return create("moh_dit_small_patch2_75", "diffusion", **DIT)
+
+
+def metadata(about=ABOUT) -> dict:
+    return {"format": "pt", **{k: json.dumps(v) for k, v in about.items()}}
+
+
+def pickled(state, legacy=False) -> bytes:
+    out = io.BytesIO()
+    torch.save(state, out, _use_new_zipfile_serialization=not legacy)
+    return out.getvalue()
+
+
+def statistics() -> dict:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 4, generator=g, dtype=torch.float64)
+    return {"pooled.mean": x.mean(0), "pooled.covariance": x.T.cov(), "features": x.float()}
+
+
+STATISTICS = dict(format=1, count=20, extractor="x", weights_sha256="0" * 64, source="s")
+
+
+def statistics_file(about=STATISTICS, **changes) -> bytes:
+    tensors = {k: v for k, v in {**statistics(), **changes}.items() if v is not None}
+    return save(tensors, {"statistics": json.dumps(about)})
+
+
+def with_header(data: bytes, change) -> bytes:
+    """A safetensors file whose JSON header went through `change` (dict -> dict or bytes)."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = change(json.loads(data[8 : 8 + length]))
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def named(header: dict, rng) -> dict:
+    return header[rng.choice(sorted(k for k in header if k != "__metadata__"))]
+
+
+def mutate(data: bytes, rng) -> bytes:
+    """One of the ways in which a file can be wrong."""
+    kind = rng.choice(
+        ["bytes", "header bytes", "cut", "length", "insert", "offsets", "dtype", "shape", "name", "about"]
+    )
+    damaged = bytearray(data)
+    safetensors = data[8:9] == b"{"
+    if kind == "cut":
+        return data[: rng.randrange(len(data))]
+    if kind == "insert":
+        at = rng.randrange(len(data))
+        return data[:at] + rng.randbytes(rng.choice((1, 8, 100))) + data[at:]
+    if kind == "bytes" or not safetensors:
+        for _ in range(rng.choice((1, 3, 50))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if not safetensors:  # the pickle and the directory, where most of the meaning is
+            for _ in range(5):
+                damaged[
+                    rng.choice((rng.randrange(min(3000, len(data))), -1 - rng.randrange(min(3000, len(data)))))
+                ] ^= 1 << rng.randrange(8)
+        return bytes(damaged)
+    (length,) = struct.unpack("<Q", data[:8])
+    if kind == "header bytes":
+        for _ in range(rng.choice((1, 3))):
+            damaged[8 + rng.randrange(length)] = rng.randrange(32, 127)
+        return bytes(damaged)
+    if kind == "length":
+        return (
+            struct.pack("<Q", rng.choice((2**62, 2**64 - 1, 2**31, 0, 1, length - 1, length + 1, len(data)))) + data[8:]
+        )
+
+    def change(header):
+        entry = named(header, rng)
+        if kind == "offsets":
+            a, b = entry["data_offsets"]
+            entry["data_offsets"] = rng.choice(
+                ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
+            )
+        elif kind == "dtype":
+            entry["dtype"] = rng.choice(("I64", "BOOL", "F8_E4M3", "F4", "U8", "C64", "evil", "", None, 3))
+        elif kind == "shape":
+            entry["shape"] = rng.choice(
+                ([], [2**62], [-1], [2**31, 2**31, 2**31], entry["shape"] + [1], "x", [[1]], [0])
+            )
+        elif kind == "name":
+            old = rng.choice(sorted(k for k in header if k != "__metadata__"))
+            header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(old)
+        else:
+            about = header.setdefault("__metadata__", {})
+            about[rng.choice(sorted(about) or ["x"])] = rng.choice(
+                ("null", "[]", "{}", '"x"', "[" * 50_000, "1e999", "-1", '{"depth": 1e9}', '{"embed_dim": 1000000000}')
+            )
+        return header
+
+    return with_header(data, change)
+
+
+def readers(vit, dit):
+    """Name -> (whole file's bytes, extension, what reads it)."""
+    state, half = vit.state_dict(), {"model": vit.state_dict(), "epoch": 3}
+    return {
+        "load_checkpoint": (save(state, metadata()), ".safetensors", lambda f: moh_vision.load_checkpoint(copy.deepcopy(vit), f)),
+        "load_checkpoint of .pth": (pickled(half), ".pth", lambda f: moh_vision.load_checkpoint(copy.deepcopy(vit), f)),
+        "load_checkpoint of a legacy .pt": (
+            pickled(half, legacy=True), ".pt", lambda f: moh_vision.load_checkpoint(copy.deepcopy(vit), f)),
+        "load_checkpoint of a DiT": (save(dit.state_dict()), ".safetensors", lambda f: moh_vision.load_checkpoint(copy.deepcopy(dit), f)),
+        "from_run": (save(state, metadata()), ".safetensors", lambda f: from_run(str(f), "classifier")),
+        "to_validate": (save(state, metadata()), ".safetensors", lambda f: to_validate(str(f), NAME, SMALL)),
+        "init_from": (save(state, metadata()), ".safetensors", lambda f: init_from(copy.deepcopy(vit), str(f), lambda text: None)),
+        "init_from of .pth": (pickled(half), ".pth", lambda f: init_from(copy.deepcopy(vit), str(f), lambda text: None)),
+        "load_statistics": (statistics_file(), ".safetensors", load_statistics),
+    }  # fmt: skip
+
+
+def attack(tmp_path, vit, dit, count):
+    rng = cases(count, "malformed files")
+    todo, refused, slowest = list(readers(vit, dit).items()), 0, 0.0
+    for _, (whole, end, read) in todo:
+        (tmp_path / f"whole{end}").write_bytes(whole)
+        read(tmp_path / f"whole{end}")
+    for i in range(count):
+        name, (whole, end, read) = todo[i % len(todo)]
+        file = tmp_path / f"case{i}{end}"
+        data = mutate(whole, rng)
+        file.write_bytes(data)
+        since = time.monotonic()
+        try:
+            read(file)
+        except (ValueError, FileNotFoundError) as error:
+            assert str(file) in str(error) and "\n" not in str(error) and len(str(error)) < 1500, (
+                i,
+                name,
+                str(error)[:2000],
+            )
+            refused += 1
+        # What is read all the same has changed numbers, or metadata that nobody asks for.
+        slowest = max(slowest, time.monotonic() - since)
+        file.unlink()
+    print(f"{refused} of {count} refused, the slowest in {slowest:.2f} s")
+    assert refused > count // 2
+
+
+def test_random_damage(tmp_path, vit, dit):
+    attack(tmp_path, vit, dit, 200)
+
+
+@pytest.mark.reliability
+def test_much_random_damage(tmp_path, vit, dit):
+    attack(tmp_path, vit, dit, 5000)
+
+
+# ---------------------------------------------------------------- one by one
+
+
+def edited(state, header) -> bytes:
+    return with_header(save(state), header)
+
+
+def stretched() -> dict:
+    return {"head.weight": torch.zeros(1).expand(2**20, 2**20)}
+
+
+HEADERS = {
+    "a length of 2**62": lambda s: struct.pack("<Q", 2**62) + save(s)[8:],
+    "a length beyond the end": lambda s: struct.pack("<Q", len(save(s)) * 2) + save(s)[8:],
+    "nothing": lambda s: b"",
+    "a length alone": lambda s: struct.pack("<Q", 8),
+    "no JSON": lambda s: struct.pack("<Q", 8) + b"{{{{{{{{" + save(s)[8:],
+    "deep JSON": lambda s: struct.pack("<Q", 10**6) + b"[" * 10**6,
+    "overlapping offsets": lambda s: edited(s, lambda h: {k: dict(v, data_offsets=[0, 4], shape=[1]) for k, v in h.items() if k != "__metadata__"}),
+    "a hole": lambda s: edited(s, lambda h: (h["norm.bias"].update(data_offsets=[n + 4 for n in h["norm.bias"]["data_offsets"]]), h)[1]),
+    "a shape that does not fit its bytes": lambda s: edited(s, lambda h: (h["norm.bias"].update(shape=[2**40]), h)[1]),
+    "a list": lambda s: edited(s, lambda h: b"[]"),
+    "whole numbers": lambda s: save({k: v.to(torch.int32) for k, v in s.items()}),
+    "complex numbers": lambda s: save({k: v.to(torch.complex64) for k, v in s.items()}),
+    "another shape": lambda s: save({**s, "norm.bias": torch.zeros(7)}),
+    "another rank": lambda s: save({**s, "pos_embed": torch.zeros(4)}),
+    "patches of rank 1": lambda s: save({**s, "patch_embed.proj.weight": torch.zeros(7)}),
+    "patches of another width": lambda s: save({**s, "patch_embed.proj.weight": torch.zeros(2, 3, 5, 7)}),
+    "no positions": lambda s: save({**s, "pos_embed": torch.zeros(1, 0, 32)}),
+    "another model": lambda s: save({"x": torch.zeros(1)}),
+    "only a marker of CLIP": lambda s: save({"visual.class_embedding": torch.zeros(1)}),
+    "only a marker of DINOv2": lambda s: save({"mask_token": torch.zeros(1)}),
+    "only a marker of IJEPA": lambda s: save({"encoder": torch.zeros(1)}),
+    "only a marker of diffusers": lambda s: save({"transformer_blocks.0.attn1.to_q.weight": torch.zeros(1)}),
+    "names of paths": lambda s: save({"../../../etc/passwd": torch.zeros(1)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_safetensors_that_are_wrong(tmp_path, vit, case):
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(HEADERS[case](vit.state_dict()))
+    for read in (
+        lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
+        lambda: init_from(copy.deepcopy(vit), str(file)),
+    ):
+        with pytest.raises(ValueError) as error:
+            read()
+        assert str(file) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+PICKLES = {
+    "a list": [torch.zeros(1)],
+    "a tensor": torch.zeros(1),
+    "numbers for names": {1: torch.zeros(1)},
+    "no tensors": {"head.weight": [1, 2]},
+    "empty": {},
+    "nested": {"state_dict": {"state_dict": {"x": torch.zeros(1)}}},
+    "sparse": {"head.weight": torch.eye(3).to_sparse()},
+    "stretched": stretched(),
+    "an empty state": {"model": {}},
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_pickled_states_that_are_wrong(tmp_path, vit, case):
+    file = tmp_path / "w.pth"
+    torch.save(PICKLES[case], file)
+    for read in (
+        lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
+        lambda: init_from(copy.deepcopy(vit), str(file)),
+    ):
+        with pytest.raises(ValueError, match="w.pth") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("end", [".pth", ".npz"])
+def test_a_zip_that_unpacks_to_gigabytes_is_refused(tmp_path, vit, end):
+    file = tmp_path / f"w{end}"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("archive/data.pkl", "archive/data/0", "embedding/kernel.npy"):
+            archive.writestr(name, bytes(30 * 2**20))
+    with pytest.raises(ValueError, match=f"w{end}: would unpack from [0-9]+ to 94371840 bytes"):
+        moh_vision.load_checkpoint(copy.deepcopy(vit), file)
+
+
+def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
+    file = tmp_path / "w.npz"
+    model = copy.deepcopy(vit)
+    np.savez(
+        file, **{"embedding/kernel": np.ones((16, 16, 3, 32), np.float32), "embedding/bias": np.ones(32, np.float32)}
+    )
+    with pytest.raises(ValueError, match="w.npz: not the weights of such a ViT"):
+        moh_vision.load_checkpoint(model, file)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), vit.state_dict().values()))
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="w.npz: not"):
+        moh_vision.load_checkpoint(model, file)
+
+
+ABOUTS = {
+    "no arguments": dict(arguments=None),
+    "a list of arguments": dict(arguments=[1]),
+    "a number for a name": dict(architecture=5),
+    "an unknown name": dict(architecture="moh_vit_of_nobody"),
+    "unknown arguments": dict(arguments={**SMALL, "colour": 3}),
+    "a depth of a billion": dict(arguments={**SMALL, "depth": 10**9}),
+    "a width of a billion": dict(arguments={**SMALL, "embed_dim": 10**9}),
+    "a width that would fit into memory": dict(arguments={**SMALL, "embed_dim": 8192}),
+    "a billion classes": dict(arguments={**SMALL, "num_classes": 10**9}),
+    "images of a million pixels a side": dict(arguments={**SMALL, "img_size": 10**6}),
+    "a negative depth": dict(arguments={**SMALL, "depth": -2}),
+    "a depth of one and a half": dict(arguments={**SMALL, "depth": 1.5}),
+    "a text for a width": dict(arguments={**SMALL, "embed_dim": "wide"}),
+    "a budget of nonsense": dict(arguments={**SMALL, "head_budget": {"a": 1}}),
+    "other weights to load": dict(arguments={**SMALL, "checkpoint_path": "/etc/passwd"}),
+    "weights to fetch": dict(arguments={**SMALL, "pretrained": True}),
+    "classes that are none": dict(classes=5),
+    "classes of numbers": dict(classes=[1, 2, 3]),
+    "a config that is none": dict(config="x"),
+    "infinity": dict(arguments={**SMALL, "drop_path_rate": float("inf")}),
+}
+
+
+@pytest.mark.parametrize("case", ABOUTS)
+def test_a_run_that_cannot_be(tmp_path, vit, case):
+    file = tmp_path / "model.safetensors"
+    save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
+    for read in (lambda: from_run(str(tmp_path), "classifier"), lambda: to_validate(str(file), NAME, SMALL)):
+        with pytest.raises(ValueError, match="model.safetensors") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_there(tmp_path, vit):
+    for read in (
+        lambda: moh_vision.load_checkpoint(vit, tmp_path / "w.pth"),
+        lambda: moh_vision.load_checkpoint(vit, tmp_path),
+        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: init_from(vit, str(tmp_path / "w.pth")),
+        lambda: load_statistics(tmp_path / "s.safetensors"),
+    ):
+        with pytest.raises(FileNotFoundError, match=str(tmp_path)) as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------- statistics
+
+
+STATS = {
+    "no mean": statistics_file(**{"pooled.mean": None}),
+    "no covariance": statistics_file(**{"pooled.covariance": None}),
+    "a covariance that is no square": statistics_file(**{"pooled.covariance": torch.zeros(4, 5, dtype=torch.float64)}),
+    "a mean of rank 0": statistics_file(**{"pooled.mean": torch.zeros((), dtype=torch.float64)}),
+    "other features": statistics_file(features=torch.zeros(20, 7)),
+    "fewer features than images": statistics_file(features=torch.zeros(3, 4)),
+    "whole numbers": statistics_file(**{"pooled.mean": torch.zeros(4, dtype=torch.int64)}),
+    "NaN": statistics_file(**{"pooled.mean": torch.full((4,), torch.nan, dtype=torch.float64)}),
+    "half of the spatial ones": statistics_file(**{"spatial.mean": torch.zeros(4)}),
+    "another tensor": statistics_file(**{"x": torch.zeros(4)}),
+    "a list": statistics_file([1]),
+    "no count": statistics_file({k: v for k, v in STATISTICS.items() if k != "count"}),
+    "a count of text": statistics_file(dict(STATISTICS, count="many")),
+    "a negative count": statistics_file(dict(STATISTICS, count=-20)),
+    "an extractor that is none": statistics_file(dict(STATISTICS, extractor=[1])),
+    "another format": statistics_file(dict(STATISTICS, format=2)),
+    "deep JSON": save(statistics(), {"statistics": "[" * 10**5}),
+    "no metadata": save(statistics()),
+}
+
+
+@pytest.mark.parametrize("case", STATS)
+def test_statistics_that_are_wrong(tmp_path, case):
+    file = tmp_path / "s.safetensors"
+    file.write_bytes(STATS[case])
+    with pytest.raises(
+        ValueError,
+        match="s.safetensors: (not a file of statistics|statistics of format|.*expected floats|.*not finite)",
+    ) as error:
+        load_statistics(file)
+    assert "\n" not in str(error.value)
+
+
+def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
+
+
+NPZ = {
+    "a mean of terabytes": ({"mu": raw_npy((2**40,)), "sigma": raw_npy((4, 4))}, "mu has shape"),
+    "a covariance of terabytes": (
+        {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((2**20, 2**20))},
+        "sigma has shape",
+    ),
+    "other features": (
+        {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((3, 3), data=bytes(72))},
+        "mu has 4 features, sigma 3",
+    ),
+    "too few bytes": ({"mu": raw_npy((4,)), "sigma": raw_npy((4, 4))}, "mu is damaged"),
+    "objects": ({"mu": raw_npy((4,), "|O"), "sigma": raw_npy((4, 4), "|O")}, "mu is object"),
+    "no array": ({"mu": b"hello", "sigma": b"hello"}, "mu is not an array"),
+    "images of terabytes": (
+        {"arr_0": raw_npy((9, 2**20, 2**20, 3), "|u1")},
+        "arr_0 has images of 1048576 x 1048576 pixels",
+    ),
+    "images of 2**62": ({"arr_0": raw_npy((2**62, 4, 4, 3), "|u1")}, "ends within image 0"),
+    "negative images": ({"arr_0": raw_npy((-1, 4, 4, 3), "|u1")}, "holds no images|is not an array|ends within"),
+    "no pixels": ({"arr_0": raw_npy((4, 0, 4, 3), "|u1")}, "images of 4 x 0 pixels"),
+    "a header of code": ({"arr_0": raw_npy("__import__('os').getcwd()")}, "arr_0 is not an array"),
+}
+
+
+@pytest.mark.parametrize("case", NPZ)
+def test_archives_that_are_wrong(tmp_path, case):
+    members, words = NPZ[case]
+    file = tmp_path / "r.npz"
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(f"{name}.npy", data)
+    images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"r.npz: .*({words})") as error:
+        if "arr_0" in members:
+            score(images, file, extractor=torch.nn.Flatten(), allow_biased=True)
+        else:
+            open_reference(file)
+    assert "\n" not in str(error.value)
+
+
+def test_random_damage_to_an_archive(tmp_path):
+    whole, rng, refused = io.BytesIO(), cases(200, "damaged archives"), 0
+    np.savez_compressed(whole, mu=np.zeros(8), sigma=np.eye(8), arr_0=np.zeros((5, 4, 4, 3), np.uint8))
+    data, file = whole.getvalue(), tmp_path / "r.npz"
+    for _ in range(200):
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 3, 30))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        file.write_bytes(damaged[: rng.choice((len(data), rng.randrange(len(data))))])
+        try:
+            statistics, images = open_reference(file)
+            if images is not None:
+                list(images.batches(2))
+        except ValueError as error:
+            assert str(file) in str(error) and "\n" not in str(error), error
+            refused += 1
+    assert refused > 100
