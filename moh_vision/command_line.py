@@ -15,6 +15,10 @@ import yaml
 
 from moh_vision.config import FREE_KEYS, ClsConfig, Flags, RunConfig
 
+FREE_FORM = ("model.kwargs", "model.router_kwargs")  # mappings whose keys are the model's
+MAX_BYTES = 2**20  # of a configuration
+MAX_DEPTH = 20
+
 
 def parse_config(kind, argv: List[str], prog: str):
     """Read `--config FILE` and `--key.sub value` overrides.
@@ -38,6 +42,11 @@ def parse_config(kind, argv: List[str], prog: str):
     flags = ["config", "print_config", "help"] + ["dry_run", "fresh", "allow_change"] * is_run
     flags += ["validate_only", "checkpoint"] * judges
     _refuse_unknown_options(argv, known, flags)
+    _refuse_strange_values(argv, kind)
+    if judges:
+        argv = _with_the_runs_config(argv)
+    for path in _config_files(argv):
+        _refuse_unknown_keys(path, kind, flags)
     parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file; later options override it")
     if is_run:
@@ -49,15 +58,13 @@ def parse_config(kind, argv: List[str], prog: str):
     if judges:
         parser.add_argument("--validate_only", action="store_true", help="validate --checkpoint, and stop")
         parser.add_argument("--checkpoint", metavar="PATH", help="run, or weights for model.*, to validate")
-        argv = _with_the_runs_config(argv)
     parser.add_class_arguments(kind)
-    for path in _config_files(argv):
-        _refuse_unknown_keys(path, kind, flags)
     try:
         namespace = parser.parse_args(argv)
+        _refuse_nulls(namespace, kind)
         built = parser.instantiate(namespace)
         config = kind(**{f.name: built[f.name] for f in dataclasses.fields(kind)})
-    except (jsonargparse.ArgumentError, TypeError) as error:
+    except (jsonargparse.ArgumentError, TypeError, RecursionError) as error:
         raise ValueError(_one_line(str(error))) from None
     if not is_run:
         return config, None
@@ -70,6 +77,17 @@ def parse_config(kind, argv: List[str], prog: str):
         if flags.validate_only != (flags.checkpoint is not None):
             raise ValueError("--validate-only and --checkpoint PATH belong together; --init-from starts from weights")
     return config, flags
+
+
+def _refuse_nulls(namespace, kind, prefix: str = "") -> None:
+    """Raise ValueError for a null where the type has none, which jsonargparse lets through."""
+    for f in dataclasses.fields(kind):
+        hint, key = typing.get_type_hints(kind)[f.name], prefix + f.name
+        if dataclasses.is_dataclass(hint):
+            _refuse_nulls(namespace, hint, key + ".")
+        elif namespace[key] is None and type(None) not in typing.get_args(hint):
+            name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f'key "{key}": Expected {name}. Got value: null')
 
 
 def _one_line(message: str) -> str:
@@ -85,7 +103,13 @@ def _one_line(message: str) -> str:
 
 
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
-    """Keys, with both values, that differ between two saved configurations and may not."""
+    """Keys, with both values, that differ between two saved configurations and may not.
+
+    Raises:
+        ValueError: if the old one is none.
+    """
+    if not isinstance(old, dict):
+        raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     old, new = _flat(old), _flat(new)
     free = {*FREE_KEYS, *allowed}
     keys = [
@@ -146,10 +170,23 @@ def _leaf_keys(kind, prefix: str = ""):
 
 
 def _unknown_key(key: str, known: List[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    # Similarity alone prefers a long key that shares much: 'ou' is nearer to 'config' than a letter to 'out'.
+    near = difflib.get_close_matches(key, [k for k in known if _one_edit_apart(key, k)], n=1, cutoff=0)
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # a right name under a wrong section, or without its section
         near = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}")
+
+
+def _one_edit_apart(a: str, b: str) -> bool:
+    """Whether a letter too many, too few, another, or two neighbours swapped tell one from the other."""
+    if abs(len(a) - len(b)) > 1:
+        return False
+    start = len(os.path.commonprefix([a, b]))
+    a, b = a[start:], b[start:]
+    end = len(os.path.commonprefix([a[::-1], b[::-1]]))
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    return len(a) <= 1 and len(b) <= 1 or len(a) == 2 and a == b[::-1]
 
 
 def _refuse_unknown_options(argv: List[str], known: List[str], flags: List[str]) -> None:
@@ -157,9 +194,26 @@ def _refuse_unknown_options(argv: List[str], known: List[str], flags: List[str])
     for token in argv:
         key = token[2:].partition("=")[0]
         if token.startswith("--") and key not in known and key not in flags and key not in sections:
-            inside = any(key.startswith(k + ".") for k in ("model.kwargs", "model.router_kwargs"))
+            inside = any(key.startswith(k + ".") and key != k + "." for k in FREE_FORM)
             if not inside:
                 raise ValueError(_unknown_key(key, known + flags))
+
+
+def _refuse_strange_values(argv: List[str], kind) -> None:
+    """Sections given as a whole, and values that hold a class for jsonargparse to make."""
+    known = list(_leaf_keys(kind))
+    for token, following in zip(argv, [*argv[1:], ""]):
+        if not token.startswith("--"):
+            continue
+        key, equals, value = token[2:].partition("=")
+        value = value if equals else following
+        if key not in _sections(known) and "class_path" not in token + value:
+            continue
+        tree = _yaml(value, f"--{key} {value}")
+        _refuse_classes({key: tree} if "class_path" not in key.split(".") else {"class_path": tree}, f"--{key}")
+        if key in _sections(known):
+            # Or jsonargparse would take the value for the name of another file.
+            _walk({key: tree}, "", known, f"--{key}")
 
 
 def _with_the_runs_config(argv: List[str]) -> List[str]:
@@ -184,27 +238,61 @@ def _config_files(argv: List[str]):
 def _refuse_unknown_keys(path: str, kind, flags: List[str]) -> None:
     if not os.path.isfile(path):
         raise ValueError(f"--config {path}: no such file")
+    if os.path.getsize(path) > MAX_BYTES:
+        raise ValueError(f"--config {path}: {os.path.getsize(path)} bytes, a configuration has at most {MAX_BYTES}")
     try:
-        tree = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {path}: not readable as YAML: {error}") from None
+    tree = _yaml(text, f"--config {path}")
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise ValueError(f"--config {path}: expected keys and values, found {type(tree).__name__}")
-    known = list(_leaf_keys(kind))
-    sections = _sections(known)
     for flag in flags:  # --print_config writes them too
         tree.pop(flag, None)
+    _walk(tree, "", list(_leaf_keys(kind)), path)
+    _refuse_classes(tree, path)
 
-    def walk(node: dict, prefix: str):
-        for key, value in node.items():
-            full = f"{prefix}{key}"
-            if full in sections:
-                if not isinstance(value, dict):
-                    raise ValueError(f'{path}: key "{full}" is a section of keys, got {value!r}')
-                walk(value, full + ".")
-            elif full not in known:
-                raise ValueError(f"{path}: {_unknown_key(full, known + sorted(sections))}")
 
-    walk(tree, "")
+def _yaml(text: str, where: str):
+    """The plain values that a YAML text means; ValueError, naming `where`, if it is none."""
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:  # the time to read it grows with the square
+                raise ValueError(f"values inside values, more than {MAX_DEPTH} deep")
+            # A few lines of aliases of aliases mean more values than memory holds.
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"an alias, *{event.anchor}; write the value out")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+def _walk(node: dict, prefix: str, known: List[str], where: str) -> None:
+    """Raise ValueError for a key that is none."""
+    sections = _sections(known)
+    for key, value in node.items():
+        full = f"{prefix}{key}"
+        if full in sections:
+            if not isinstance(value, dict):
+                raise ValueError(f'{where}: key "{full}" is a section of keys, got {value!r}')
+            _walk(value, full + ".", known, where)
+        elif full not in known:
+            raise ValueError(f"{where}: {_unknown_key(full, known + sorted(sections))}")
+
+
+def _refuse_classes(node, where: str) -> None:
+    """Raise ValueError for a class_path anywhere: jsonargparse would import that class and call it."""
+    if isinstance(node, dict):
+        if "class_path" in node:
+            raise ValueError(
+                f"{where}: key 'class_path' {node['class_path']!r}: values are plain, classes are not made"
+            )
+        for value in node.values():
+            _refuse_classes(value, where)
+    elif isinstance(node, list):
+        for value in node:
+            _refuse_classes(value, where)

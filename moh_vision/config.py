@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Literal, Optional, Tuple, Union
 
 
 def _check(name: str, value, ok: bool, allowed: str) -> None:
-    if not ok:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not ok or not finite:
         raise ValueError(f"{name} {value!r} is out of range: {allowed}")
 
 
@@ -53,6 +55,17 @@ class ModelConfig:
     num_heads: Optional[int] = None
     patch_size: Optional[int] = None
     kwargs: Optional[Dict[str, Any]] = None
+
+    def __post_init__(self):
+        for name in ("embed_dim", "depth", "num_heads", "patch_size"):
+            value = getattr(self, name)
+            _check(f"model.{name}", value, value is None or value >= 1, "at least 1")
+        budget = self.head_budget
+        if isinstance(budget, float):
+            _check("model.head_budget", budget, 0 < budget <= 1, "0 < share <= 1")
+        elif isinstance(budget, list):
+            fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
+            _check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
 
     def arguments(self) -> dict:
         """Keyword arguments for timm.create_model, without what was left out."""

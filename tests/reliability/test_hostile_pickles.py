@@ -1,0 +1,372 @@
+"""A pickle that would run code, in every place that reads a file: it never runs."""
+
+import argparse
+import ast
+import io
+import json
+import os
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from PIL import Image
+
+sys.path.insert(0, str(ROOT / "tests" / "data"))
+from pictures import write_folder  # noqa: E402
+from test_bad_folders import shard  # noqa: E402
+from test_sources import write_shards  # noqa: E402
+from tiny_vae import save_tiny_vae  # noqa: E402
+
+import moh_vision  # noqa: E402
+from moh_vision.command_line import parse_config  # noqa: E402
+from moh_vision.config import ClsConfig, DitConfig  # noqa: E402
+from moh_vision.data.latents import LatentCache, load_vae  # noqa: E402
+from moh_vision.data.latents.__main__ import main as write_latents  # noqa: E402
+from moh_vision.data.shards.__main__ import main as write_image_shards  # noqa: E402
+from moh_vision.data.splits import open_source  # noqa: E402
+from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
+from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training  # noqa: E402
+from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.evaluation.fidelity import Inception, load_statistics, score  # noqa: E402
+from moh_vision.models.weights import from_run, init_from, to_validate  # noqa: E402
+from moh_vision.sample_scores import ClassifierScores  # noqa: E402
+
+
+class Evil:
+    """Unpickling it makes the file `canary`."""
+
+    def __init__(self, canary):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.canary,))
+
+
+@pytest.fixture
+def canary(tmp_path):
+    place = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Evil(place)))
+    assert place.is_dir(), "the canary itself must work"
+    place.rmdir()
+    yield place
+    assert not place.exists(), "code of a file was run"
+
+
+def pickles(canary) -> dict:
+    """Every form in which a pickle comes: of torch's three formats, bare, and of numpy."""
+    zipped, legacy, array, archive = (io.BytesIO() for _ in range(4))
+    torch.save({"model": {"w": torch.zeros(2)}, "x": Evil(canary)}, zipped)
+    torch.save({"x": Evil(canary)}, legacy, _use_new_zipfile_serialization=False)
+    objects = np.empty(1, dtype=object)
+    objects[0] = Evil(canary)
+    np.save(array, objects, allow_pickle=True)
+    np.savez(archive, arr_0=objects, mu=objects, sigma=objects, w=objects, allow_pickle=True)
+    namespace = io.BytesIO()
+    torch.save({"model": {"w": torch.zeros(2)}, "args": argparse.Namespace(x=Evil(canary))}, namespace)
+    return dict(
+        zip=zipped.getvalue(), legacy=legacy.getvalue(), bare=pickle.dumps(Evil(canary)), npy=array.getvalue(),
+        npz=archive.getvalue(), namespace=namespace.getvalue(), old=pickle.dumps(Evil(canary), protocol=0),
+    )  # fmt: skip
+
+
+SMALL = dict(img_size=32, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+
+
+def classifier(**more):
+    return timm.create_model("moh_vit_small_patch16_224", **{**SMALL, **more})
+
+
+def dit():
+    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3, head_budget=[(1, 1)])
+    return timm.create_model("moh_dit_small_patch2_75", **sizes)
+
+
+def doors(tmp_path) -> dict:
+    """Name -> (file, what reads it)."""
+    stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
+    found = {}
+    for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
+        file = tmp_path / f"weights{end}"
+        found[f"load_checkpoint {end}"] = file, lambda f: moh_vision.load_checkpoint(classifier(), f)
+        found[f"load_checkpoint {end} of a DiT"] = file, lambda f: moh_vision.load_checkpoint(dit(), f)
+        found[f"checkpoint_path {end}"] = file, lambda f: classifier(checkpoint_path=str(f))
+        found[f"init_from {end}"] = file, lambda f: init_from(classifier(), str(f))
+        found[f"pretrained_cfg_overlay {end}"] = (
+            file,
+            lambda f: classifier(pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)),
+        )
+        found[f"validate {end}"] = file, lambda f: to_validate(str(f), "moh_vit_small_patch16_224", SMALL)
+        found[f"from_run {end}"] = file, lambda f: from_run(str(f), "classifier")
+    for name in ("model.safetensors", "ema.safetensors", "diffusion_pytorch_model.bin"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        found[f"a folder with {name}"] = tmp_path / "run" / name, lambda f: init_from(classifier(), str(f.parent))
+    found["extractor"] = (
+        tmp_path / "run" / "model.safetensors",
+        lambda f: ClassifierScores("digits", str(f.parent), [], str(tmp_path)),
+    )
+    found["Inception"] = tmp_path / "inception.pth", Inception
+    found["saved statistics"] = tmp_path / "s.safetensors", load_statistics
+    found["reference"] = tmp_path / "r.npz", lambda f: score(stats, f, extractor=module)
+    found["generated"] = tmp_path / "g.npz", lambda f: score(f, stats, extractor=module)
+    for kind in (ClsConfig, DitConfig):
+        found[f"config {kind.__name__}"] = (
+            tmp_path / "c.yaml",
+            lambda f, k=kind: parse_config(k, ["--config", str(f)], "t"),
+        )
+
+    vae = tmp_path / "vae"
+    for name in ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"):
+        found[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
+    found["pipeline"] = tmp_path / "pipe" / "model_index.json", lambda f: MoHDiTPipeline.from_pretrained(str(f.parent))
+
+    data = tmp_path / "shards"
+    for name in (".train.index.safetensors", "classes.txt", "train-000000.tar"):
+        found[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
+    folder = tmp_path / "folder" / "train" / "cat" / "0.png"
+    found["image"] = folder, lambda f: open_source(str(tmp_path / "folder"), "train").image(0)
+    latents = tmp_path / "latents"
+    for name in ("train.latents.json", ".train.index.safetensors", "train-000000.tar", "classes.txt"):
+        found[f"latents {name}"] = latents / name, lambda f: LatentCache(str(latents), "train").moments(0)
+    found["latents record"] = latents / "train.shards.jsonl", lambda f: convert_latents(tmp_path)
+    found["shards record"] = tmp_path / "written" / "train.shards.jsonl", lambda f: convert_images(tmp_path)
+    parts = ImageParts(tmp_path, 1, 1, {})
+    found["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
+    return found
+
+
+def convert_images(tmp_path):
+    assert (
+        write_image_shards(["--in", str(tmp_path / "folder"), "--out", str(tmp_path / "written"), "--workers", "1"])
+        == 0
+    )
+
+
+def convert_latents(tmp_path):
+    fixed = ["--size", "8", "--workers", "0"]
+    out = str(tmp_path / "latents")
+    argv = ["--vae", str(tmp_path / "vae"), "--data", str(tmp_path / "folder"), "--out", out, *fixed]
+    assert write_latents(argv) == 0
+
+
+@pytest.fixture
+def world(tmp_path):
+    """Good files around every bad one, so that it is the bad one that is read."""
+    write_folder(tmp_path / "folder", classes=("cat",), train=2, val=1)
+    write_shards(tmp_path / "shards", count=2)
+    open_source(str(tmp_path / "shards"), "train")
+    save_tiny_vae(tmp_path / "vae")
+    convert_images(tmp_path)
+    convert_latents(tmp_path)
+    MoHDiTPipeline(dit(), moh_vision_scheduler()).save_pretrained(tmp_path / "pipe")
+    return tmp_path
+
+
+def moh_vision_scheduler():
+    from moh_vision.diffusion import make_scheduler
+
+    return make_scheduler("ddim", 5, True, clip=True)
+
+
+def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd):
+    """7 forms of pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
+    tried, through = 0, []
+    for name, (file, read) in doors(world).items():
+        good = file.read_bytes() if file.exists() else None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for form, data in pickles(canary).items():
+            file.write_bytes(data)
+            try:
+                read(file)
+                through.append(name)
+            except (ValueError, OSError, AssertionError, RuntimeError, KeyError, TypeError):
+                pass  # what is said is looked at elsewhere
+            except Exception as error:  # timm, diffusers and safetensors have their own
+                assert type(error).__module__.split(".")[0] in (
+                    "safetensors",
+                    "safetensors_rust",
+                    "_pickle",
+                    "zipfile",
+                ), name
+            assert not canary.exists(), f"{form} in {name}"
+            tried += 1
+        file.unlink()
+        if good is not None:
+            file.write_bytes(good)
+    assert tried >= 300
+    # A .bin beside safetensors is no file of a VAE's; class names may be any text, and shards say them by number.
+    assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt", "latents classes.txt"}, set(
+        through
+    )
+
+
+def test_members_of_shards_are_not_unpickled(tmp_path, canary):
+    """webdataset's own decoders would unpickle .pyd and .pth members, and .cls with tags."""
+    evil = pickle.dumps(Evil(canary))
+    for name in ("0.png", "0.npy", "0.pyd", "0.pickle", "0.pth", "0.cls", "0.json"):
+        members = {"0.png": evil, "0.cls": b"0", name: evil}
+        shard(tmp_path / "train-000000.tar", members.items())
+        with pytest.raises(ValueError, match="train-000000.tar") as error:
+            for i in range(2):
+                open_source(str(tmp_path), "train").image(i)
+        assert "\n" not in str(error.value)
+        (tmp_path / ".train.index.safetensors").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "file", ["optimizer.bin", "scaler.pt", "random_states_0.pkl", "model.safetensors", "ema.safetensors"]
+)
+def test_a_checkpoint_with_a_right_manifest_is_not_unpickled(tmp_path, canary, file):
+    """Whoever passes a run on can write the sums too; accelerate's load_state must not trust the files."""
+    import hashlib
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 2)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    save_training(accelerator, tmp_path, 3, model, None, {}, keep=1)
+    step, folder = latest_checkpoint(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for form, data in pickles(canary).items():
+        (folder / file).write_bytes(data)
+        manifest["sha256"][file] = hashlib.sha256(data).hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        assert latest_checkpoint(tmp_path) == (3, folder)
+        try:
+            if file == "scaler.pt":
+                accelerator.scaler = torch.amp.GradScaler("cpu")
+            load_training(accelerator, folder, model, None, lambda text: None)
+            assert file in ("random_states_0.pkl", "ema.safetensors"), (form, file)  # not used
+        except Exception as error:
+            assert not isinstance(error, AssertionError), error
+        assert not canary.exists(), (form, file)
+
+
+def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
+    """A file that is exchanged after it was checked: torch-fidelity, which unpickles freely, must not read it again."""
+    file = tmp_path / "w.pth"
+    torch.save({"x": torch.zeros(1)}, file)
+    reads = []
+
+    def network(name, features, source):
+        file.write_bytes(pickles(canary)["zip"])
+        reads.append(torch.load(source, weights_only=False))  # as torch-fidelity does
+        raise RuntimeError("far enough")
+
+    import torch_fidelity.feature_extractor_inceptionv3 as theirs
+
+    monkeypatch.setattr(theirs, "FeatureExtractorInceptionV3", network)
+    with pytest.raises(ValueError, match="w.pth: not the weights of Inception.*far enough"):
+        Inception(file)
+    assert list(reads[0]) == ["x"] and not canary.exists()
+
+
+def test_only_namespaces_are_let_through(tmp_path, canary):
+    model, before = classifier(), torch.serialization.get_safe_globals()
+    state = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
+    torch.save(state, tmp_path / "fine.pth")
+    moh_vision.load_checkpoint(classifier(), tmp_path / "fine.pth")
+    for kind, thing in (("path", tmp_path), ("class", Image.Image), ("function", os.system), ("module", Evil(canary))):
+        torch.save({**state, "args": thing}, tmp_path / f"{kind}.pth")
+        with pytest.raises(ValueError, match=f"{kind}.pth: not a readable file of tensors"):
+            moh_vision.load_checkpoint(classifier(), tmp_path / f"{kind}.pth")
+    assert torch.serialization.get_safe_globals() == before
+
+
+YAMLS = [
+    "output: !!python/object/apply:os.mkdir ['{}']",
+    "output: !!python/object/new:os.mkdir ['{}']",
+    "model: {{kwargs: {{x: {{class_path: os.mkdir, init_args: {{path: '{}'}}}}}}}}",
+    "model: {{kwargs: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}}}",
+    "model: {{router_kwargs: {{a: [{{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}]}}}}",
+    "model: {{class_path: subprocess.Popen, init_args: {{args: [mkdir, '{}']}}}}",
+]
+
+
+@pytest.mark.parametrize("text", YAMLS)
+@pytest.mark.parametrize("how", ["--config", "the config of a run", "on the command line"])
+def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
+    (tmp_path / "config.yaml").write_text(text.format(canary))
+    if how == "--config":
+        argv = ["--config", str(tmp_path / "config.yaml")]
+    elif how == "the config of a run":
+        argv = ["--validate-only", "--checkpoint", str(tmp_path)]
+    else:
+        key, _, value = text.format(canary).partition(": ")
+        argv = [f"--{key}", value]
+        if key == "output":  # a text like any other
+            assert parse_config(ClsConfig, argv, "t")[0].output == value
+            return
+    with pytest.raises(ValueError, match="not readable as YAML|class_path|Expected|unknown key") as error:
+        parse_config(ClsConfig, argv, "t")
+    assert "\n" not in str(error.value)
+
+
+def test_a_class_in_pieces_on_the_command_line_is_refused(canary):
+    argv = ["--model.kwargs.x.class_path=subprocess.Popen", f"--model.kwargs.x.init_args.args=[mkdir, {canary}]"]
+    with pytest.raises(ValueError, match="class_path"):
+        parse_config(ClsConfig, argv, "t")
+
+
+# ---------------------------------------------------------------- the code itself
+
+
+SOURCES = [*(ROOT / "moh_vision").rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+NEVER = {"pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "joblib.load", "marshal.loads", "shelve.open",
+         "yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "os.system", "os.popen", "torch.jit.load",
+         "pandas.read_pickle", "torch.hub.load", "accelerator.register_for_checkpointing", "dist_cp.load"}  # fmt: skip
+TAR = {"extract", "extractall", "unpack_archive"}
+
+
+def calls_that_run_what_they_read(text: str) -> list:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        last = name.rpartition(".")[2]
+        wrong = (
+            name in NEVER
+            or name in ("eval", "exec", "__import__", "compile") and isinstance(node.func, ast.Name)
+            or name == "torch.load" and options.get("weights_only") != "True"
+            or last == "load_state_dict_from_url" and options.get("weights_only") != "True"
+            or options.get("weights_only", "True") != "True"
+            or options.get("shell", "False") != "False"
+            or options.get("allow_pickle", "False") != "False"
+            or options.get("trust_remote_code", "False") != "False"
+            or options.get("use_safetensors", "True") != "True"
+            or last in TAR and isinstance(node.func, ast.Attribute)
+            or last in ("safe_globals", "add_safe_globals") and ast.unparse(node.args[0]) != "[argparse.Namespace]"
+        )  # fmt: skip
+        if wrong:
+            found.append(f"line {node.lineno}: {ast.unparse(node)[:100]}")
+    return found
+
+
+def test_no_call_runs_what_it_reads():
+    assert len(SOURCES) > 100
+    for path in SOURCES:
+        assert not calls_that_run_what_they_read(path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "eval(x)", "exec(x)", "yaml.load(t)",
+     "subprocess.run(c, shell=True)", "np.load(f, allow_pickle=True)", "safe_globals([Path])", "tar.extractall()"],
+)  # fmt: skip
+def test_the_search_finds(line):
+    assert calls_that_run_what_they_read(line)
+    assert not calls_that_run_what_they_read("model.eval(); torch.load(f, weights_only=True); re.compile(x)")
+
+
+def test_nothing_imports_an_unpickler():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"pickle", "dill", "joblib", "marshal", "shelve"} & set(names), path
