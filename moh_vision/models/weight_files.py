@@ -102,9 +102,9 @@ def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
 
 def refuse_unpacking(file: Path) -> None:
     """Raise ValueError for a zip file (.pt, .pth, .npz) that would unpack to more than ten times its size."""
-    if not zipfile.is_zipfile(file):
-        return
     try:
+        if not zipfile.is_zipfile(file):
+            return
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
     except Exception as error:  # damaged directories make many kinds

@@ -103,7 +103,9 @@ def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]
     if "features" in tensors:
         shapes["features"] = (about["count"], dims.get("pooled"))
     if "pooled" not in dims or set(tensors) != set(shapes):
-        raise ValueError(f"{path}: not a file of statistics (it holds {', '.join(sorted(tensors)[:5]) or 'nothing'})")
+        raise ValueError(
+            f"{path}: not a file of statistics (it holds {', '.join(name[:100] for name in sorted(tensors)[:5]) or 'nothing'})"
+        )
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name] or tensor.dtype not in FLOATS:
             raise ValueError(
