@@ -8,7 +8,7 @@ import pytest
 from repeat import cases
 
 from moh_vision.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
-from moh_vision.config import ClsConfig, DitConfig, SampleConfig
+from moh_vision.config import ClsConfig, DitConfig, MixConfig, OptimConfig, SampleConfig
 from moh_vision.models.weights import create
 
 KINDS = [ClsConfig, DitConfig, SampleConfig]
@@ -99,6 +99,12 @@ def test_every_misspelt_key_is_refused_on_the_command_line_and_in_a_file(kind, t
         assert str(file) in str(error.value) and f"did you mean '{key}'?" in str(error.value), (key, str(error.value))
         tried += 1
     assert tried >= 70
+
+
+def test_one_edit_is_nearer_than_many_letters_in_common():
+    assert (
+        _unknown_key("optim.ets", list(_leaf_keys(ClsConfig))) == "unknown key 'optim.ets', did you mean 'optim.eps'?"
+    )
 
 
 # ---------------------------------------------------------------- types
@@ -202,6 +208,17 @@ def test_every_number_out_of_its_range_is_refused(kind, share):
         message = str(error.value)
         assert message.startswith(key) and message.rpartition(": ")[2], (key, text, message)
         assert text.strip(".[]").split(",")[0].rstrip("0.") in message and "\n" not in message, (key, text, message)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_are_finite(number):
+    for make in (
+        lambda: MixConfig(mixup=number),
+        lambda: OptimConfig(weight_decay=number),
+        lambda: OptimConfig(lr=number),
+    ):
+        with pytest.raises(ValueError, match=f"{number} is out of range"):
+            make()
 
 
 @pytest.mark.parametrize(
