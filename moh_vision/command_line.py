@@ -170,7 +170,7 @@ def _leaf_keys(kind, prefix: str = ""):
 
 
 def _unknown_key(key: str, known: List[str]) -> str:
-    # Similarity alone prefers a long key that shares much: 'ou' is nearer to 'config' than a letter to 'out'.
+    # Similarity alone takes 'optim.ets' for 'optim.betas', where one letter makes it 'optim.eps'.
     near = difflib.get_close_matches(key, [k for k in known if _one_edit_apart(key, k)], n=1, cutoff=0)
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # a right name under a wrong section, or without its section

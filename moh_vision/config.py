@@ -61,9 +61,7 @@ class ModelConfig:
             value = getattr(self, name)
             _check(f"model.{name}", value, value is None or value >= 1, "at least 1")
         budget = self.head_budget
-        if isinstance(budget, float):
-            _check("model.head_budget", budget, 0 < budget <= 1, "0 < share <= 1")
-        elif isinstance(budget, list):
+        if isinstance(budget, list):  # shares are the model's to refuse
             fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
             _check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
 

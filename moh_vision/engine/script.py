@@ -86,7 +86,11 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file")
     if saved.exists() and not fresh:
-        differences = changed(yaml.safe_load(saved.read_text()), config)
+        try:
+            earlier = yaml.safe_load(saved.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{saved}: not readable as YAML: {' '.join(str(error).split())}") from None
+        differences = changed(earlier, config)
         if differences:
             raise ValueError(
                 f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
