@@ -139,7 +139,8 @@ class SetStatistics:
         if logits is not None:
             self.classes.add(logits, first)
         if self.keep_features:
-            self.features[first] = pooled.detach().float().cpu()
+            # A part of a larger tensor would keep all of it in memory.
+            self.features[first] = pooled.detach().float().cpu().contiguous()
 
     def merge(self, other: SetStatistics) -> None:
         """Add what another process has seen of the same set."""
@@ -157,4 +158,6 @@ class SetStatistics:
         """[N, F] in the order of the images; None if they were not kept."""
         if not self.features:
             return None
-        return torch.cat([self.features[first] for first in sorted(self.features)])
+        if len(self.features) > 1:  # kept as one from now on, not twice
+            self.features = {0: torch.cat([self.features[first] for first in sorted(self.features)])}
+        return next(iter(self.features.values()))
