@@ -84,6 +84,27 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
     assert 'train_dit.py", line' not in text  # the launcher prints a traceback of its own
 
 
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_killed_twice(tmp_path, kind):
+    """SIGKILL to the launcher and both processes, nothing of the scripts replaced: the bits of an undisturbed run."""
+    log, random, script = tmp_path / "log", cases(2, f"kills of two processes, {kind}"), ROOT / f"train_{kind}.py"
+    ended(launch(2, script, arguments(kind, tmp_path / "whole", 200, 10**6), log), log)
+    argv = arguments(kind, tmp_path / "run", 200, 7)
+    for _ in range(2):
+        before = len(logged(tmp_path / "run")) if (tmp_path / "run" / "metrics.jsonl").exists() else 0
+        process = launch(2, script, argv, log)
+        wait_for_steps(process, tmp_path / "run", before + 10)
+        time.sleep(random.uniform(0, 0.3))
+        for pid in [process.pid, *ranks(process).values()]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+    ended(launch(2, script, argv, log), log)
+    assert log.read_text().count("resuming") == 2
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    losses = [[entry["loss"] for entry in logged(tmp_path / name)] for name in ("run", "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 200
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_process_ends_the_other_one(tmp_path, rank):
     log, script = tmp_path / "log", ROOT / "train_cls.py"
