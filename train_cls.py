@@ -109,7 +109,7 @@ def train(argv, signals: StopSignals) -> None:
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    update = Updater(accelerator, o.clip_norm, signals)
+    update = Updater(accelerator, o.clip_norm, signals, unreadable)
     saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(run, start, stop, "classification", config.tracker, config.tree(), accelerator.is_main_process)
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
@@ -148,7 +148,7 @@ def train(argv, signals: StopSignals) -> None:
                 losses.append(task(**batch))
                 accelerator.backward(losses[-1]["loss"] / o.accumulation)
         lr = max(group["lr"] for group in optimizer.param_groups)
-        with user_errors(NAME, (FloatingPointError,), code=1):
+        with user_errors(NAME, (UnreadableImage,)), user_errors(NAME, (FloatingPointError,), code=1):
             norm, updated = update(task, optimizer, step, losses)
         if ema and updated:
             ema.update(model, step + 1)

@@ -92,7 +92,8 @@ def train(argv, signals: StopSignals) -> None:
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    update = Updater(accelerator, o.clip_norm, signals)
+    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
+    update = Updater(accelerator, o.clip_norm, signals, unreadable)
     saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(
         run, start, config.max_steps, "diffusion", config.tracker, config.tree(), accelerator.is_main_process
@@ -101,7 +102,6 @@ def train(argv, signals: StopSignals) -> None:
     metadata["vae"] = inputs.about_vae()
 
     # ---------------------------------------------------------------- the loop
-    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
     stream = training_batches(train_set, batches, config.data.workers, unreadable)
     task.train()
     signals.begin()
@@ -119,7 +119,10 @@ def train(argv, signals: StopSignals) -> None:
             with contextlib.nullcontext() if last else accelerator.no_sync(task):
                 losses.append(task(**batch))
                 accelerator.backward(losses[-1]["loss"] / o.accumulation)
-        with user_errors("train_dit.py", (FloatingPointError,), code=1):
+        with (
+            user_errors("train_dit.py", (UnreadableImage,)),
+            user_errors("train_dit.py", (FloatingPointError,), code=1),
+        ):
             norm, updated = update(task, optimizer, step, losses)
         if ema and updated:
             ema.update(model, step + 1)

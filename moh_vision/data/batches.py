@@ -128,18 +128,24 @@ class NoisedImages(LabelledImages):
 
 
 class BadSamples:
-    """Counts the samples of this process that cannot be decoded, and stops where there are too many.
+    """Counts the samples that cannot be decoded, and stops where there are too many.
 
-    The count is of different samples since the process started; it is not part of a checkpoint.
+    The count is of different samples since the process started; it is not part of a checkpoint. In training it is that of
+    all processes, which tell each other of new ones at the end of the step (`share`).
 
     Args:
         total: samples there are.
         max_fraction: share of them that may be unreadable (data.max_bad_fraction).
+
+    Attributes:
+        seen: numbers of the samples.
+        new: whether there are some that the other processes have not been told of.
     """
 
     def __init__(self, total: int, max_fraction: float = 0.0):
         self.total, self.max_fraction = total, max_fraction
         self.seen: set = set()
+        self.new, self._last = False, ""
 
     def check(self, bad: List[Tuple[int, str]]) -> None:
         """Take note of (sample number, message) of a batch.
@@ -147,10 +153,31 @@ class BadSamples:
         Raises:
             UnreadableImage: with the newest message, beyond the share.
         """
-        self.seen.update(number for number, _ in bad)
+        numbers = {number for number, _ in bad}
+        self.new = self.new or not numbers <= self.seen
+        if bad:
+            self._last = bad[-1][1]
+        self._count(numbers)
+
+    def share(self, gather: Callable[[list], list]) -> None:
+        """Tell all processes what each has seen; every process calls it.
+
+        Args:
+            gather: a list of each process -> one list on all.
+
+        Raises:
+            UnreadableImage: as `check`, on every process.
+        """
+        self.new = False
+        everyone = gather([(self.seen, self._last)])
+        self._last = self._last or next((message for _, message in everyone if message), "")
+        self._count(set().union(*(numbers for numbers, _ in everyone)))
+
+    def _count(self, numbers: set) -> None:
+        self.seen |= numbers
         if len(self.seen) > allowed_bad(self.max_fraction, self.total):
             allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
-            raise UnreadableImage(f"{bad[-1][1]} ({len(self.seen)} unreadable so far, allowed are {allowed})")
+            raise UnreadableImage(f"{self._last} ({len(self.seen)} unreadable so far, allowed are {allowed})")
 
 
 class Batches:

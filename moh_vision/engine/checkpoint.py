@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moh_vision.engine.ema import gathered
 from moh_vision.engine.failures import attempt, why_not_written
 from moh_vision.engine.manifest import Seal, damage, fsync
+from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
 
 WEIGHTS, EMA = "model.safetensors", "ema.safetensors"
@@ -131,7 +132,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     """
     candidates = by_age(run / "checkpoints")
     for step, folder in candidates:
-        reason = damage(folder, step)
+        reason = damage(folder, step) or foreign_objects(folder)
         if reason is None:
             return step, folder
         say(f"checkpoint {folder} is skipped: {reason}")

@@ -6,6 +6,7 @@ import math
 from typing import List
 
 import torch
+from accelerate.utils import gather_object
 
 MAX_BAD_STEPS = 10
 
@@ -51,23 +52,24 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 class Updater:
     """Applies gradients, except where loss or gradient is not finite; gives up after ten such steps in a row.
 
-    All processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, or got
-    a signal.
+    All processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, got a
+    signal, or met a sample that cannot be read.
 
     Args:
         accelerator: accelerate's Accelerator.
         clip_norm: largest gradient norm; 0: no clipping.
         signals: a `StopSignals`, or None.
+        unreadable: a `BadSamples`, or None; what one process has met is told to all.
 
     Attributes:
         skipped: steps without an update since the process started.
         stop: number of the signal that any process got before the last step's update, or 0.
     """
 
-    def __init__(self, accelerator, clip_norm: float, signals=None):
+    def __init__(self, accelerator, clip_norm: float, signals=None, unreadable=None):
         self.accelerator = accelerator
         self.clip_norm = clip_norm
-        self.signals = signals
+        self.signals, self.unreadable = signals, unreadable
         self.skipped = self.in_a_row = self.stop = 0
 
     def __call__(self, task, optimizer, step: int, losses: List[dict]) -> tuple[float, bool]:
@@ -81,13 +83,18 @@ class Updater:
 
         Raises:
             FloatingPointError: naming step, learning rate, gradient norm and loss, after ten bad steps in a row.
+            UnreadableImage: if all processes together have met more unreadable samples than are allowed.
         """
         norm = self.accelerator.clip_grad_norm_(task.parameters(), self.clip_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # of FSDP's shards
         loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
         received = self.signals.received if self.signals else 0
+        met = self.unreadable.new if self.unreadable else False
         flags = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
-        bad_loss, bad_norm, self.stop = map(int, greatest(torch.cat([flags, flags.new_tensor([received])])))
+        agreed = greatest(torch.cat([flags, flags.new_tensor([received, met])]))
+        bad_loss, bad_norm, self.stop, met = map(int, agreed)
+        if met:
+            self.unreadable.share(gather_object)
         scaler = self.accelerator.scaler
         if not bad_loss and not bad_norm or scaler is not None and bad_norm:  # a gradient scaler skips it by itself
             optimizer.step()

@@ -2,11 +2,13 @@
 
 import argparse
 import ast
+import contextlib
 import io
 import json
 import os
 import pickle
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from moh_vision.data.splits import open_source  # noqa: E402
 from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training  # noqa: E402
 from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.engine.sharded_files import foreign_objects  # noqa: E402
 from moh_vision.evaluation.fidelity import Inception, load_statistics, score  # noqa: E402
 from moh_vision.models.weights import from_run, init_from, to_validate  # noqa: E402
 from moh_vision.sample_scores import ClassifierScores  # noqa: E402
@@ -376,3 +379,33 @@ def test_no_call_runs_what_it_reads():
 def test_the_search_finds(line):
     assert calls_that_run_what_they_read(line)
     assert not calls_that_run_what_they_read("model.eval(); torch.load(f, weights_only=True); re.compile(x)")
+
+
+@pytest.mark.parametrize("place", [".metadata", "__0.metadata", "an entry that is no tensor"])
+def test_sharded_checkpoints_are_read_with_an_allow_list(tmp_path, canary, place):
+    """torch.distributed.checkpoint, which FSDP resumes from, unpickles both without limits."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    state = {"a": torch.randn(4, 3), "b": torch.zeros(2, dtype=torch.bfloat16), "lr": 0.1, "steps": {"n": 3}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "shards")
+    assert foreign_objects(tmp_path) is None
+    if place.endswith(".metadata"):  # torch's second choice is a file of this process's own
+        (tmp_path / "shards" / ".metadata").unlink()
+        (tmp_path / "shards" / place).write_bytes(pickle.dumps(Evil(canary)))
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(dict(state, lr=Evil(canary)), checkpoint_id=tmp_path / "shards")
+    assert ".metadata is not the outline of a sharded checkpoint alone" in foreign_objects(tmp_path)
+    assert not canary.exists()
+    with (
+        warnings.catch_warnings(),
+        contextlib.suppress(Exception, CheckpointException),
+    ):  # what is guarded against is there
+        warnings.simplefilter("ignore")
+        dcp.load({"a": torch.zeros(4, 3), "lr": 0.0}, checkpoint_id=tmp_path / "shards")
+    assert canary.exists(), "torch reads it safely by now; the guard is not needed any more"
+    canary.rmdir()

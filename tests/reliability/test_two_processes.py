@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from PIL import Image
 from repeat import cases
 from safetensors.torch import load_file
 from small_runs import arguments, checkpoint_steps, logged, outcome
@@ -175,3 +176,24 @@ def test_an_overflow_of_one_process_is_skipped_by_both(tmp_path, rank):
     steps = [load_file(tmp_path / "run" / "checkpoints" / f"step_{n}" / "model.safetensors") for n in (3, 4, 5)]
     assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
     assert any(not torch.equal(steps[1][name], steps[2][name]) for name in steps[0])
+
+
+def test_unreadable_images_are_counted_over_both(tmp_path):
+    """4 of 24 images are damaged, 2 for each process: the limit is that of the whole run, to the sample."""
+    for split, count in (("train", 24), ("val", 4)):
+        for i in range(count):
+            place = tmp_path / "images" / split / "ab"[i % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (10 * i, 0, 0)).save(place / f"{i:02}.png")
+    damaged = [tmp_path / "images" / "train" / "ab"[i % 2] / f"{i:02}.png" for i in (1, 2, 9, 16)]
+    for file in damaged:
+        file.write_bytes(file.read_bytes()[:40])
+    more = f"--data.root {tmp_path / 'images'} --data.augment none --data.img_size 8 --optim.batch_size 4".split()
+    codes, logs = [], []
+    for allowed in (3, 4):
+        log, run = tmp_path / f"{allowed}.log", tmp_path / str(allowed)
+        argv = arguments("cls", run, 6, 6, *more, "--data.max_bad_fraction", f"{allowed / 24 + 1e-9:.9f}")
+        codes.append(launch(2, ROOT / "train_cls.py", argv, log).wait(120))
+        logs.append(log.read_text())
+    assert codes[0] != 0 and "4 unreadable so far" in logs[0], logs[0][-2000:]
+    assert codes[1] == 0 and logged(tmp_path / "4")[-1]["unreadable"] == 4, logs[1][-2000:]
