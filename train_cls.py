@@ -131,6 +131,7 @@ def train(argv, signals: StopSignals) -> None:
     # ---------------------------------------------------------------- the loop
     train_set = LabelledImages(train, to_tensor, config.seed)
     stream = training_batches(train_set, batches, config.data.workers, unreadable, mixing)
+    done = start
     signals.begin()
     for step in range(start, stop):
         scheduler.step_update(step)
@@ -175,7 +176,7 @@ def train(argv, signals: StopSignals) -> None:
 
     # ---------------------------------------------------------------- the end
     signals.end()
-    stopped = update.stop
+    stopped = update.stop_after_all()
     if stopped:
         log.stopped(done, stopped)
     else:

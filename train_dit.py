@@ -104,6 +104,7 @@ def train(argv, signals: StopSignals) -> None:
     # ---------------------------------------------------------------- the loop
     stream = training_batches(train_set, batches, config.data.workers, unreadable)
     task.train()
+    done = start
     signals.begin()
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
@@ -154,7 +155,7 @@ def train(argv, signals: StopSignals) -> None:
 
     # ---------------------------------------------------------------- the end
     signals.end()
-    stopped = update.stop
+    stopped = update.stop_after_all()
     if stopped:
         log.stopped(done, stopped)
     log.close()

@@ -108,6 +108,11 @@ class Updater:
             self._count(step, optimizer, norm.item(), loss.item())
         return norm.item(), finite
 
+    def stop_after_all(self) -> int:
+        """Number of a signal that any process got until now, or 0; every process calls it, after the last step."""
+        received = max(self.stop, self.signals.received if self.signals else 0)
+        return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
+
     def _count(self, step: int, optimizer, norm: float, loss: float) -> None:
         self.skipped += 1
         self.in_a_row += 1

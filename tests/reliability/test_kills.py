@@ -2,12 +2,18 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
+from conftest import ROOT
 from fork_server import ForkServer
 from repeat import cases
 from small_runs import arguments, checkpoint_steps, logged, losses, outcome
+
+sys.path.insert(0, str(ROOT))
+import train_cls  # noqa: E402
+from moh_vision.engine.saver import Saver  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +112,22 @@ def test_a_second_signal_leaves_at_once(server, tmp_path):
     assert server.wait(pid) == 143 and time.monotonic() - begin < 10
     assert "SIGTERM again: left without saving" in (tmp_path / "dit.log").read_text()
     assert not list(tmp_path.glob("run/checkpoints/step_*"))
+
+
+def test_a_signal_in_the_last_save_still_ends_the_run(tmp_path, monkeypatch, capsys):
+    save = Saver.save
+
+    def save_and_signal(*args, **kwargs):
+        save(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Saver, "save", save_and_signal)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        train_cls.main(arguments("cls", tmp_path, 3, 3))
+    assert stop.value.code == 143 and "SIGTERM: stopped after 3 steps" in capsys.readouterr().out
+    assert checkpoint_steps(tmp_path) == [3] and not (tmp_path / "results.json").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.setattr(Saver, "save", save)
+    train_cls.main(arguments("cls", tmp_path, 3, 3))  # only the validation is left to do
+    assert (tmp_path / "results.json").exists()
