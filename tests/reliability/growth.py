@@ -2,8 +2,14 @@
 
 import json
 import os
+import select
+import signal
 import time
 import traceback
+
+import torch
+
+HANGS = 120  # seconds
 
 
 def cost(work) -> dict:
@@ -13,6 +19,7 @@ def cost(work) -> dict:
     if child == 0:
         code = 1
         try:
+            torch.set_num_threads(1)  # the threads of the parent's pool are not in the fork, which would wait for them
             before, since = _resident(), time.monotonic()
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # the peak starts anew
@@ -25,6 +32,8 @@ def cost(work) -> dict:
         finally:
             os._exit(code)
     os.close(writer)
+    if not select.select([reader], [], [], HANGS)[0]:
+        os.kill(child, signal.SIGKILL)
     with os.fdopen(reader, "rb") as file:
         text = file.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

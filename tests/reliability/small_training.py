@@ -72,6 +72,7 @@ def fork(work):
     if child:
         return child
     try:
+        torch.set_num_threads(1)  # as in `one_threaded`, whatever was set since: the pool's threads are not in the fork
         work()
         os._exit(0)
     except BaseException:
