@@ -34,6 +34,7 @@ from moh_vision.data.splits import open_source  # noqa: E402
 from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training  # noqa: E402
 from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.engine.manifest import manifest_text  # noqa: E402
 from moh_vision.engine.sharded_files import foreign_objects  # noqa: E402
 from moh_vision.evaluation.fidelity import Inception, load_statistics, score  # noqa: E402
 from moh_vision.models.weights import from_run, init_from, to_validate  # noqa: E402
@@ -241,11 +242,11 @@ def test_a_checkpoint_with_a_right_manifest_is_not_unpickled(tmp_path, canary, f
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     save_training(accelerator, tmp_path, 3, model, None, {}, keep=1)
     step, folder = latest_checkpoint(tmp_path)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    sums = json.loads((folder / "manifest.json").read_text())["sha256"]
     for form, data in pickles(canary).items():
         (folder / file).write_bytes(data)
-        manifest["sha256"][file] = hashlib.sha256(data).hexdigest()
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        sums[file] = hashlib.sha256(data).hexdigest()
+        (folder / "manifest.json").write_text(manifest_text(step, sums))
         assert latest_checkpoint(tmp_path) == (3, folder)
         try:
             if file == "scaler.pt":
@@ -367,7 +368,10 @@ def calls_that_run_what_they_read(text: str) -> list:
 def test_no_call_runs_what_it_reads():
     assert len(SOURCES) > 100
     for path in SOURCES:
-        assert not calls_that_run_what_they_read(path.read_text()), path
+        found = calls_that_run_what_they_read(path.read_text())
+        if path.name == "sharded_files.py":  # whose own unpickler has an allow-list
+            found = [line for line in found if not line.endswith(": import pickle")]
+        assert not found, path
 
 
 @pytest.mark.parametrize(
