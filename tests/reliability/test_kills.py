@@ -30,14 +30,20 @@ def finished(server, kind, folder, argv):
     assert status == 0, (folder / f"{kind}.log").read_text()[-3000:]
 
 
-def disturbed(server, tmp_path, kind, signals, steps, save_every, longest):
+def disturbed(server, tmp_path, kind, signals, steps, save_every, beyond=0.5):
     """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
 
-    SIGKILL comes up to `longest` seconds after the start of the process; the others up to 0.3 seconds after its first step.
+    SIGKILL comes at any time from the start of the process to `beyond` seconds after it will have done its first step; the
+    others up to 0.3 seconds after that step.
     """
     whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
-    finished(server, kind, whole, arguments(kind, whole / "run", steps, 10**6))
+    begin = time.monotonic()
+    pid = server.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
+    while not losses(whole, kind):
+        time.sleep(0.005)
+    longest = time.monotonic() - begin + beyond
+    assert server.wait(pid) == 0, (whole / f"{kind}.log").read_text()[-3000:]
     argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
     for count, number in enumerate(signals):
         before = losses(folder, kind)
@@ -66,21 +72,21 @@ def disturbed(server, tmp_path, kind, signals, steps, save_every, longest):
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
     twice = len(made) - steps
     print(f"{kind}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost")
-    assert in_training >= len(signals) // 4
+    assert in_training >= len(signals) // 8
     return twice
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_signals_of_all_kinds(server, tmp_path, kind):
     signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
-    disturbed(server, tmp_path, kind, signals, steps=60, save_every=7, longest=0.8)
+    disturbed(server, tmp_path, kind, signals, steps=300, save_every=7, beyond=0.1)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_many_kills(server, tmp_path, kind):
     kills = int(os.environ.get("KILLS", 50))
-    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, steps=60 * kills, save_every=10, longest=1.5)
+    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, steps=60 * kills, save_every=10)
 
 
 @pytest.mark.reliability
@@ -88,7 +94,7 @@ def test_many_kills(server, tmp_path, kind):
 def test_many_signals(server, tmp_path, kind):
     signals = [signal.SIGTERM, signal.SIGINT] * 10
     # Nothing but what a signal saves is saved, so that no step is done twice.
-    assert disturbed(server, tmp_path, kind, signals, steps=1500, save_every=10**6, longest=0) == 0
+    assert disturbed(server, tmp_path, kind, signals, steps=1500, save_every=10**6) == 0
 
 
 def test_a_signal_before_the_first_step_leaves_nothing(server, tmp_path):
