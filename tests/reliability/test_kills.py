@@ -30,11 +30,11 @@ def finished(server, kind, folder, argv):
     assert status == 0, (folder / f"{kind}.log").read_text()[-3000:]
 
 
-def disturbed(server, tmp_path, kind, signals, steps, save_every, beyond=0.5):
+def disturbed(server, tmp_path, kind, signals, steps, save_every):
     """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
 
-    SIGKILL comes at any time from the start of the process to `beyond` seconds after it will have done its first step; the
-    others up to 0.3 seconds after that step.
+    SIGKILL comes at any time from the start of the process to when it will have done about 40 steps, by the pace of the
+    undisturbed run; the others up to 40 steps after its first one.
     """
     whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
@@ -42,15 +42,16 @@ def disturbed(server, tmp_path, kind, signals, steps, save_every, beyond=0.5):
     pid = server.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
     while not losses(whole, kind):
         time.sleep(0.005)
-    longest = time.monotonic() - begin + beyond
+    first = time.monotonic()
     assert server.wait(pid) == 0, (whole / f"{kind}.log").read_text()[-3000:]
+    beyond = 40 * (time.monotonic() - first) / steps
     argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
     for count, number in enumerate(signals):
         before = losses(folder, kind)
         pid = server.start(kind, argv, folder)
         while number != signal.SIGKILL and len(losses(folder, kind)) == len(before):
             time.sleep(0.005)
-        time.sleep(random.uniform(0, longest if number == signal.SIGKILL else 0.3))
+        time.sleep(random.uniform(0, beyond + (first - begin if number == signal.SIGKILL else 0)))
         os.kill(pid, number)
         status, made = server.wait(pid), losses(folder, kind)[len(before) :]
         assert status != 0, f"the run ended after {count} signals; give it more steps"
@@ -79,14 +80,14 @@ def disturbed(server, tmp_path, kind, signals, steps, save_every, beyond=0.5):
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_signals_of_all_kinds(server, tmp_path, kind):
     signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
-    disturbed(server, tmp_path, kind, signals, steps=300, save_every=7, beyond=0.1)
+    disturbed(server, tmp_path, kind, signals, steps=300, save_every=7)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_many_kills(server, tmp_path, kind):
     kills = int(os.environ.get("KILLS", 50))
-    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, steps=60 * kills, save_every=10)
+    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, steps=150 * kills, save_every=10)
 
 
 @pytest.mark.reliability
