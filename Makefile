@@ -11,14 +11,14 @@ quickstart: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/python -m pytest -q -m "not slow and not reliability"
+	$(BIN)/python -m pytest -q -m "not slow and not reliability" --timeout 300
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow --timeout 3600
 
 # Faults and hostile files; MOH_VISION_SEED=N repeats a random test.
 reliability: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m reliability
+	$(BIN)/python -m pytest -q -m reliability --timeout 1800
 
 # Half an hour; on a machine with nothing else to do.
 benchmark: $(INSTALLED)

@@ -259,6 +259,14 @@ def machine():
     )
 
 
+def write_report(path, report):
+    """As JSON, with the load of the machine at the end; the other benchmarks' too."""
+    report["load_after"] = os.getloadavg()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(path)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = [*SHAPES, *MOA, "mae_f_step"]

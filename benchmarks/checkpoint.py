@@ -17,7 +17,6 @@ to the copy of all that it writes. Results go to benchmarks/results/checkpoint.j
 
 import argparse
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 import timm
 import torch
 from accelerate import Accelerator
-from attention import machine
+from attention import machine, write_report
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.engine.checkpoint import save_training
@@ -139,10 +138,7 @@ def main():
             low, high = ratio["quartiles"]
             line += f"{ratio['median']:10.2f} ({low:.2f} to {high:.2f})"
         print(line)
-    report["load_after"] = os.getloadavg()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(args.output)
+    write_report(args.output, report)
 
 
 if __name__ == "__main__":

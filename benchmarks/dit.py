@@ -17,7 +17,6 @@ benchmarks/results/dit.json.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import timm
 import torch
-from attention import machine
+from attention import machine, write_report
 
 import moh_vision
 from moh_vision.diffusion import HybridLoss, make_scheduler
@@ -184,10 +183,7 @@ def main():
                 flush=True,
             )
         report[part] = result
-    report["load_after"] = os.getloadavg()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(args.output)
+    write_report(args.output, report)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
-from attention import machine
+from attention import machine, write_report
+from random_inception import write_random_inception
 from torch import nn
 
 from moh_vision.data.splits import open_source
@@ -43,18 +43,6 @@ def write_folders(data, folder, count):
         (folder / name).mkdir()
         for i in range(count // 2):
             source.image(i).convert("RGB").save(folder / name / f"{i:05}.png")
-
-
-def write_random_inception(path):
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-    torch.manual_seed(0)
-    with mock.patch.object(torch, "load"), mock.patch.object(FeatureExtractorInceptionV3, "load_state_dict"):
-        network = FeatureExtractorInceptionV3("random", ["2048"], "none")
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):  # the default one dies out over so many layers
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-    torch.save(network.state_dict(), path)
 
 
 def ours(folder, weights, batch_size):
@@ -189,9 +177,7 @@ def main():
             report["speed"] = speed(args, Path(folder))
     if "memory" in args.parts:
         report["memory"] = memory(args)
-    report["load_after"] = os.getloadavg()
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(args.output)
+    write_report(args.output, report)
 
 
 if __name__ == "__main__":

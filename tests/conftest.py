@@ -10,7 +10,7 @@ CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data
 
 def pytest_configure(config):
     # Those of timm's own tests, see tests/models/test_timm_contract.py.
-    timms = "base cfg cfg_nonstd forward backward torchscript features fxforward fxbackward timeout"
+    timms = "base cfg cfg_nonstd forward backward torchscript features fxforward fxbackward"
     for name in timms.split():
         config.addinivalue_line("markers", f"{name}: of timm's own tests")
 

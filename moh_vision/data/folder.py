@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.walk import refuse_special, walk
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
@@ -48,7 +49,7 @@ class ImageFolder:
             raise ValueError(f"data.root {root}: {folder} holds no class folders")
         names, labels = [], []
         for label, name in enumerate(self.classes):
-            found = sorted(_images(folder / name, name, ()))
+            found = sorted(_images(folder, name))
             if not found:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(EXTENSIONS)})")
             names += found
@@ -76,20 +77,9 @@ class ImageFolder:
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
 
 
-def _images(place: Path, name: str, above: tuple) -> Iterator[str]:
-    """Image files in `place` and below, each as `name`/...; links are followed.
-
-    Args:
-        above: (device, inode) of the folders that led here, to notice a link back to one.
-    """
-    here = place.stat()
-    if (here.st_dev, here.st_ino) in above:
-        raise ValueError(f"{place}: a link to a folder above it")
-    for entry in os.scandir(place):
-        if entry.is_dir():
-            yield from _images(place / entry.name, f"{name}/{entry.name}", (*above, (here.st_dev, here.st_ino)))
-        elif entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != ".":
-            # A dangling link is found, counted and named when it is read; reading a pipe would wait for ever.
-            if os.path.exists(entry.path) and not entry.is_file():
-                raise ValueError(f"{entry.path}: not a file but a pipe, socket or device")
-            yield f"{name}/{entry.name}"
+def _images(folder: Path, name: str) -> Iterator[str]:
+    """Image files in folder/name and below, each as `name`/..."""
+    for entry, path in walk(folder / name, name, hidden=True):
+        if entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != ".":
+            refuse_special(entry)  # a dangling link is found, counted and named when it is read
+            yield path

@@ -1,13 +1,18 @@
 """The Inception of FID, with random weights in torch-fidelity's file layout: they prove the wiring, not scores."""
 
 import hashlib
+import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 from torch import nn
+
+sys.path.append(str(ROOT / "benchmarks"))
+from random_inception import write_random_inception
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import PUBLISHED
@@ -16,16 +21,8 @@ from moh_vision.evaluation.fidelity.extractors import PUBLISHED
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A file of the published one's layout: 23.9 million parameters."""
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3 as Network
-
-    torch.manual_seed(0)
-    with mock.patch.object(torch, "load"), mock.patch.object(Network, "load_state_dict"):
-        network = Network("random", ["2048"], "none")
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):  # the default one dies out over so many layers
-            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     file = tmp_path_factory.mktemp("inception") / "random.pth"
-    torch.save(network.state_dict(), file)
+    write_random_inception(file)
     return file
 
 

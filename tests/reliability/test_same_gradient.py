@@ -5,8 +5,6 @@ processes: 1e-10 in float64; autocast to bfloat16: 2 % of the loss, and a router
 above 0.9): tokens whose heads are close to a tie choose others. Accumulation is the mean of its micro-batches' losses.
 """
 
-import functools
-
 import pytest
 import timm
 import torch
@@ -133,7 +131,7 @@ def on_a_rank(rank, kind, folder):
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_two_processes(kind, tmp_path):
     """Averaged by DistributedDataParallel: the one big batch, because counts of heads are summed over processes."""
-    torch.multiprocessing.spawn(functools.partial(on_a_rank), args=(kind, tmp_path), nprocs=2)
+    torch.multiprocessing.spawn(on_a_rank, args=(kind, tmp_path), nprocs=2)
     task = make_task(kind)
     ranks = [torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in range(2)]
     loss, grads = gradients(task, make_batch(kind))

@@ -7,8 +7,9 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISREG
 from typing import Dict, List, NamedTuple, Optional
+
+from moh_vision.data.walk import refuse_special, walk
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 
@@ -91,7 +92,7 @@ def list_class_folders(root: Path) -> ClassFolders:
                 f"--in {root}: class folder {name!r}: a class name must be UTF-8 without line breaks and outer spaces"
             )
         before = len(found.files)
-        _walk(root / name, name, label, found, ())
+        _collect(root, name, label, found)
         if len(found.files) == before:
             raise ValueError(f"--in {root}: class folder {name} holds no images ({', '.join(EXTENSIONS)})")
     found.left_out += sorted(e.name for e in os.scandir(root) if not e.name.startswith(".") and not e.is_dir())
@@ -103,20 +104,11 @@ def _subfolders(folder: Path) -> List[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def _walk(folder: Path, prefix: str, label: int, found: ClassFolders, above: tuple) -> None:
-    here = folder.stat()
-    if (here.st_dev, here.st_ino) in above:
-        raise ValueError(f"{folder}: a link to a folder above it")
-    for entry in os.scandir(folder):
-        path = f"{prefix}/{entry.name}"
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            _walk(folder / entry.name, path, label, found, (*above, (here.st_dev, here.st_ino)))
-        elif entry.name.lower().endswith(EXTENSIONS):
+def _collect(folder: Path, name: str, label: int, found: ClassFolders) -> None:
+    for entry, path in walk(folder / name, name, hidden=False):
+        if entry.name.lower().endswith(EXTENSIONS):
             stat = entry.stat()  # a dangling link is an error that names it
-            if not S_ISREG(stat.st_mode):  # reading a pipe would wait for ever
-                raise ValueError(f"{folder / entry.name}: not a file but a pipe, socket or device")
+            refuse_special(entry)
             found.files.append(ImageFile(path, label, stat.st_size, stat.st_mtime_ns))
         else:
             found.left_out.append(path)

@@ -1,0 +1,27 @@
+"""The dataclasses behind configs/*.yaml; `command_line` fills them."""
+
+from moh_vision.config.data import ClsDataConfig, DataConfig, MixConfig
+from moh_vision.config.draws import DrawConfig, PreviewConfig, ScoreConfig
+from moh_vision.config.model import ModelConfig
+from moh_vision.config.optim import ClsOptimConfig, EmaConfig, OptimConfig
+from moh_vision.config.runs import FREE_KEYS, ClsConfig, DitConfig, Flags, RunConfig
+from moh_vision.config.sample import SampleConfig
+
+__all__ = [
+    "ClsConfig",
+    "ClsDataConfig",
+    "ClsOptimConfig",
+    "DataConfig",
+    "DitConfig",
+    "DrawConfig",
+    "EmaConfig",
+    "FREE_KEYS",
+    "Flags",
+    "MixConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PreviewConfig",
+    "RunConfig",
+    "SampleConfig",
+    "ScoreConfig",
+]

@@ -1,0 +1,93 @@
+"""Sampling from a trained run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Optional, Tuple, Union
+
+from moh_vision.config.checks import check, check_seed
+
+
+@dataclass
+class SampleConfig:
+    """Sampling from a trained run.
+
+    Args:
+        checkpoint: folder of a diffusion run, or one of its .safetensors files.
+        weights: "ema" (falls back to "model" where the run has none) or "model".
+        num_images: how many.
+        labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
+        sampler: "ddpm", "ddim" or "dpm-solver++".
+        steps: denoising steps.
+        cfg_scale: classifier-free guidance; 1: none.
+        guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
+        cfg_interval: two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied.
+        seed: the noise of image i depends on (seed, i) alone.
+        batch_size: images at a time on each process; equal sizes give equal bits.
+        mixed_precision: "no", "bf16" or "fp16".
+        vae: of latent models: name or folder of an AutoencoderKL; left out: the one that the run was trained with.
+        save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
+            num_images 0 that is all.
+        out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
+        grid: PNG with one class a row.
+        grid_columns: images a row.
+        head_usage: PNG of head usage per layer and class while sampling.
+        score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
+            (.safetensors); or a data set as in data.root.
+        score_split: "train" or "val", of a data set.
+        extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
+            that also tells how many samples are recognised.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: score also with no more images than features, labelled FID@N.
+        score_file: where the scores go; left out: scores.json beside the weights.
+        overwrite: replace what is at the output paths.
+    """
+
+    checkpoint: str
+    weights: Literal["ema", "model"] = "ema"
+    num_images: int = 100
+    labels: Literal["balanced", "random"] = "balanced"
+    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
+    steps: int = 250
+    cfg_scale: float = 1.0
+    guide_channels: Union[int, Literal["all"]] = 3
+    cfg_interval: Tuple[float, float] = (0.0, 1.0)
+    seed: int = 0
+    batch_size: int = 100
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    vae: Optional[str] = None
+    save_pipeline: Optional[str] = None
+    out: Optional[str] = None
+    grid: Optional[str] = None
+    grid_columns: int = 10
+    head_usage: Optional[str] = None
+    score: Optional[str] = None
+    score_split: Literal["train", "val"] = "val"
+    extractor: Optional[str] = None
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
+    score_file: Optional[str] = None
+    overwrite: bool = False
+
+    def __post_init__(self):
+        for name in ("batch_size", "grid_columns"):
+            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        least = 0 if self.save_pipeline else 1
+        check("num_images", self.num_images, self.num_images >= least, f"at least {least}")
+        if not self.num_images and (self.out or self.grid or self.head_usage or self.score):
+            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage and --score")
+        check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        guided = self.guide_channels
+        check("guide_channels", guided, guided == "all" or guided >= 1, 'at least 1, or "all"')
+        low, high = self.cfg_interval
+        check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
+        if self.cfg_scale == 1 and (low, high) != (0, 1):
+            raise ValueError(f"cfg_interval {[low, high]} needs a cfg_scale other than 1")
+        check_seed(self.seed)
+        for name in ("grid", "head_usage"):
+            path = getattr(self, name)
+            check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
+        for name in ("extractor", "inception_weights", "score_file"):
+            if getattr(self, name) is not None and self.score is None:
+                raise ValueError(f"{name} {getattr(self, name)} needs --score REFERENCE")
