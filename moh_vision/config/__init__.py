@@ -6,6 +6,7 @@ from moh_vision.config.model import ModelConfig
 from moh_vision.config.optim import ClsOptimConfig, EmaConfig, OptimConfig
 from moh_vision.config.runs import FREE_KEYS, ClsConfig, DitConfig, Flags, RunConfig
 from moh_vision.config.sample import SampleConfig
+from moh_vision.config.text import TextConfig
 
 __all__ = [
     "ClsConfig",
@@ -24,4 +25,5 @@ __all__ = [
     "RunConfig",
     "SampleConfig",
     "ScoreConfig",
+    "TextConfig",
 ]

@@ -47,7 +47,6 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
 
     def __post_init__(self):
         for name in ("log_every", "save_every", "keep_checkpoints"):
@@ -82,6 +81,7 @@ class ClsConfig(RunConfig):
     channels_last: bool = False
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self):
@@ -134,6 +134,7 @@ class DitConfig(RunConfig):
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     learn_sigma: bool = True
     label_drop: float = 0.1
+    ema: EmaConfig = field(default_factory=EmaConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
 

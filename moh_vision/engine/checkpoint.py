@@ -182,10 +182,15 @@ def export_weights(
 
 
 def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
-    """The state dict in main memory, gathered by all processes; empty where it is not kept."""
+    """The state dict in main memory, gathered by all processes; empty where it is not kept.
+
+    Tensors that are tied stand there once, under their first name, as in transformers' own files.
+    """
+    names = {parameter: name for name, parameter in reversed(list(module.named_parameters(remove_duplicate=False)))}
+    tied = {name for name, p in module.named_parameters(remove_duplicate=False) if names[p] != name}
     tensors = {}
     for name, value in gathered(module):
-        if keep:
+        if keep and name not in tied:
             tensors[name] = value.detach().contiguous().cpu()
     return tensors
 

@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from moh_vision.engine.tracking import Tracker, open_tracker
 
+UNITS = dict(images="img", tokens="tok")  # as shown
+
 
 class RunLog:
     """Logs a run; on processes other than the main one it does nothing.
@@ -26,15 +28,23 @@ class RunLog:
         enabled: whether this is the main process.
         title: of the lines and the bar.
         tracker: it gets the same numbers.
+        unit: what is counted per second, a name in UNITS.
     """
 
     def __init__(
-        self, path: Path, start: int, total: int, enabled: bool, title: str, tracker: Optional[Tracker] = None
+        self,
+        path: Path,
+        start: int,
+        total: int,
+        enabled: bool,
+        title: str,
+        tracker: Optional[Tracker] = None,
+        unit: str = "images",
     ):
         self.enabled = enabled
         self.tracker = tracker
         self.terminal = sys.stderr.isatty()
-        self.title, self.total = title, total
+        self.title, self.total, self.unit = title, total, unit
         self.pause()
         if not enabled:
             return
@@ -54,21 +64,21 @@ class RunLog:
             bar_format="{desc} {n}/{total} |{bar:20}| {elapsed}<{remaining}{postfix}",
         )
 
-    def step(self, images: int) -> None:
-        """One step of `images` images is done."""
-        self.images += images
+    def step(self, count: int) -> None:
+        """One step of so many images or tokens is done."""
+        self.count += count
         if self.enabled:
             self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
-        """Write a line {"step": step, **values} and show `show`, images per second and peak memory."""
-        rate = self.images / max(time.monotonic() - self.since, 1e-9)
+        """Write a line {"step": step, **values} and show `show`, the rate and peak memory."""
+        rate = self.count / max(time.monotonic() - self.since, 1e-9)
         memory = peak_memory_mib()
         self.pause()
         if not self.enabled:
             return
-        self._write(step, dict(values, images_per_s=round(rate, 1), peak_memory_mib=round(memory)))
-        text = f"{show}, {rate:.0f} img/s, peak {memory:.0f} MiB"
+        self._write(step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
+        text = f"{show}, {rate:.0f} {UNITS[self.unit]}/s, peak {memory:.0f} MiB"
         if self.terminal:
             self.bar.set_postfix_str(text)
         else:
@@ -109,8 +119,8 @@ class RunLog:
         return tqdm(batches, desc=title, disable=not (self.enabled and self.terminal), leave=False, dynamic_ncols=True)
 
     def pause(self) -> None:
-        """Start counting images and time anew; call it after work that is not training."""
-        self.images, self.since = 0, time.monotonic()
+        """Start counting and timing anew; call it after work that is not training."""
+        self.count, self.since = 0, time.monotonic()
 
     def close(self) -> None:
         if self.enabled:
@@ -121,11 +131,18 @@ class RunLog:
 
 
 def open_log(
-    run: Path, start: int, total: int, title: str, tracker: Optional[str], config: dict, enabled: bool
+    run: Path,
+    start: int,
+    total: int,
+    title: str,
+    tracker: Optional[str],
+    config: dict,
+    enabled: bool,
+    unit: str = "images",
 ) -> RunLog:
     """The log of a run in its folder, with the tracker of that name; see `RunLog` and `tracking.open_tracker`."""
     tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
-    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking)
+    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, unit)
 
 
 def peak_memory_mib() -> float:

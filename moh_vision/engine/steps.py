@@ -11,17 +11,23 @@ from accelerate.utils import gather_object
 MAX_BAD_STEPS = 10
 
 
-def learning_rate(step: int, peak: float, schedule: str, warmup_steps: int, max_steps: int, floor: float) -> float:
+def learning_rate(
+    step: int, peak: float, schedule: str, warmup_steps: int, max_steps: int, floor: float, warmup_lr: float = 0.0
+) -> float:
     """The learning rate of a step: a pure function, so that resuming needs no scheduler state.
 
-    Linear warm-up over `warmup_steps`, then constant, or half a cosine that reaches `floor` at `max_steps`.
+    Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall that reaches
+    `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), but not below `floor` (Vaswani 2017, eq. 3).
     """
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+        return warmup_lr + (peak - warmup_lr) * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    done = (step - warmup_steps) / max(1, max_steps - warmup_steps)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if schedule == "inverse_sqrt":
+        return max(floor, peak * math.sqrt(max(1, warmup_steps) / (step + 1)))
+    done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (peak - floor) * left
 
 
 def set_learning_rate(optimizer, lr: float) -> None:

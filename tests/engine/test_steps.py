@@ -17,6 +17,10 @@ def test_schedule():
     assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert [learning_rate(s, 2.0, "constant", 2, 5, 0.0) for s in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
+    linear = [learning_rate(s, 1.0, "linear", 10, 20, 0.5, warmup_lr=0.1) for s in (0, 9, 10, 15, 20, 30)]
+    assert linear == pytest.approx([0.19, 1.0, 1.0, 0.75, 0.5, 0.5])
+    falling = [learning_rate(s, 2.0, "inverse_sqrt", 100, 1000, 0.0) for s in (49, 99, 399, 10_000 - 1)]
+    assert falling == pytest.approx([1.0, 2.0, 1.0, 0.2])  # continuous at the end of the warm-up
 
 
 def test_groups_keep_their_scale():

@@ -1,0 +1,203 @@
+"""A run on text: translation, masked and causal language models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Literal, Optional, Tuple
+
+from moh_vision.config.checks import check
+from moh_vision.config.runs import RunConfig
+
+GATE_MODES = ("soft", "argmax", "random")
+
+
+@dataclass
+class TextModelConfig:
+    """The model; its name also says the task: mt_* translates, mlm_* fills in masked tokens, clm_* continues a text.
+
+    Args:
+        name: a preset of moh_vision.models.moh_text.
+        kwargs: further arguments of the model, such as {encoder_layers: 2, d_model: 128}.
+    """
+
+    name: str = "mt_transformer_base"
+    kwargs: Optional[Dict[str, Any]] = None
+
+
+@dataclass
+class TextDataConfig:
+    """The text and its vocabulary.
+
+    Args:
+        root: a folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the
+            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME for a Hugging Face data set.
+        source: language translated from.
+        target: language translated into.
+        train: name of the training split.
+        val: name of the one that is looked at while training.
+        test: name of the one that is scored at the end; left out: the val split.
+        vocab_size: tokens of the vocabulary (of each, if not joint) at most, with those of special meaning.
+        vocabulary: "bpe" or "word".
+        joint: one vocabulary for both languages.
+        lowercase: turn all text to lower case.
+        max_tokens: translation: largest size of a micro-batch, sentences times the tokens of the longest, of the longer side.
+        max_length: translation: longer training pairs, in tokens of either side, are left out.
+        max_ratio: translation: as are those where one side has so many times more tokens; 0: none.
+        block: language models: tokens a block.
+        blocks: language models: blocks of a micro-batch, on each process.
+        context: causal language models: tokens of a validation window that are seen and not scored; block - context are.
+        mask_prob: masked language models: share of the tokens that are to be predicted.
+        cache: folder for vocabularies and token files; left out: beside the run.
+        workers: loader processes of each rank.
+    """
+
+    root: str = "data/text"
+    source: str = "en"
+    target: str = "de"
+    train: str = "train"
+    val: str = "val"
+    test: Optional[str] = None
+    vocab_size: int = 32768
+    vocabulary: Literal["bpe", "word"] = "bpe"
+    joint: bool = True
+    lowercase: bool = False
+    max_tokens: int = 4096
+    max_length: int = 250
+    max_ratio: float = 0.0
+    block: int = 128
+    blocks: int = 32
+    context: int = 0
+    mask_prob: float = 0.15
+    cache: Optional[str] = None
+    workers: int = 1
+
+    def __post_init__(self):
+        for name, least in (("vocab_size", 8), ("max_tokens", 8), ("max_length", 2), ("block", 2), ("blocks", 1)):
+            check(f"data.{name}", getattr(self, name), getattr(self, name) >= least, f"at least {least}")
+        check("data.max_ratio", self.max_ratio, self.max_ratio == 0 or self.max_ratio > 1, "0, or above 1")
+        check("data.context", self.context, 0 <= self.context < self.block, f"0 to data.block - 1, {self.block - 1}")
+        check("data.mask_prob", self.mask_prob, 0 < self.mask_prob < 1, "between 0 and 1")
+        check("data.workers", self.workers, self.workers >= 0, "0 or more")
+        if self.source == self.target:
+            raise ValueError(f"data.source and data.target are both {self.source!r}")
+        if self.max_length > self.max_tokens:
+            raise ValueError(
+                f"data.max_length {self.max_length} is more than data.max_tokens {self.max_tokens}: such a pair fits in no batch"
+            )
+
+
+@dataclass
+class TextOptimConfig:
+    """Optimiser and schedule.
+
+    Args:
+        name: "adam", or "nesterov": SGD with Nesterov momentum, as Baevski and Auli 2019 train.
+        lr: peak learning rate.
+        weight_decay: Adam: decoupled; not applied to biases, norms and gates.
+        betas: of Adam.
+        eps: of Adam.
+        momentum: of nesterov.
+        accumulation: micro-batches that make up a step, on each process.
+        clip_norm: largest gradient norm; 0: no clipping.
+        schedule: after the warm-up "inverse_sqrt" falls as 1 / sqrt(step), "linear" to min_lr at max_steps, "cosine" likewise,
+            "constant" not at all.
+        warmup_steps: linear warm-up.
+        warmup_lr: where it begins.
+        min_lr: end of the schedule.
+    """
+
+    name: Literal["adam", "nesterov"] = "adam"
+    lr: float = 7e-4
+    weight_decay: float = 0.0
+    betas: Tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-9
+    momentum: float = 0.99
+    accumulation: int = 1
+    clip_norm: float = 0.0
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = "inverse_sqrt"
+    warmup_steps: int = 4000
+    warmup_lr: float = 1e-7
+    min_lr: float = 0.0
+
+    def __post_init__(self):
+        check("optim.lr", self.lr, self.lr > 0, "above 0")
+        check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")
+        check("optim.eps", self.eps, self.eps > 0, "above 0")
+        check("optim.momentum", self.momentum, 0 < self.momentum < 1, "between 0 and 1")
+        check("optim.accumulation", self.accumulation, self.accumulation >= 1, "at least 1")
+        check("optim.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
+        check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
+        check("optim.warmup_lr", self.warmup_lr, 0 <= self.warmup_lr <= self.lr, "from 0 to optim.lr")
+        check("optim.min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, "from 0 to optim.lr")
+        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
+            raise ValueError(
+                "optim.schedule inverse_sqrt starts from the end of a warm-up: it needs optim.warmup_steps"
+            )
+
+
+@dataclass
+class GenerationConfig:
+    """Beam search for BLEU.
+
+    Args:
+        beam: width; 1: greedy.
+        length_penalty: the score of a hypothesis is divided by its length to this power.
+        max_length: a translation has at most so many tokens more than its source.
+        batch_size: sentences at a time.
+        compound_split: also BLEU with hyphenated words split, as the papers report EN-DE.
+        gate_modes: also translate with MAE's gates used otherwise (its Table 5): "soft", "argmax", "random".
+    """
+
+    beam: int = 5
+    length_penalty: float = 1.0
+    max_length: int = 50
+    batch_size: int = 64
+    compound_split: bool = False
+    gate_modes: List[Literal["soft", "argmax", "random"]] = field(default_factory=lambda: ["soft"])
+
+    def __post_init__(self):
+        for name in ("beam", "max_length", "batch_size"):
+            check(f"generate.{name}", getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        check("generate.length_penalty", self.length_penalty, self.length_penalty >= 0, "0 or more")
+        check(
+            "generate.gate_modes",
+            self.gate_modes,
+            len(self.gate_modes) >= 1,
+            f"at least one of {', '.join(GATE_MODES)}",
+        )
+
+
+@dataclass
+class TextConfig(RunConfig):
+    """Text.
+
+    Args:
+        label_smoothing: of the cross-entropy, inside the task, so that the auxiliary losses stay.
+        eval_every: steps between looks at the val split; 0: only at the end.
+        patience: stop after so many of them in a row without a lower loss; 0: never.
+        average: the final scores are those of the average of the last checkpoints' weights, so many; 1: of the last one.
+        generate: how test sentences are translated.
+    """
+
+    label_smoothing: float = 0.1
+    eval_every: int = 0
+    patience: int = 0
+    average: int = 1
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    data: TextDataConfig = field(default_factory=TextDataConfig)
+    optim: TextOptimConfig = field(default_factory=TextOptimConfig)
+    generate: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
+        check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
+        check("patience", self.patience, self.patience >= 0, "0 or more")
+        check("average", self.average, self.average >= 1, "at least 1")
+        if self.patience and not self.eval_every:
+            raise ValueError(f"patience {self.patience} counts looks at the val split: it needs eval_every")
+        if self.average > self.keep_checkpoints:
+            raise ValueError(
+                f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
+            )

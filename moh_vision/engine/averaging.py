@@ -1,0 +1,52 @@
+"""The average of a run's last checkpoints (Vaswani 2017, section 6.1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Dict, List, Tuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moh_vision.engine.manifest import damage
+from moh_vision.engine.step_folders import by_age
+
+STATE = "model.safetensors"  # accelerate's name for the state of what it wraps
+
+
+def average_checkpoints(run: Path, count: int, prefix: str = "model.") -> Tuple[Dict[str, Tensor], List[int]]:
+    """The mean weights of the newest `count` checkpoints, one tensor at a time in float64.
+
+    Args:
+        run: folder of a run.
+        count: how many; the run must have kept as many.
+        prefix: name of the model in what accelerate wraps; what else is there is left out.
+
+    Returns:
+        (state dict of the model, steps of the checkpoints, newest first). Counters such as batch norm's are the newest's.
+
+    Raises:
+        ValueError: naming the folder, if there are fewer whole ones, or their weights are in shards.
+    """
+    whole: Dict[int, Path] = {}
+    for step, folder in by_age(run / "checkpoints"):
+        if len(whole) < count and step not in whole and damage(folder, step) is None:
+            whole[step] = folder
+    if len(whole) < count:
+        raise ValueError(f"{run / 'checkpoints'}: {len(whole)} whole checkpoints, {count} are to be averaged")
+    files = [folder / STATE for folder in whole.values()]
+    missing = next((file for file in files if not file.exists()), None)
+    if missing:
+        raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
+    averages = {}
+    with safe_open(files[0], "pt") as newest:
+        names = [name for name in newest.keys() if name.startswith(prefix)]
+    opened = [safe_open(file, "pt") for file in files]
+    for name in names:
+        values = [file.get_tensor(name) for file in opened]
+        mean = values[0]
+        if mean.is_floating_point():
+            mean = torch.stack(values).double().mean(0).to(values[0].dtype)
+        averages[name.removeprefix(prefix)] = mean
+    return averages, list(whole)
