@@ -30,24 +30,27 @@ class TextDataConfig:
 
     Args:
         root: a folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the
-            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME for a Hugging Face data set.
+            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set.
         source: language translated from.
         target: language translated into.
         train: name of the training split.
         val: name of the one that is looked at while training.
-        test: name of the one that is scored at the end; left out: the val split.
-        vocab_size: tokens of the vocabulary (of each, if not joint) at most, with those of special meaning.
-        vocabulary: "bpe" or "word".
-        joint: one vocabulary for both languages.
+        test: name of the one that is scored at the end too; left out: none.
+        tokenizer: take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split.
+            Left out with init_from of a run: that run's.
+        merges: of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens.
+        target_merges: a vocabulary of its own for the target, with so many; left out: one for both languages.
+        words: causal language models: the so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all.
         lowercase: turn all text to lower case.
-        max_tokens: translation: largest size of a micro-batch, sentences times the tokens of the longest, of the longer side.
-        max_length: translation: longer training pairs, in tokens of either side, are left out.
-        max_ratio: translation: as are those where one side has so many times more tokens; 0: none.
+        allow_empty: leave pairs with an empty side out, instead of refusing the text.
+        max_tokens: translation: largest size of a micro-batch, sentences times the tokens of the longest, of either side.
+        max_length: translation: training pairs with more tokens on a side are left out.
+        max_ratio: translation: as are those where one side has so many times more tokens; left out: none.
+        share: of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2).
         block: language models: tokens a block.
-        blocks: language models: blocks of a micro-batch, on each process.
-        context: causal language models: tokens of a validation window that are seen and not scored; block - context are.
+        blocks: language models: blocks a step, over all processes and accumulation.
+        context: causal language models: tokens of a validation window that are only seen; block - context are scored.
         mask_prob: masked language models: share of the tokens that are to be predicted.
-        cache: folder for vocabularies and token files; left out: beside the run.
         workers: loader processes of each rank.
     """
 
@@ -57,32 +60,38 @@ class TextDataConfig:
     train: str = "train"
     val: str = "val"
     test: Optional[str] = None
-    vocab_size: int = 32768
-    vocabulary: Literal["bpe", "word"] = "bpe"
-    joint: bool = True
+    tokenizer: Optional[str] = None
+    merges: int = 32000
+    target_merges: Optional[int] = None
+    words: Optional[int] = None
     lowercase: bool = False
+    allow_empty: bool = False
     max_tokens: int = 4096
     max_length: int = 250
-    max_ratio: float = 0.0
+    max_ratio: Optional[float] = None
+    share: float = 1.0
     block: int = 128
     blocks: int = 32
     context: int = 0
     mask_prob: float = 0.15
-    cache: Optional[str] = None
-    workers: int = 1
+    workers: int = 0
 
     def __post_init__(self):
-        for name, least in (("vocab_size", 8), ("max_tokens", 8), ("max_length", 2), ("block", 2), ("blocks", 1)):
+        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 2), ("blocks", 1)):
             check(f"data.{name}", getattr(self, name), getattr(self, name) >= least, f"at least {least}")
-        check("data.max_ratio", self.max_ratio, self.max_ratio == 0 or self.max_ratio > 1, "0, or above 1")
+        for name in ("merges", "target_merges", "words"):
+            value = getattr(self, name)
+            check(f"data.{name}", value, value is None or value >= 0, "0 or more")
+        ratio = self.max_ratio
+        check("data.max_ratio", ratio, ratio is None or ratio > 1, "above 1")
+        check("data.share", self.share, 0 < self.share <= 1, "0 < share <= 1")
         check("data.context", self.context, 0 <= self.context < self.block, f"0 to data.block - 1, {self.block - 1}")
         check("data.mask_prob", self.mask_prob, 0 < self.mask_prob < 1, "between 0 and 1")
         check("data.workers", self.workers, self.workers >= 0, "0 or more")
-        if self.source == self.target:
-            raise ValueError(f"data.source and data.target are both {self.source!r}")
-        if self.max_length > self.max_tokens:
+        if self.max_length >= self.max_tokens:
             raise ValueError(
-                f"data.max_length {self.max_length} is more than data.max_tokens {self.max_tokens}: such a pair fits in no batch"
+                f"data.max_length {self.max_length} and its end are more than data.max_tokens {self.max_tokens}: "
+                "such a pair fits in no batch"
             )
 
 

@@ -20,21 +20,21 @@ def average_checkpoints(run: Path, count: int, prefix: str = "model.") -> Tuple[
 
     Args:
         run: folder of a run.
-        count: how many; the run must have kept as many.
+        count: how many, or fewer if the run has not kept so many whole ones.
         prefix: name of the model in what accelerate wraps; what else is there is left out.
 
     Returns:
         (state dict of the model, steps of the checkpoints, newest first). Counters such as batch norm's are the newest's.
 
     Raises:
-        ValueError: naming the folder, if there are fewer whole ones, or their weights are in shards.
+        ValueError: naming the folder, if there is none, or their weights are in shards.
     """
     whole: Dict[int, Path] = {}
     for step, folder in by_age(run / "checkpoints"):
         if len(whole) < count and step not in whole and damage(folder, step) is None:
             whole[step] = folder
-    if len(whole) < count:
-        raise ValueError(f"{run / 'checkpoints'}: {len(whole)} whole checkpoints, {count} are to be averaged")
+    if not whole:
+        raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
     files = [folder / STATE for folder in whole.values()]
     missing = next((file for file in files if not file.exists()), None)
     if missing:

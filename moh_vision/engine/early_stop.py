@@ -27,6 +27,11 @@ class Patience:
             self.best, self.waited = loss, 0
         else:
             self.waited += 1
+        return self.exhausted
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run should end."""
         return bool(self.limit) and self.waited >= self.limit
 
 

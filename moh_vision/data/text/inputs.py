@@ -1,0 +1,187 @@
+"""What a run on text reads, by its task: vocabularies, the batches of every step, what it is judged on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+
+from torch import Tensor
+
+from moh_vision.data.text.buckets import TokenBatches, length_slices
+from moh_vision.data.text.causal import CausalWindows
+from moh_vision.data.text.masked import EVALUATION_SEED, MaskedBlocks
+from moh_vision.data.text.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
+from moh_vision.data.text.sources import open_parallel, open_plain
+from moh_vision.data.text.stream import BlockBatches, block_slices, evaluation_stream, training_stream
+from moh_vision.data.text.token_cache import encoded
+from moh_vision.data.text.translation import ParallelTokens
+from moh_vision.data.text.vocabulary import Vocabulary
+
+TOKENIZER, TARGET_TOKENIZER = "tokenizer.json", "target_tokenizer.json"
+
+
+class TextInputs:
+    """What the tasks share.
+
+    Args:
+        data: a `TextDataConfig`.
+        cache_dir: folder of caches.
+        seed: of the run.
+        say: told what is used and what is made again.
+
+    Attributes:
+        vocabularies: of source and target, twice the same if there is one.
+        train, val, test: data sets; test may be None.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, naming file or key.
+    """
+
+    vocabularies: Tuple[Vocabulary, Vocabulary]
+
+    def __init__(self, data, cache_dir: str, seed: int, say: Callable[[str], None]):
+        self.data, self.cache_dir, self.seed, self.say = data, cache_dir, seed, say
+        self.vocabularies = self.find_vocabularies()
+        self.train = self.dataset(data.train, training=True)
+        self.val = self.dataset(data.val)
+        self.test = self.dataset(data.test) if data.test else None
+
+    def save_vocabularies(self, run: Path) -> None:
+        """Beside the weights, as `data.tokenizer` finds them."""
+        source, target = self.vocabularies
+        source.save(run / TOKENIZER)
+        if target is not source:
+            target.save(run / TARGET_TOKENIZER)
+
+    def stream(self, batches) -> Iterator[Dict[str, Tensor]]:
+        """The micro-batches of one rank, in order."""
+        return training_stream(self.train, batches, self.data.workers)
+
+    def judged(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
+        """This rank's share of a validation or test set, every label once over all."""
+        return [batch for _, batch in evaluation_stream(dataset, self.slices(dataset, rank, world))]
+
+    def given(self) -> Optional[Tuple[Vocabulary, Vocabulary]]:
+        """The vocabularies that data.tokenizer names."""
+        if not self.data.tokenizer:
+            return None
+        place = Path(self.data.tokenizer)
+        file = place / TOKENIZER if place.is_dir() else place
+        if not file.is_file():
+            raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
+        source, target = Vocabulary.load(file), file.with_name(TARGET_TOKENIZER)
+        return source, (Vocabulary.load(target) if target.is_file() else source)
+
+
+class TranslationInputs(TextInputs):
+    """Pairs of sentences."""
+
+    def open(self, split: str):
+        return open_parallel(self.data.root, split, self.data.source, self.data.target)
+
+    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        d = self.data
+        merges = (d.merges, d.merges if d.target_merges is None else d.target_merges)
+        return self.given() or pair_vocabularies(
+            self.open(d.train), self.cache_dir, merges, d.target_merges is None, d.lowercase, d.allow_empty, self.say
+        )
+
+    def dataset(self, split: str, training: bool = False) -> ParallelTokens:
+        d = self.data
+        tokens = encoded_pair(self.open(split), self.vocabularies, self.cache_dir, d.allow_empty, self.say)
+        if not training:
+            return ParallelTokens(*tokens)
+        pairs = ParallelTokens(*tokens, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share)
+        self.say(f"{d.train}: {pairs.summary()}")
+        return pairs
+
+    def model_arguments(self) -> dict:
+        """Sizes that the model must have."""
+        source, target = self.vocabularies
+        return dict(vocab_size=len(source), **({} if target is source else dict(target_vocab_size=len(target))))
+
+    def batches(self, **arguments) -> TokenBatches:
+        """See `TokenBatches`: accumulation, rank, world, start, stop."""
+        return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
+
+    def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
+        return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
+
+    def references(self, split: str) -> List[str]:
+        """The target's lines of a split, as they stand in the file."""
+        return list(self.open(split).target)
+
+
+class BlockInputs(TextInputs):
+    """Running text, cut into blocks."""
+
+    mask = False
+
+    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        d, given = self.data, self.given()
+        if given:
+            return given
+        texts = [open_plain(d.root, d.train)]
+        if d.words is None:
+            options = dict(merges=d.merges, mask=self.mask, lowercase=d.lowercase)
+            made = trained_vocabulary(texts, self.cache_dir, "bpe", self.say, **options)
+        else:
+            options = dict(max_words=d.words or None, mask=self.mask, lowercase=d.lowercase)
+            made = trained_vocabulary(texts, self.cache_dir, "word", self.say, **options)
+        return made, made
+
+    def tokens(self, split: str, skip_empty: bool):
+        lines = open_plain(self.data.root, split)
+        return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty, say=self.say)
+
+    def batches(self, **arguments) -> BlockBatches:
+        """See `BlockBatches`: accumulation, rank, world, start, stop."""
+        try:
+            return BlockBatches(len(self.train), batch_size=self.data.blocks, seed=self.seed, **arguments)
+        except ValueError as error:
+            raise ValueError(str(error).replace("optim.batch_size", "data.blocks")) from None
+
+    def slices(self, dataset, rank: int, world: int) -> List[list]:
+        return block_slices(len(dataset), self.data.blocks, rank, world)
+
+
+class MaskedInputs(BlockInputs):
+    """For masked language models."""
+
+    mask = True
+
+    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        found = super().find_vocabularies()
+        if found[0].specials < 5:
+            raise ValueError(f"data.tokenizer {self.data.tokenizer}: a vocabulary without a mask token")
+        return found
+
+    def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
+        d, seed = self.data, self.seed if training else EVALUATION_SEED
+        tokens = self.tokens(split, skip_empty=True)
+        return MaskedBlocks(tokens, d.block, len(self.vocabularies[0]), seed, d.mask_prob)
+
+    def model_arguments(self) -> dict:
+        """Sizes that the model must have."""
+        return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
+
+
+class CausalInputs(BlockInputs):
+    """For causal language models."""
+
+    def dataset(self, split: str, training: bool = False) -> CausalWindows:
+        d = self.data
+        stride = d.block if training else d.block - d.context
+        return CausalWindows(self.tokens(split, skip_empty=False), d.block, stride)
+
+    def model_arguments(self) -> dict:
+        """Sizes that the model must have."""
+        return dict(vocab_size=len(self.vocabularies[0]))
+
+
+INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}
+
+
+def open_text(kind: str, data, cache_dir: str, seed: int, say: Callable[[str], None] = print) -> TextInputs:
+    """The inputs of a task: "mt", "mlm" or "clm"; see `TextInputs`."""
+    return INPUTS[kind](data, cache_dir, seed, say)

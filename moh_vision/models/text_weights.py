@@ -1,0 +1,40 @@
+"""Weights of earlier runs for new text models."""
+
+from typing import Callable, List
+
+from torch import nn
+
+from moh_vision.models.weight_files import read_safetensors, weights_file
+
+
+def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Callable[[str], None] = print) -> None:
+    """Load the weights of a run; routers start fresh where it has none.
+
+    Args:
+        model: a text model.
+        source: folder of a run, or its .safetensors file.
+        vocabularies: fingerprints of those the model is to be used with.
+        say: told of what starts fresh.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file, for other shapes, or another vocabulary.
+    """
+    file = weights_file(source)
+    state, about = read_safetensors(file)
+    theirs = about.get("vocabularies")
+    if theirs is not None and theirs != vocabularies:
+        raise ValueError(f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run")
+    own = model.state_dict()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    for name, tensor in state.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise ValueError(
+                f"init_from {source}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}"
+            )
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing = [name for name in missing if name not in tied]
+    lost = [name for name in missing if ".router." not in name]
+    if lost or unexpected:
+        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {unexpected[:5]}")
+    if missing:
+        say(f"init_from: {len(missing)} router tensors start fresh")

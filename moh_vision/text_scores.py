@@ -1,0 +1,67 @@
+"""The last scores of a run on text: perplexities, and for translation BLEU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Dict
+
+from torch import nn
+
+from moh_vision.data.text.inputs import TextInputs, TranslationInputs
+from moh_vision.engine.averaging import average_checkpoints
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.evaluation import bleu
+from moh_vision.evaluation.perplexity import summary
+from moh_vision.translation import gate_mode, score_translations, translate
+
+AVERAGED = "averaged.safetensors"
+
+
+def final_scores(
+    config, text: TextInputs, model: nn.Module, run: Path, judge: Callable[[object, str], dict], accelerator, log, metadata
+) -> Dict:
+    """Scores of the average of the last checkpoints, or of the weights as they are; every process calls it.
+
+    Writes the averaged weights, and OUTPUT/translations.txt with a line for every sentence of the split (of another use of
+    the gates: translations.MODE.txt).
+
+    Args:
+        config: a `TextConfig`.
+        judge: (data set, title) -> scores of `evaluation.perplexity`.
+        metadata: of exported weights.
+
+    Returns:
+        dict(weights, validation, test, and for translation bleu: mode of the gates -> scores).
+
+    Raises:
+        ValueError: for a loss that is not finite, or gates that the model does not have.
+    """
+    results: Dict = dict(weights="model.safetensors")
+    if config.average > 1:
+        accelerator.wait_for_everyone()
+        state, steps = average_checkpoints(run, config.average)
+        model.load_state_dict(state, strict=False)  # tied weights stand there once
+        results.update(weights=AVERAGED, averaged_steps=steps)
+        if accelerator.is_main_process:
+            export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
+        log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
+    splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
+    for title, dataset in splits.items():
+        results[title] = judge(dataset, title)
+        log.say(f"{title}: {summary(results[title])}")
+    if not isinstance(text, TranslationInputs):
+        return results
+    pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
+    lines = text.references(split)
+    references = [lines[number] for number in pairs.numbers]
+    results["bleu"] = {}
+    for mode in config.generate.gate_modes:
+        with gate_mode(model, mode):
+            found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress)
+        scores = results["bleu"][mode] = score_translations(found, references, config.generate.compound_split)
+        if accelerator.is_main_process:
+            name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
+            (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
+        for form in scores.values():
+            log.say(f"{split}, gates {mode}: {bleu.summary(form)}" if mode != "soft" else f"{split}: {bleu.summary(form)}")
+    return results

@@ -1,0 +1,86 @@
+"""Translations of a test set by beam search, over processes, and their BLEU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Callable, Dict, Iterable, Iterator, List
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from moh_vision.data.order import derive_seed
+from moh_vision.data.text.translation import ParallelTokens
+from moh_vision.data.text.vocabulary import Vocabulary
+from moh_vision.evaluation.bleu import bleu, tokenised_bleu
+from moh_vision.models.mae import mae_routers
+
+
+@torch.no_grad()
+def translate(
+    model,
+    pairs: ParallelTokens,
+    vocabulary: Vocabulary,
+    options,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+) -> List[str]:
+    """The target of every pair, as the model has it from the source; the same list on every process.
+
+    Args:
+        model: a translation model of `models.moh_text`; it is left in eval mode.
+        pairs: whose sources are translated.
+        vocabulary: of the target.
+        options: a `GenerationConfig`.
+        accelerator: accelerate's Accelerator.
+        progress: puts a bar around batches.
+    """
+    model.eval()
+    order = np.argsort(pairs.lengths[:, 0], kind="stable")
+    groups = [order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)]
+    own = groups[accelerator.process_index :: accelerator.num_processes]
+    found = []
+    for group in progress(own, "translating"):
+        torch.manual_seed(derive_seed(group[0]))  # experts may be drawn
+        batch = pairs.collate([pairs[number] for number in group])
+        source = {name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")}
+        with accelerator.autocast():
+            ids = model.generate(
+                **source,
+                num_beams=options.beam,
+                do_sample=False,
+                length_penalty=options.length_penalty,
+                max_new_tokens=source["input_ids"].shape[1] + options.max_length,
+            )
+        found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
+    return [text for _, text in sorted(gather_object(found))]
+
+
+def score_translations(hypotheses: List[str], references: List[str], compound_split: bool) -> Dict:
+    """dict(bleu, tokenised_bleu), see `evaluation.bleu`."""
+    return dict(
+        bleu=bleu(hypotheses, references),
+        tokenised_bleu=tokenised_bleu(hypotheses, references, compound_split=compound_split),
+    )
+
+
+@contextlib.contextmanager
+def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
+    """With MAE's gates used in another way, see `MAERouter` (Peng 2020, table 5).
+
+    Raises:
+        ValueError: for another mode than "soft" where there are no gates.
+    """
+    routers = mae_routers(model)
+    if not routers and mode != "soft":
+        raise ValueError(f"generate.gate_modes {mode}: the model has no gates of MAE")
+    before = [router.mode for router in routers]
+    try:
+        for router in routers:
+            if mode != "soft":  # that is how the model was made, or uniform
+                router.set_mode(mode)
+        yield
+    finally:
+        for router, kept in zip(routers, before):
+            router.set_mode(kept)

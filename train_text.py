@@ -1,0 +1,191 @@
+"""Train a translation, masked or causal language model.
+
+    accelerate launch train_text.py --config configs/text/NAME.yaml [--key value ...]
+
+The same command run again resumes. See `python train_text.py --help` for every key.
+"""
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from timm.optim import param_groups_weight_decay
+
+from moh_vision.command_line import changed_keys, parse_config
+from moh_vision.config import TextConfig
+from moh_vision.data.order import derive_seed
+from moh_vision.data.text.inputs import TOKENIZER, open_text
+from moh_vision.engine.averaging import average_checkpoints
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
+from moh_vision.engine.early_stop import Patience, earlier_losses
+from moh_vision.engine.logging import open_log
+from moh_vision.engine.saver import SaveError, Saver
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.signals import StopSignals
+from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
+from moh_vision.evaluation.perplexity import perplexity, summary
+from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.tasks import LanguageTask
+from moh_vision.text_scores import final_scores
+
+NAME = "train_text.py"
+
+
+def train(argv, signals: StopSignals) -> None:
+    # ---------------------------------------------------------------- set-up
+    with user_errors(NAME):
+        config, flags = parse_config(TextConfig, argv, NAME)
+        try:
+            from moh_vision.models.moh_text import create_text_model, task_of
+            from moh_vision.models.text_weights import init_text
+        except ImportError as error:
+            raise ValueError(f"text needs the package {error.name}: pip install 'moh_vision[text]'") from None
+        o, d = config.optim, config.data
+        accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
+        if config.init_from and not d.tokenizer and Path(config.init_from, TOKENIZER).is_file():
+            d.tokenizer = config.init_from
+        with accelerator.main_process_first():
+            text = open_text(task_of(config.model.name), d, index_dir(config.output), config.seed, accelerator.print)
+        arguments = {**text.model_arguments(), **(config.model.kwargs or {})}
+        torch.manual_seed(config.seed)
+        model = create_text_model(config.model.name, **arguments)
+        if flags.dry_run:
+            print(describe_text(config.model.name, model, text))
+            return
+        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
+        if config.init_from and not resumed:
+            init_text(model, config.init_from, fingerprints, accelerator.print)
+        train_only(model, config.train_only)
+        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
+        start = resumed[0] if resumed else 0
+        batches = text.batches(
+            accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
+            start=start, stop=config.max_steps,
+        )  # fmt: skip
+        # Last, so that a mistake leaves nothing behind.
+        changed = partial(changed_keys, allowed=flags.allow_change)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+    if accelerator.is_main_process:
+        text.save_vocabularies(run)
+        model.config.save_pretrained(run)  # with model.safetensors what from_pretrained reads
+
+    task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
+    if config.compile:
+        task.compile()
+    groups = param_groups_weight_decay(model, o.weight_decay)
+    if o.name == "adam":
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=True)
+    model.to(accelerator.device)
+    update = Updater(accelerator, o.clip_norm, signals)
+    task, optimizer = descent.prepare(task, optimizer, update)
+    model = accelerator.unwrap_model(task).model
+    if resumed:
+        load_training(accelerator, resumed[1], model, None, accelerator.print)
+        accelerator.print(f"resuming {run} at step {start}")
+    saver = Saver(accelerator, run, config.keep_checkpoints)
+    patience = Patience(config.patience, earlier_losses(run / "metrics.jsonl", start))
+    accelerator.wait_for_everyone()  # all have read what the log of the main process goes on with
+    log = open_log(
+        run, start, config.max_steps, config.model.name, config.tracker, config.tree(), accelerator.is_main_process,
+        unit="tokens",
+    )  # fmt: skip
+    metadata = dict(
+        architecture=config.model.name, arguments=arguments, vocabularies=fingerprints, config=config.tree()
+    )
+    descent.announce(log, start)
+
+    def judge(dataset, title: str) -> dict:
+        """Loss and perplexity of the present weights."""
+        judged = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
+        own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
+
+        def losses(batch):
+            with accelerator.autocast():
+                return judged(**batch)[0]
+
+        def total(tensor):
+            return tensor if accelerator.num_processes == 1 else accelerator.reduce(tensor, "sum")
+
+        scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
+        log.pause()
+        return scores
+
+    # ---------------------------------------------------------------- the loop
+    stream = text.stream(batches)
+    done, enough = start, patience.exhausted
+    signals.begin()
+    for step in range(start, start if enough else config.max_steps):
+        lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr, o.warmup_lr)
+        set_learning_rate(optimizer, lr)
+        task.train()
+        own = [
+            {k: v.to(accelerator.device, non_blocking=True) for k, v in batch.items()}
+            for batch in islice(stream, o.accumulation)
+        ]
+        # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
+        # step's loss is the mean over all its labels.
+        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
+        share = labels / (o.accumulation * accelerator.num_processes)
+        for phase in descent.phases(batches.epoch(step), own):
+            losses = []
+            for micro, batch in enumerate(descent.batches):
+                torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index, *phase.salt))
+                with contextlib.nullcontext() if micro + 1 == o.accumulation else accelerator.no_sync(descent.task):
+                    losses.append(descent.task(**batch, tokens=share))
+                    accelerator.backward(losses[-1]["loss"] / o.accumulation)
+            with user_errors(NAME, (FloatingPointError,), code=1):
+                norm, _ = descent.update(step, losses)
+        log.step(int(labels))
+
+        done = step + 1
+        if step % config.log_every == 0 or done == config.max_steps:
+            values = average_over_step(accelerator, losses)
+            values.update(lr=lr, grad_norm=round(norm, 4), epoch=batches.epoch(step), **descent.values())
+            counts = dict(skipped=update.skipped, failed_saves=saver.failed)
+            log.metrics(step, dict(values, **counts), f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, lr {lr:.2e}")
+        # Before the save, so that a run that goes on from there knows of it.
+        if config.eval_every and done % config.eval_every == 0:
+            scores = judge(text.val, "validation")
+            log.event(step, {"validation": scores}, f"validation after {done} steps: {summary(scores)}")
+            enough = patience(scores["loss"])
+        if done % config.save_every == 0 or done == config.max_steps or update.stop or enough:
+            with user_errors(NAME, (SaveError,), code=1):
+                saver.save(done, model, None, metadata, last=done == config.max_steps or update.stop > 0 or enough)
+            log.pause()
+        if update.stop or enough:
+            break
+
+    # ---------------------------------------------------------------- the end
+    signals.end()
+    stopped = update.stop_after_all()
+    if stopped:
+        log.stopped(done, stopped)
+    else:
+        if enough:
+            log.say(f"stopped after {done} steps: {patience.waited} validations without a lower loss than {patience.best:.4f}")
+        with user_errors(NAME):
+            results = final_scores(config, text, model, run, judge, accelerator, log, metadata)
+        if accelerator.is_main_process:
+            results = dict(results, step=done, **descent.about())
+            (run / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    log.close()
+    del task, optimizer, descent, stream, update, saver
+    finish(accelerator, stopped)
+
+
+def main(argv) -> None:
+    with StopSignals() as signals:
+        train(argv, signals)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
