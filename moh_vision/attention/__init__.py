@@ -8,7 +8,7 @@ E routed candidates, K active heads, D head width.
 """
 
 from moh_vision.attention.budget import BudgetSpec, HeadBudget, all_heads, resolve_budget
-from moh_vision.attention.cache import KeyValueCache
+from moh_vision.attention.cache import ContextCache, KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.losses import head_usage, load_balance_loss, moa_balance_loss, router_z_loss
@@ -20,6 +20,7 @@ __all__ = [
     "EXECUTORS",
     "ROUTERS",
     "BudgetSpec",
+    "ContextCache",
     "HeadBudget",
     "HeadMixtureAttention",
     "KeyValueCache",

@@ -7,14 +7,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.executors.masked import attend, masked
-from moh_vision.attention.masks import rotate, visible
+from moh_vision.attention.masks import check_length, rotate, visible, without_padding
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 SCOPES = ("token", "sample")
+ROUTE_BY = ("query", "context")
 CHOOSES = ("packed", "auto")  # executors whose work depends on the routing
 
 
@@ -34,6 +36,8 @@ class HeadMixtureAttention(nn.Module):
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
         attn_drop, proj_drop: dropout of the attention matrix and of the output.
         router_kwargs: passed to the router, such as dict(two_stage=False).
+        route_by: "query": the router reads x; "context": what x attends to, for cross-attention with a router that
+            chooses once for a sequence (MAE with pool "sequence", which in a decoder may not pool the queries).
 
     Parameters: qkv.weight [(H + 2 * kv_heads) * D, C], rows grouped q | k | v and by head inside each; proj.weight
     [C, H * D] (both as in timm and DiT); router.*.
@@ -54,6 +58,7 @@ class HeadMixtureAttention(nn.Module):
         proj_drop: float = 0.0,
         norm_layer: Type[nn.Module] = nn.LayerNorm,
         router_kwargs: Optional[dict] = None,
+        route_by: str = "query",
         device=None,
         dtype=None,
     ):
@@ -62,6 +67,7 @@ class HeadMixtureAttention(nn.Module):
             ("router", router, ROUTERS),
             ("executor", executor, EXECUTORS),
             ("scope", scope, SCOPES),
+            ("route_by", route_by, ROUTE_BY),
         ):
             if value not in allowed:
                 raise ValueError(f"{what} {value!r} is not one of {', '.join(sorted(allowed))}")
@@ -75,6 +81,7 @@ class HeadMixtureAttention(nn.Module):
         self.kv_heads = kv_heads
         self.grouped = kv_heads < budget.heads
         self.scope = scope
+        self.by_context = route_by == "context"
         self.executor = executor
         self.attn_drop = attn_drop
         self.qk_norm = qk_norm
@@ -85,6 +92,11 @@ class HeadMixtureAttention(nn.Module):
         self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.router = ROUTERS[router](dim, budget, **(router_kwargs or {}), **dd)
+        if self.by_context and (self.router.reads != "sequence" or scope != "token"):
+            raise ValueError(
+                f"route_by 'context' needs a router that chooses once for a sequence, which {router!r} "
+                f"with scope {scope!r} and {router_kwargs or 'its defaults'} does not: give mae with pool 'sequence'"
+            )
         self.proj = nn.Linear(self.q_dim, dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -98,6 +110,7 @@ class HeadMixtureAttention(nn.Module):
         rotary: Optional[Tuple[Tensor, Tensor]] = None,
         cache: Any = None,
         condition: Optional[Tensor] = None,
+        context_padding: Optional[Tensor] = None,
     ) -> Tuple[Tensor, RoutingStats]:
         """Attend.
 
@@ -106,43 +119,45 @@ class HeadMixtureAttention(nn.Module):
             context: keys and values come from it, [B, M, C]; None: from x.
             attn_mask: [N, M], [H or 1, N, M] or [B or 1, H or 1, N, M], True (attend) or an additive float.
             is_causal: token n attends to 0 .. n, and to what is cached.
-            padding_mask: [B, N], or [B, length + N] with a cache, True where x or what is cached is padding: left out
-                of the statistics and, in self-attention, of the keys. (Padding of a context goes into attn_mask.)
+            padding_mask: [B, N], or [B, length + N] with a KeyValueCache, True where x or what is cached is padding:
+                left out of the statistics and, in self-attention, of the keys.
             rotary: cosines and sines [N, D] or [B, N, D] of the tokens' positions, for queries and keys, in LLaMA's
                 layout: the second half of a head's channels repeats the angles of the first.
-            cache: keys and values of earlier tokens, such as a KeyValueCache: its `length` says how many,
-                `update(k, v)` takes those of x [B, kv_heads, N, D] and returns all. M = length + N then.
+            cache: in self-attention a KeyValueCache (or what looks like one) of the tokens before x; M = length + N
+                then. In cross-attention a ContextCache, after whose first call context may be left out.
             condition: [B, C], what the router reads instead of the mean token; with scope "sample" only.
+            context_padding: [B, M], True where the context is padding: left out of the keys, and of what a router reads
+                by route_by "context".
 
         Returns:
             y [B, N, C] and the routing statistics.
 
         Raises:
-            ValueError: for rotary or cache with a context, a cache where routing reads more than the token, a
-                padding_mask of another length, or a condition where every token has its own heads.
+            ValueError: for rotary or a KeyValueCache with a context, a context or context_padding missing, a cache where
+                routing reads the whole sequence, a padding of another length, or a condition where every token has
+                its own heads.
         """
         N = x.shape[1]
-        past = 0
+        past, keys, crosses = 0, N, False
+        if context is not None:
+            keys, crosses = context.shape[1], True
         if not torch.jit.is_scripting():
             if cache is not None:
-                past = self.cached(cache)
-                if context is not None:
-                    raise ValueError("a cache is for self-attention, not with a context")
-            if padding_mask is not None and type(x) is Tensor and padding_mask.shape[1] != past + N:
-                raise ValueError(
-                    f"padding_mask has {padding_mask.shape[1]} columns, not {past + N}: {past} cached tokens and {N} new ones"
-                )
-        if context is not None and rotary is not None:
+                context, context_padding, past, keys, crosses = look_up(cache, context, context_padding, N)
+            check_length("padding_mask", padding_mask, past, N, x)
+            check_length("context_padding", context_padding, 0, keys, x)
+        if crosses and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
+        if not crosses and (self.by_context or context_padding is not None):
+            raise ValueError("route_by 'context' and context_padding are for cross-attention: give a context")
         if condition is not None and self.scope != "sample":
             raise ValueError("a condition decides for whole sequences: it needs scope 'sample'")
 
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
-        routing, queries = self.route(x, padded, condition)
-        keys = past + N if context is None else context.shape[1]
-        attn_mask, is_causal = visible(
-            attn_mask, is_causal, padding_mask if context is None else None, N, keys, past, x.device
-        )
+        routing, queries = self.route(x, padded, condition, context, context_padding, cache)
+        if context_padding is not None:
+            attn_mask = without_padding(attn_mask, context_padding)
+        attn_mask, is_causal = visible(attn_mask, is_causal, None if crosses else padding_mask, N, keys, past, x.device)
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
             q, k, v = self.project(x, context, queries, rotary, None)
@@ -155,13 +170,25 @@ class HeadMixtureAttention(nn.Module):
         return self.proj_drop(y), routing.stats
 
     def route(
-        self, x: Tensor, padded: Optional[Tensor] = None, condition: Optional[Tensor] = None
+        self,
+        x: Tensor,
+        padded: Optional[Tensor] = None,
+        condition: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+        context_padding: Optional[Tensor] = None,
+        cache: Any = None,
     ) -> Tuple[Routing, Optional[Tensor]]:
         """The router's answer for tokens x [B, N, C], and the queries [B, H, N, D] if it had to see them.
 
-        padded: [B, N], True at padding; condition: see `forward`.
+        padded: [B, N], True at padding; the rest: see `forward`.
         """
+        if not torch.jit.is_scripting():
+            if cache is not None and (self.by_context or self.scope == "sample" or self.router.reads != "token"):
+                return self.route_with(cache, x, padded, context, context_padding), None
         queries: Optional[Tensor] = None
+        if self.by_context:
+            assert context is not None
+            return self.router(context, None, context_padding), queries
         if self.needs_query:
             q_weight, _, q_bias, _ = self.split_qkv()
             queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -170,6 +197,23 @@ class HeadMixtureAttention(nn.Module):
             read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
             return self.router(read, mean_q), queries
         return self.router(x, queries, padded), queries
+
+    @torch.jit.unused
+    def route_with(
+        self, cache: Any, x: Tensor, padded: Optional[Tensor], context: Optional[Tensor], padding: Optional[Tensor]
+    ) -> Routing:
+        """The answer of a router that reads more than the token, from what the cache keeps of earlier calls."""
+        if self.by_context:
+            if cache.length == 0:
+                cache.routing = self.router(context, None, padding)
+            return cache.routing
+        if self.scope == "sample" or self.router.reads == "sequence":
+            raise ValueError(
+                "tokens that come one by one (a cache) cannot be routed by all of them together "
+                f"(router {type(self.router).__name__}, scope {self.scope!r})"
+            )
+        routing, cache.router_state = self.router.resume(x, padded, cache.router_state)
+        return routing
 
     def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
         """Weight and bias of the queries, and of keys and values together."""
@@ -189,7 +233,10 @@ class HeadMixtureAttention(nn.Module):
         cache: Any,
     ) -> Tuple[Tensor, Tensor, Tensor]:
         """All heads, ready for attention: q [B, H, N, D], k and v [B, kv_heads, M, D]; `queries` if already projected."""
-        if queries is None and context is None:
+        crosses = context is not None
+        if not torch.jit.is_scripting():
+            crosses = crosses or isinstance(cache, ContextCache)
+        if queries is None and not crosses:
             q, kv = self.qkv(x).split([self.q_dim, 2 * self.kv_heads * self.head_dim], dim=-1)  # one product
             k, v = self.finish_kv(kv, rotary, cache)
         else:
@@ -207,7 +254,10 @@ class HeadMixtureAttention(nn.Module):
         rotary: Optional[Tuple[Tensor, Tensor]],
         cache: Any,
     ) -> Tuple[Tensor, Tensor]:
-        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them."""
+        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them, or what was of a context."""
+        if not torch.jit.is_scripting():
+            if isinstance(cache, ContextCache) and cache.length > 0:
+                return cache.keys, cache.values
         return self.finish_kv(F.linear(tokens, weight, bias), rotary, cache)
 
     def finish_kv(self, kv: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
@@ -227,18 +277,12 @@ class HeadMixtureAttention(nn.Module):
         k = self.k_norm(k)
         return k if rotary is None else rotate(k, rotary)
 
-    @torch.jit.unused
-    def cached(self, cache: Any) -> int:
-        if self.scope == "sample" or not self.router.sees_one_token:
-            raise ValueError(
-                "a cache keeps keys and values only, and this layer's routing also reads earlier tokens "
-                f"(router {type(self.router).__name__}, scope {self.scope!r})"
-            )
-        return cache.length
-
     def extra_repr(self) -> str:
         b = self.budget
-        return f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed), scope={self.scope}"
+        return (
+            f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed), scope={self.scope}"
+            + (", route_by=context" if self.by_context else "")
+        )
 
 
 def is_captured(x: Tensor) -> bool:

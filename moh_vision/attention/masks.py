@@ -49,9 +49,26 @@ def visible(
     return seen, False
 
 
+def without_padding(attn_mask: Optional[Tensor], padding: Tensor) -> Tensor:
+    """Hide padded keys: padding [B, M], True at padding; attn_mask as for `visible`, or None."""
+    real = ~padding[:, None, None, :]  # [B, 1, 1, M]
+    if attn_mask is None:
+        return real
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & real
+    return attn_mask.masked_fill(~real, float("-inf"))
+
+
 def rotate(x: Tensor, rotary: Tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding: x [B, N, h, D], cosines and sines [N, D] or [B, N, D]; the halves of D are the two coordinates."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return x * cos.unsqueeze(-2).to(x.dtype) + turned * sin.unsqueeze(-2).to(x.dtype)
+
+
+def check_length(name: str, padding: Optional[Tensor], past: int, tokens: int, x: Tensor) -> None:
+    """Refuse padding [B, columns] for another number of tokens; not while tracing, where x is no plain tensor."""
+    if padding is not None and type(x) is Tensor and padding.shape[1] != past + tokens:
+        cached = f": {past} cached tokens and {tokens} new ones" if past else ""
+        raise ValueError(f"{name} has {padding.shape[1]} columns, not {past + tokens}{cached}")

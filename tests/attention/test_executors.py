@@ -124,7 +124,7 @@ def test_equal_to_the_reference(router, case, dtype):
 class Fixed(nn.Module):
     """Routing by a given table [B, N or 1, H], for cases that no router makes today."""
 
-    sees_one_token = True
+    reads = "token"
     needs_query = False
 
     def __init__(self, active):

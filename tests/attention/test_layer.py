@@ -81,6 +81,7 @@ def test_script_trace_and_compile(shared, routed):
                 rotary=None,
                 cache=None,
                 condition=None,
+                context_padding=None,
             ),
         ),
         torch.compile(module, fullgraph=True, backend="aot_eager"),

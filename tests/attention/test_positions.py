@@ -62,8 +62,14 @@ def test_cache_grows_by_doubling_and_copies_only_what_is_new():
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        (dict(budget=(6, 0), router="mae"), "also reads earlier tokens .router MAERouter, scope 'token'"),
-        (dict(budget=(2, 2), scope="sample"), "also reads earlier tokens .router MoHRouter, scope 'sample'"),
+        (
+            dict(budget=(6, 0), router="mae"),
+            "cannot be routed by all of them together .router MAERouter, scope 'token'",
+        ),
+        (
+            dict(budget=(2, 2), scope="sample"),
+            "cannot be routed by all of them together .router MoHRouter, scope 'sample'",
+        ),
     ],
 )
 def test_a_cache_is_refused_where_routing_needs_more(kwargs, words):

@@ -5,9 +5,11 @@ A router knows nothing of attention kernels; it looks at tokens and says which h
     q             queries [B, H, N, D] as projected, where the router has `needs_query`
     padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
 
-A class says four things of itself:
+A router says four things of itself:
     needs_query   it looks at queries; the layer then projects them for all heads first
-    sees_one_token  a token is routed by itself alone, so that tokens may come one by one (with a cache)
+    reads         "token": a token is routed by itself alone; "earlier": by itself and the tokens before it, and
+                  `resume(x, padding_mask, state) -> (Routing, state)` goes on where an earlier call ended, the state
+                  being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
     balanced      MoH's load-balance loss is for it
 """

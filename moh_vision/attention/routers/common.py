@@ -1,6 +1,6 @@
 """What routers share: logits in float32, and the statistics of a top-k choice."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -115,14 +115,38 @@ def masked_mean(x: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
     return (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
 
 
-def windowed_mean(x: Tensor, window: int, padding_mask: Optional[Tensor]) -> Tensor:
-    """Mean of a token and the up to window - 1 before it, without padding: x [B, N, C] -> [B, N, C]."""
+def causal_mean(
+    x: Tensor, window: int, padding_mask: Optional[Tensor], state: Optional[Tuple[Tensor, Tensor]]
+) -> Tuple[Tensor, Tuple[Tensor, Tensor]]:
+    """Mean of every token and those before it, without padding, in float32 or better.
+
+    Args:
+        x: [B, N, C].
+        window: how many positions the mean reaches over, this token's with them; 0: all.
+        padding_mask: [B, N], True at padding.
+        state: what an earlier call returned for the tokens before x: vectors [B, T, C] and how many tokens each of them
+            stands for [B, T, 1]. Without a window that is one vector, their sum; else the last window - 1, 0 at padding.
+
+    Returns:
+        the means [B, N, C], and the state after x.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if padding_mask is None:
         real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
     else:
         real = (~padding_mask).unsqueeze(-1).to(x.dtype)
-    total, count = (x * real).cumsum(1), real.cumsum(1)
-    if x.shape[1] > window:
-        total = torch.cat([total[:, :window], total[:, window:] - total[:, :-window]], dim=1)
-        count = torch.cat([count[:, :window], count[:, window:] - count[:, :-window]], dim=1)
-    return total / count.clamp_min(1)
+        x = x * real
+    past = 0
+    if state is not None:
+        past = state[0].shape[1]
+        x, real = torch.cat([state[0], x], dim=1), torch.cat([state[1], real], dim=1)
+    total, count = x.cumsum(1), real.cumsum(1)
+    if window == 0:
+        state = (total[:, -1:], count[:, -1:])
+    else:
+        keep = max(x.shape[1] - (window - 1), 0)
+        state = (x[:, keep:], real[:, keep:])
+        if x.shape[1] > window:
+            total = torch.cat([total[:, :window], total[:, window:] - total[:, :-window]], dim=1)
+            count = torch.cat([count[:, :window], count[:, window:] - count[:, :-window]], dim=1)
+    return (total / count.clamp_min(1))[:, past:], state

@@ -14,7 +14,7 @@ class DenseRouter(nn.Module):
     """Plain multi-head attention: every head of every token, weight 1, nothing computed. All heads must be shared."""
 
     needs_query = False
-    sees_one_token = True
+    reads = "token"
     all_heads = True
     balanced = False
 

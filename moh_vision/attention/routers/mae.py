@@ -1,14 +1,15 @@
 """A mixture of h - 1 (or h - t) heads, Peng 2020."""
 
 from itertools import combinations
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import gate_logits, masked_mean, windowed_mean
+from moh_vision.attention.routers.common import causal_mean, gate_logits, masked_mean
+from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing, RoutingStats
 
 MODES = ("soft", "sampled", "uniform", "argmax", "random")
@@ -17,7 +18,7 @@ WINDOW = 100  # tokens, for language models
 
 torch.fx.wrap("gate_logits")
 torch.fx.wrap("masked_mean")
-torch.fx.wrap("windowed_mean")
+torch.fx.wrap("causal_mean")
 
 
 class MAERouter(nn.Module):
@@ -27,20 +28,26 @@ class MAERouter(nn.Module):
     by h / (h - t) * (sum of g_S over the S that contain j): plain attention for a uniform g. The gate is a mean over
     the unpadded tokens, batch norm, a 256-unit tanh layer, dropout, softmax; one choice for the whole sequence.
 
+    Causal models cannot pool a sequence that is not there yet: with pool "running" or "window" every token has a gate of
+    its own, from the mean of the tokens up to it, and the choice is [B, N, H]. The batch norm then always normalises
+    with its running statistics (see `GateNorm`), for those of the batch would tell a token what comes after it.
+
     `mode` says what is done with g:
         "soft"      the mixture: the G step, and testing
-        "sampled"   one expert drawn from g for every sequence, no gradient into the gate: the F step
+        "sampled"   one expert drawn from g, no gradient into the gate: the F step
         "uniform"   g = 1 / experts; in training one uniformly drawn expert (UNI-MAE)
         "argmax"    the most probable expert
         "random"    one uniformly drawn expert, also in testing
-    The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training forward.
+    An expert is drawn for every gate: one for a sequence ("different experts can be sampled for different instances",
+    footnote 6, because g depends on the input), and with a causal pool, where g depends on the position, one for every
+    token. The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training forward.
 
     Args:
         dim: C, width of the tokens.
         budget: all heads shared: every head may run.
         leave_out: t, 1 for MAE-7 of 8 heads, 2 for MAE-6.
-        pool: "sequence"; or, for causal models, one gate per token from the tokens up to it: "running", or their last
-            100, "window". In the F step every token then draws its own expert.
+        pool: what the gate reads: "sequence"; or the tokens so far, "running", or their last 100, "window" (appendix A,
+            language models).
         dropout: of the hidden layer.
 
     Raises:
@@ -48,7 +55,7 @@ class MAERouter(nn.Module):
     """
 
     needs_query = False
-    sees_one_token = False
+    reads = "sequence"
     all_heads = True
     balanced = False
 
@@ -73,8 +80,10 @@ class MAERouter(nn.Module):
             raise ValueError(f"leave_out {leave_out} is out of range: 1 to {h - 1} of {h} heads")
         if pool not in ("sequence", "running", "window"):
             raise ValueError(f"pool {pool!r} is not one of sequence, running, window")
+        causal = pool != "sequence"
         self.pool = pool
-        self.window = WINDOW
+        self.reads = "earlier" if causal else "sequence"
+        self.window = WINDOW if pool == "window" else 0
         self.scale = h / (h - leave_out)
         self.set_mode(mode)
         left_out = list(combinations(range(h), leave_out))
@@ -83,7 +92,7 @@ class MAERouter(nn.Module):
             for expert, heads in enumerate(left_out):
                 members[expert, list(heads)] = 0
         self.register_buffer("members", members, persistent=False)  # [experts, H] of 0 and 1
-        self.norm = nn.BatchNorm1d(dim, device=device, dtype=dtype)
+        self.norm = GateNorm(dim, causal, device=device, dtype=dtype)
         self.hidden = nn.Linear(dim, HIDDEN, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(HIDDEN, len(left_out), device=device, dtype=dtype)
@@ -101,10 +110,19 @@ class MAERouter(nn.Module):
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
         if self.pool == "sequence":
-            pooled = masked_mean(x, padding_mask)  # [B, 1, C]
-        else:
-            pooled = windowed_mean(x, self.window if self.pool == "window" else x.shape[1], padding_mask)  # [B, N, C]
-        logits = self._gate(pooled)  # [B, 1 or N, experts]
+            return self._choose(masked_mean(x, padding_mask), None)  # of [B, 1, C]
+        return self._choose(causal_mean(x, self.window, padding_mask, None)[0], padding_mask)  # of [B, N, C]
+
+    def resume(
+        self, x: Tensor, padding_mask: Optional[Tensor], state: Optional[Tuple[Tensor, Tensor]]
+    ) -> Tuple[Routing, Tuple[Tensor, Tensor]]:
+        """As `forward` for tokens x [B, N, C] that follow those of `state`, and the state after them. Causal pools only."""
+        pooled, state = causal_mean(x, self.window, padding_mask, state)
+        return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
+
+    def _choose(self, pooled: Tensor, padding_mask: Optional[Tensor]) -> Routing:
+        """The gate's answer for pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P]."""
+        logits = self._gate(pooled, padding_mask)  # [B, P, experts]
         probs = logits.softmax(-1)
         members = self.members.to(probs.dtype)
 
@@ -121,13 +139,17 @@ class MAERouter(nn.Module):
                     odds = probs if self.mode == "sampled" else torch.ones_like(probs)
                     expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
                 g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
-                active = (g @ members) > 0  # [B, 1 or N, H]
-        weights = self.scale * (g @ members)  # [B, 1 or N, H]
-        counts = (weights.detach() > 0).to(probs.dtype).sum(1)  # [B, H]
+                active = (g @ members) > 0  # [B, P, H]
+            logits, probs = logits.detach(), probs.detach()
+        weights = self.scale * (g @ members)  # [B, P, H]
+        works = (weights.detach() > 0).to(probs.dtype)  # [B, P, H]
+        if padding_mask is not None:
+            real = (~padding_mask).unsqueeze(-1).to(probs.dtype)
+            probs, works = probs * real, works * real
+        counts = works.sum(1)  # [B, H]
         return Routing(weights, active, RoutingStats(probs, counts, logits))
 
-    def _gate(self, pooled: Tensor) -> Tensor:
-        flat = self.norm(pooled.flatten(0, 1))  # [B, C] or [B * N, C]
-        hidden = self.dropout(torch.tanh(gate_logits(flat, self.hidden.weight, self.hidden.bias)))
-        logits = gate_logits(hidden, self.out.weight, self.out.bias)
-        return logits.view(pooled.shape[0], pooled.shape[1], -1)
+    def _gate(self, pooled: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
+        normed = self.norm(pooled, padding_mask)
+        hidden = self.dropout(torch.tanh(gate_logits(normed, self.hidden.weight, self.hidden.bias)))
+        return gate_logits(hidden, self.out.weight, self.out.bias)

@@ -31,7 +31,7 @@ class MoARouter(nn.Module):
     """
 
     needs_query = False
-    sees_one_token = True
+    reads = "token"
     all_heads = False
     balanced = False  # by moa_balance_loss, not by MoH's
 

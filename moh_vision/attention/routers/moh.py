@@ -37,7 +37,7 @@ class MoHRouter(nn.Module):
     """
 
     needs_query = False
-    sees_one_token = True
+    reads = "token"
     all_heads = False
     balanced = True
 

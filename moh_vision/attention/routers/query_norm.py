@@ -23,7 +23,7 @@ class QueryNormRouter(nn.Module):
     """
 
     needs_query = True
-    sees_one_token = True
+    reads = "token"
     all_heads = False
     balanced = True
 

@@ -1,0 +1,146 @@
+"""Pictures of gates and of training: load per layer and expert, entropy per layer, learning curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Dict, List, Sequence, Tuple
+
+import matplotlib
+import numpy as np
+from torch import Tensor
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+
+Curve = Tuple[List[int], List[float]]  # steps, losses
+
+MOST_LABELLED = 16  # experts whose cells have room for a number
+
+
+def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, title: str) -> None:
+    """Write a PNG: one row a layer, one column an expert, colour the share of attributions (Peng 2020, table 8).
+
+    Args:
+        load: [E] of each layer, from `GateStatistics.load`.
+        names: of the layers.
+        path: of the PNG.
+        title: above the figure.
+    """
+    most = max(len(shares) for shares in load)
+    grid = np.full((len(load), most), np.nan)
+    for row, shares in zip(grid, load):
+        row[: len(shares)] = 100 * shares.numpy()
+    numbered = most <= MOST_LABELLED
+    width = 2.8 + (0.55 if numbered else 0.24) * most
+    figure, axes = plt.subplots(figsize=(max(5.0, width), max(2.4, 1.5 + 0.34 * len(load))), layout="constrained")
+    top = np.nanmax(grid)
+    image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    if numbered:
+        for (row, column), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                colour = "black" if value > 0.6 * top else "white"
+                axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+    step = 1 if numbered else 4
+    axes.set_xticks(range(0, most, step), range(1, most + 1, step), fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("expert")
+    axes.set_title(title, fontsize=10)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.colorbar(image, ax=axes, label="% of attributions")
+    _save(figure, path)
+
+
+def draw_gate_entropy(
+    entropies: Dict[str, Sequence[float]], experts: int, names: Sequence[str], path: str, title: str
+) -> None:
+    """Write a PNG: mean entropy of the gates over the layers, one line a model, and that of a uniform gate.
+
+    Args:
+        entropies: nats per layer of each model, from `GateStatistics.entropy`.
+        experts: E of all layers.
+        names: of the layers.
+        path: of the PNG.
+        title: above the figure.
+    """
+    figure, axes = plt.subplots(figsize=(max(5.0, 2.5 + 0.5 * len(names)), 3.6), layout="constrained")
+    for name, values in entropies.items():
+        axes.plot(range(len(values)), values, marker="o", label=f"{name} (mean {np.mean(values):.2f})")
+    axes.axhline(
+        math.log(experts), color="grey", linestyle="--", label=f"uniform (ln {experts} = {math.log(experts):.2f})"
+    )
+    crowded = len(names) > 8
+    axes.set_xticks(
+        range(len(names)), names, fontsize=8, rotation=45 if crowded else 0, ha="right" if crowded else "center"
+    )
+    axes.set_xlabel("layer")
+    axes.set_ylabel("gate entropy, nats")
+    axes.set_ylim(bottom=0, top=1.08 * math.log(experts))
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8, loc="lower left")
+    _save(figure, path)
+
+
+def read_curves(path: str, train: str = "loss", dev: str = "loss") -> Tuple[Curve, Curve]:
+    """Training and validation loss of a run, with the steps that were done by then.
+
+    Args:
+        path: the run's metrics.jsonl.
+        train, dev: which number of a step's line, and of its "validation".
+
+    Raises:
+        ValueError: naming the file, for a line that is no JSON, or if there is no such number.
+    """
+    curves: Tuple[Curve, Curve] = (([], []), ([], []))
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: not JSON") from None
+        judged = entry.get("validation")
+        for (steps, losses), value in zip(curves, (entry.get(train), judged.get(dev) if judged else None)):
+            if value is not None:  # a skipped step has null
+                steps.append(entry["step"] + 1)
+                losses.append(value)
+    for (steps, _), key in zip(curves, (train, f"validation.{dev}")):
+        if not steps:
+            raise ValueError(f"{path}: no line has {key}")
+    return curves
+
+
+def draw_learning_curves(
+    runs: Dict[str, str], path: str, title: str, train: str = "loss", dev: str = "loss", first_step: int = 0
+) -> None:
+    """Write a PNG: training loss (thin) and validation loss (marked) of several runs over steps (Peng 2020, figure 3).
+
+    Args:
+        runs: metrics.jsonl of each run by the name to call it.
+        path: of the PNG.
+        title: above the figure.
+        train, dev: see `read_curves`; they should be the same quantity, so both with or both without smoothed labels.
+        first_step: what lies before is left out, so that the high losses at the start do not flatten the rest.
+
+    Raises:
+        ValueError: as `read_curves`.
+    """
+    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
+    for number, (name, metrics) in enumerate(runs.items()):
+        looks = (dict(linewidth=1, alpha=0.7, linestyle=":"), dict(linewidth=1.8, marker="o", markersize=3.5))
+        for (steps, losses), kind, look in zip(read_curves(metrics, train, dev), ("train", "dev"), looks):
+            shown = [i for i, step in enumerate(steps) if step >= first_step]
+            x, y = [steps[i] for i in shown], [losses[i] for i in shown]
+            axes.plot(x, y, color=f"C{number}", label=f"{name}, {kind}", **look)
+    axes.set_xlabel("steps")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=1 if len(runs) < 4 else 2)
+    _save(figure, path)
+
+
+def _save(figure, path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, format="png")
+    plt.close(figure)

@@ -1,0 +1,112 @@
+"""Batch norm of what MAE's gates read: over all processes, and blind to later tokens where gates are causal."""
+
+from typing import Optional, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.fx
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+torch.fx.wrap("moments")  # leaves while tracing
+torch.fx.wrap("normalise")
+torch.fx.wrap("recomputing")
+
+
+class GateNorm(_NormBase):
+    """Batch norm with the parameters and buffers of nn.BatchNorm1d, for pooled vectors [B, P, C].
+
+    Statistics are those of all processes, if torch.distributed is initialised. SyncBatchNorm, which does so on a GPU
+    only, does not convert this class, and need not.
+
+    Args:
+        dim: C.
+        causal: P is tokens, and vector n must not learn of those after it. Batch statistics would tell it, so training
+            too normalises with the running ones, as they were before this forward; they then follow the unpadded
+            vectors, without a gradient. False: in training the batch's own statistics, as usual; where all processes
+            together have one vector, which has no spread, the running ones.
+    """
+
+    def __init__(self, dim: int, causal: bool, device=None, dtype=None):
+        super().__init__(dim, device=device, dtype=dtype)
+        self.causal = causal
+        # What a causal training forward took, for its repetition by activation checkpointing.
+        self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
+        self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
+
+    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:
+        """x [B, P, C]; padding_mask [B, P], True at padding. Returns float32 or better."""
+        if not self.training:
+            return normalise(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
+        mean, var, n = moments(x.detach() if self.causal else x, padding_mask)
+        again = recomputing()
+        if self.causal:
+            if not again:
+                self.taken_mean.copy_(self.running_mean)
+                self.taken_var.copy_(self.running_var)
+            # Copies: the graph keeps what it is given, and the buffers move on.
+            y = normalise(x, self.taken_mean.clone(), self.taken_var.clone(), self.weight, self.bias, self.eps)
+        else:
+            mean = torch.where(n > 1, mean, self.running_mean.to(mean.dtype))
+            var = torch.where(n > 1, var, self.running_var.to(var.dtype))
+            y = normalise(x, mean, var, self.weight, self.bias, self.eps)
+        if not again:
+            step = self.momentum * (n > 1).to(mean.dtype)
+            unbiased = var.detach() * n / (n - 1).clamp_min(1)
+            self.running_mean.add_((step * (mean.detach() - self.running_mean)).to(self.running_mean.dtype))
+            self.running_var.add_((step * (unbiased - self.running_var)).to(self.running_var.dtype))
+            self.num_batches_tracked.add_(1)
+        return y
+
+
+def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, x [B, P, C] and the others [C], in float32 or better."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(dtype) * (var.to(dtype) + eps).rsqrt()
+    return (x.to(dtype) - mean.to(dtype)) * scale + bias.to(dtype)
+
+
+def moments(x: Tensor, padding_mask: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """Mean [C] and biased variance [C] of the unpadded vectors of all processes, x [B, P, C], and their number [].
+
+    Two passes: a mean square less a squared mean would lose the digits of a small variance.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if padding_mask is None:
+        real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
+    else:
+        real = (~padding_mask).unsqueeze(-1).to(x.dtype)
+    total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]))  # [C + 1]
+    n = total[-1].detach()
+    mean = total[:-1] / n.clamp_min(1)
+    var = summed(((x - mean).square() * real).sum((0, 1))) / n.clamp_min(1)
+    return mean, var, n
+
+
+class AllReduce(torch.autograd.Function):
+    """Sum over processes. So is its gradient: the loss of every process depends on the input of each."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllReduce.apply(grad)
+
+
+def summed(x: Tensor) -> Tensor:
+    if not torch.jit.is_scripting():
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return AllReduce.apply(x)
+    return x
+
+
+def recomputing() -> bool:
+    """Whether this forward runs inside a backward: activation checkpointing repeats it, and must get the same."""
+    if not torch.jit.is_scripting():
+        if not torch.compiler.is_compiling():
+            return torch._C._current_graph_task_id() != -1
+    return False

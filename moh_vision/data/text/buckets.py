@@ -1,0 +1,125 @@
+"""Batches of sentences that are about as long, limited by tokens. Pure functions of (lengths, seed, position)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Iterator, List, Tuple
+
+import numpy as np
+
+from moh_vision.data.order import derive_seed
+
+ORDER_STREAM = 11  # beside those of the order of samples and of what is done to them
+
+
+def length_key(lengths: np.ndarray) -> np.ndarray:
+    """What pairs are sorted by: the longer side, then source, then target. lengths [n, sides] -> [n]."""
+    lengths = lengths.astype(np.int64)
+    key = lengths.max(1)
+    for side in lengths.T:
+        key = key << 20 | side
+    return key
+
+
+def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
+    """Where batches end among sentences of ascending sizes, each as large as (longest size) x (sentences) <= max_tokens
+    allows; a longer sentence is alone."""
+    ends = [0]
+    while ends[-1] < len(sizes):
+        first = ends[-1]
+        candidates = range(first + 1, min(len(sizes), first + max_tokens // int(sizes[first])) + 1)
+        fitting = bisect_right(candidates, max_tokens, key=lambda end: (end - first) * int(sizes[end - 1]))
+        ends.append(first + max(1, fitting))
+    return ends[1:]
+
+
+class TokenBatches:
+    """The micro-batches of one rank, step after step, as lists of sample numbers.
+
+    Padded size, as fairseq has it: sentences x the longest of all their sources and targets, eos included; it is at most
+    `max_tokens`. Samples are sorted by length and cut into batches; where is decided by the lengths alone, so every
+    epoch has as many batches. Which of the samples of equal lengths stand where, and the order of the batches, are drawn
+    each epoch from (seed, epoch), and every sample comes once in it.
+
+    Batch number step * (world * accumulation) + micro * world + rank of the run is that of micro-batch `micro` of a rank,
+    so one process with twice the accumulation sees the same steps as two. A step may span two epochs.
+
+    Args:
+        lengths: [n, sides] tokens of each sample as batches hold them.
+        max_tokens: of a micro-batch, each side.
+        seed: of the run.
+        accumulation: micro-batches per step and rank.
+        rank, world: this process, and how many there are.
+        start, stop: first step, and the one after the last.
+
+    Raises:
+        ValueError: if a sample is longer than max_tokens, or there are none.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        *,
+        max_tokens: int,
+        seed: int,
+        accumulation: int,
+        rank: int,
+        world: int,
+        start: int,
+        stop: int,
+    ):
+        if not len(lengths):
+            raise ValueError("there are no training samples")
+        longest = int(lengths.max())
+        if longest > max_tokens:
+            raise ValueError(
+                f"data.max_tokens {max_tokens} is less than the {longest} tokens of the longest sentence; "
+                "raise it, or set data.max_length"
+            )
+        self.key = length_key(lengths)
+        self.bounds = [0, *batch_ends(np.sort(lengths.max(1)), max_tokens)]
+        self.seed, self.accumulation, self.rank, self.world = seed, accumulation, rank, world
+        self.start, self.stop = start, stop
+        self._drawn: Tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches, over all ranks."""
+        return len(self.bounds) - 1
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, of a step's first micro-batch; the same on every rank."""
+        return step * self.world * self.accumulation // self.batches_per_epoch
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start) * self.accumulation
+
+    def __iter__(self) -> Iterator[List[int]]:
+        for step in range(self.start, self.stop):
+            for micro in range(self.accumulation):
+                yield self.samples((step * self.accumulation + micro) * self.world + self.rank)
+
+    def samples(self, number: int) -> List[int]:
+        """Sample numbers of a batch of the run."""
+        epoch, place = divmod(number, self.batches_per_epoch)
+        if self._drawn[0] != epoch:
+            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, ORDER_STREAM)))
+            shuffled = rng.permutation(len(self.key))
+            order = shuffled[np.argsort(self.key[shuffled], kind="stable")]  # equal lengths stay shuffled
+            self._drawn = epoch, order, rng.permutation(self.batches_per_epoch)
+        _, order, places = self._drawn
+        batch = places[place]
+        return order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
+
+
+def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> List[List[int]]:
+    """Batches for evaluation, of about equal lengths: every sample number exactly once over all ranks; one longer than
+    max_tokens is alone.
+
+    Args:
+        lengths, max_tokens, rank, world: see `TokenBatches`.
+    """
+    order = np.argsort(length_key(lengths), kind="stable")
+    ends = batch_ends(lengths.max(1)[order], max_tokens)
+    batches = [order[first:end].tolist() for first, end in zip([0, *ends], ends)]
+    return batches[rank::world]

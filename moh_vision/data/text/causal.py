@@ -1,0 +1,61 @@
+"""Windows of running text for causal language models (Baevski and Auli 2019)."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moh_vision.data.text.token_cache import TokenCache
+from moh_vision.data.text.translation import IGNORE, padded
+from moh_vision.data.text.vocabulary import EOS, PAD
+
+
+class CausalWindows(Dataset):
+    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
+
+    The text is one stream, eos behind every line, empty ones too (which is how WikiText's words are counted). A
+    window's labels are a piece of it, its inputs the same piece one token earlier, with eos before the first token. Windows
+    advance by `stride`, and label only what none before them did, so that every token of the stream is predicted exactly
+    once. The last ends with the stream: it begins less than a stride after the one before, rather than being short.
+
+    Training takes stride = width: contiguous blocks, the same in every epoch, as fairseq's break mode "none".
+    Evaluation "512/480" takes width 512 and stride 32: each token but the first 480 has 480 to 511 before it.
+
+    Args:
+        tokens: encoded with empty lines.
+        width: tokens of a window, W.
+        stride: 1 <= stride <= width; left out: width.
+
+    Raises:
+        ValueError: if the text is shorter than a window, or the stride is none.
+    """
+
+    def __init__(self, tokens: TokenCache, width: int, stride: Optional[int] = None):
+        self.tokens, self.width, self.stride = tokens, width, width if stride is None else stride
+        if not 1 <= self.stride <= width:
+            raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
+        if len(tokens.ids) < width:
+            raise ValueError(f"{tokens.path}: {len(tokens.ids)} tokens, fewer than a context of {width}")
+
+    def __len__(self) -> int:
+        return 1 - (self.width - len(self.tokens.ids)) // self.stride
+
+    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+        _, number = item
+        first = min(number * self.stride, len(self.tokens.ids) - self.width)
+        piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
+        piece = piece if first else np.concatenate([[EOS], piece])
+        labels = piece[1:].copy()
+        if number:
+            done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
+            labels[: done - first] = IGNORE
+        return piece[:-1], labels
+
+    @staticmethod
+    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+        """dict of int64 [B, W]: input_ids, labels."""
+        inputs, labels = zip(*items)
+        return dict(input_ids=padded(inputs, PAD), labels=padded(labels, IGNORE))

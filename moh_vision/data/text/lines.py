@@ -1,0 +1,83 @@
+"""The lines of a text file, plain or gzip, one at a time."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+from typing import Iterator, Optional
+
+from moh_vision.data.shards.record import sha256_of
+
+MAX_LINE = 1 << 24  # bytes; a file without line breaks would otherwise be read as a whole
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class TextFile:
+    """A file of one sentence or paragraph a line.
+
+    Args:
+        path: ending in .gz: compressed.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, str(path)
+        self._sha256: Optional[str] = None
+
+    def __iter__(self) -> Iterator[str]:
+        """The lines, without what is blank at either end.
+
+        Raises:
+            ValueError: naming file and line: not UTF-8, NUL characters, too long, damaged gzip; or an empty file.
+        """
+        number = 0
+        with gzip.open(self.path, "rb") if self.path.suffix == ".gz" else open(self.path, "rb") as file:
+            while True:
+                try:
+                    line = file.readline(MAX_LINE + 1)
+                except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+                    raise ValueError(f"{self.name}: damaged gzip file behind line {number} ({error})") from None
+                if not line:
+                    break
+                number += 1
+                yield self._text(line, number)
+        if not number:
+            raise ValueError(f"{self.name}: the file is empty")
+
+    def _text(self, line: bytes, number: int) -> str:
+        where = f"{self.name}, line {number}"
+        if len(line) > MAX_LINE:
+            raise ValueError(f"{where}: more than {MAX_LINE >> 20} MiB; expected a sentence or paragraph a line")
+        if b"\0" in line:
+            raise ValueError(f"{where}: a NUL character; expected UTF-8 text")
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})") from None
+        return (text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text).strip()
+
+    def fingerprint(self) -> str:
+        """sha256 of the file."""
+        self._sha256 = self._sha256 or sha256_of(self.path)
+        return self._sha256
+
+
+def find_text(folder: Path, names: tuple, suffix: str) -> TextFile:
+    """The file NAME{suffix} or NAME{suffix}.gz of the first name that has one.
+
+    Raises:
+        FileNotFoundError: listing what is there.
+        ValueError: if there are both forms.
+    """
+    for name in names:
+        there = [p for p in (folder / f"{name}{suffix}", folder / f"{name}{suffix}.gz") if p.exists()]
+        if len(there) == 2:
+            raise ValueError(f"data.root {folder}: both {there[0].name} and {there[1].name}; remove one")
+        if there and not there[0].is_file():
+            raise ValueError(f"{there[0]}: not a file but a folder, pipe, socket or device")
+        if there:
+            return TextFile(there[0])
+    found = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
+    listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+    wanted = " or ".join(f"{name}{suffix}" for name in names)
+    raise FileNotFoundError(f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}")

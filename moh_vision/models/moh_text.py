@@ -1,0 +1,56 @@
+"""Text models for transformers whose attention heads are experts, by name.
+
+They need the packages of the extra "text", so that nothing else imports this module.
+"""
+
+from typing import List
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from moh_vision.models.text_base import TextModel
+from moh_vision.models.text_causal_lm import CausalLMModel
+from moh_vision.models.text_configs import CausalLMConfig, MaskedLMConfig, TranslationConfig
+from moh_vision.models.text_masked_lm import MaskedLMModel
+from moh_vision.models.text_presets import preset_config, preset_names
+from moh_vision.models.text_translation import TranslationModel
+
+__all__ = [
+    "CausalLMConfig",
+    "CausalLMModel",
+    "MaskedLMConfig",
+    "MaskedLMModel",
+    "TranslationConfig",
+    "TranslationModel",
+    "create_text_model",
+    "list_text_presets",
+]
+
+MODELS = {model.config_class: model for model in (TranslationModel, MaskedLMModel, CausalLMModel)}
+
+for auto, model in (
+    (AutoModelForSeq2SeqLM, TranslationModel),
+    (AutoModelForMaskedLM, MaskedLMModel),
+    (AutoModelForCausalLM, CausalLMModel),
+):
+    AutoConfig.register(model.config_class.model_type, model.config_class)
+    auto.register(model.config_class, model)
+
+
+def list_text_presets() -> List[str]:
+    """Names for `create_text_model`. Beside them, any mt_moa_xKyEzD and mlm_moa_xKyEzD."""
+    return preset_names()
+
+
+def create_text_model(preset: str, **overrides) -> TextModel:
+    """A text model with new weights.
+
+    Args:
+        preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
+        **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
+            cross_attention=dict(router="dense").
+
+    Raises:
+        ValueError: for an unknown preset or field, naming the nearest; or for a value out of its range.
+    """
+    config = preset_config(preset, **overrides)
+    return MODELS[type(config)](config)

@@ -1,0 +1,73 @@
+"""What transformers' `generate` asks of a cache, answered by the caches of the attention layers."""
+
+from torch import Tensor
+from transformers import Cache
+
+from moh_vision.attention import ContextCache, KeyValueCache
+
+
+class LayerCache:
+    """One decoder layer: keys, values and the gate's running state of its tokens, and keys and values of the source."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, cross: bool):
+        self.cross = cross
+        self.reset()
+
+    def reset(self) -> None:
+        self.self_attention = KeyValueCache()
+        self.cross_attention = ContextCache() if self.cross else None
+
+    def get_seq_length(self) -> int:
+        return self.self_attention.length
+
+    def get_max_length(self) -> int:
+        return -1  # none
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; the number is negative, as transformers has it."""
+        self.self_attention.crop(self.self_attention.length + tokens_to_remove)
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self.self_attention.reorder(rows)
+        if self.cross:
+            self.cross_attention.reorder(rows)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.self_attention.repeat(repeats)
+        if self.cross:
+            self.cross_attention.repeat(repeats)
+
+
+class TextCache(Cache):
+    """One `LayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that moves would
+    leave the state of MAE's gate behind."""
+
+    def __init__(self, layers: int, cross: bool):
+        super().__init__(layers=[LayerCache(cross) for _ in range(layers)])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layers[layer_idx].get_seq_length()
+
+
+class CachedGeneration:
+    """For models with `generate`: it starts with a `TextCache`. Goes before PreTrainedModel among the bases."""
+
+    def new_cache(self) -> TextCache:
+        """An empty cache, `past_key_values` of forward."""
+        config = self.config
+        if config.is_encoder_decoder:
+            return TextCache(config.decoder_layers, cross=True)
+        return TextCache(config.num_hidden_layers, cross=False)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r}: this model has its own cache, leave it out")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self.new_cache()

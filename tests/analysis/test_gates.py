@@ -1,0 +1,300 @@
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from moh_vision.analysis import gate_figures
+from moh_vision.analysis.gate_figures import draw_gate_entropy, draw_gate_load, draw_learning_curves, read_curves
+from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
+
+V = 30
+
+
+def batch(seed, B=4, N=6, dim=16):
+    """Vectors, token ids and padding of the end; one sequence without any."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, N, dim, generator=generator)
+    tokens = torch.randint(0, V, (B, N), generator=generator)
+    lengths = torch.randint(1, N + 1, (B,), generator=generator)
+    lengths[0] = N
+    return x, tokens, torch.arange(N) >= lengths[:, None]
+
+
+def moa(E=5, k=2):
+    layer = HeadMixtureAttention(16, HeadBudget(E, 4, 0, k), router="moa", kv_heads=1)
+    torch.nn.init.normal_(layer.router.gate.weight)
+    return layer.eval()
+
+
+def mae(leave_out=1, pool="sequence"):
+    layer = HeadMixtureAttention(
+        16, HeadBudget(4, 4, 4, 0), router="mae", router_kwargs=dict(leave_out=leave_out, pool=pool)
+    )
+    torch.nn.init.normal_(layer.router.hidden.weight)
+    torch.nn.init.normal_(layer.router.out.weight)
+    return layer.eval()
+
+
+LAYERS = {
+    "MoA": (moa, 2),
+    "MAE, 3 of 4": (mae, 1),
+    "MAE, 2 of 4": (lambda: mae(2), 1),
+    "MAE, causal": (lambda: mae(pool="running"), 1),
+}
+
+
+def slowly(layer, k, batches):
+    """Entropy, load and PMI sentence by sentence and token by token, in plain Python."""
+    entropies, load, pairs = [], Counter(), Counter()
+    for x, tokens, padding in batches:
+        probs = layer(x, padding_mask=padding)[1].probs
+        for b in range(len(tokens)):
+            whole = probs.shape[1] == 1
+            for n in range(tokens.shape[1]):
+                if padding[b, n] or (whole and n > 0 and not padding[b, 0]):
+                    continue  # a gate of the whole sequence is looked at once
+                p = probs[b, n].tolist()
+                entropies.append(-math.fsum(q * math.log(q) for q in p))
+                for e in sorted(range(len(p)), key=lambda e: -p[e])[:k]:
+                    load[e] += 1
+                    members = [n] if not whole else [m for m in range(tokens.shape[1]) if not padding[b, m]]
+                    pairs.update((tokens[b, m].item(), e) for m in members)
+    total = sum(pairs.values())
+    token, expert = Counter(), Counter()
+    for (t, e), count in pairs.items():
+        token[t] += count
+        expert[e] += count
+    pmi = {
+        (t, e): math.log((count / total) / (token[t] / total * expert[e] / total)) for (t, e), count in pairs.items()
+    }
+    return math.fsum(entropies) / len(entropies), load, pmi, token
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@torch.no_grad()
+def test_against_slow_counting(kind):
+    make, k = LAYERS[kind]
+    torch.manual_seed(0)
+    layer = make()
+    batches = [batch(seed) for seed in range(5)]
+    statistics = GateStatistics.of([layer], V)
+    for x, tokens, padding in batches:
+        statistics.update([layer(x, padding_mask=padding)[1]], tokens, padding)
+    entropy, load, pmi, token = slowly(layer, k, batches)
+
+    assert statistics.entropy()[0] == pytest.approx(entropy, rel=1e-6)
+    assert 0 < entropy < math.log(statistics.experts[0])
+    got = statistics.load()[0]
+    assert got.sum().item() == pytest.approx(1)
+    assert got.tolist() == pytest.approx([load[e] / sum(load.values()) for e in range(len(got))])
+    table = statistics.pmi()
+    assert table.shape == (V, statistics.experts[0])
+    assert len(pmi) > 30
+    for t in range(V):
+        for e in range(table.shape[1]):
+            if (t, e) in pmi:
+                assert table[t, e].item() == pytest.approx(pmi[t, e], abs=1e-9), (t, e)
+            else:
+                assert not math.isfinite(table[t, e])
+    for e, best in enumerate(statistics.top_tokens(count=4, min_count=3)):
+        often = [t for t in token if token[t] >= 3 * k and (t, e) in pmi]
+        want = sorted(often, key=lambda t: (-round(pmi[t, e], 9), -token[t], t))[:4]
+        assert [round(pmi[t, e], 9) for t in best] == [round(pmi[t, e], 9) for t in want], e
+
+
+@torch.no_grad()
+def test_the_load_of_moa_is_what_the_router_ran():
+    torch.manual_seed(1)
+    layer = moa(E=6, k=3)
+    statistics, counts = GateStatistics.of([layer], V), torch.zeros(6)
+    for seed in range(3):
+        x, tokens, padding = batch(seed)
+        stats = layer(x, padding_mask=padding)[1]
+        statistics.update([stats], tokens, padding)
+        counts += stats.counts.sum(0)
+    torch.testing.assert_close(statistics.load()[0].float(), counts / counts.sum())
+
+
+@torch.no_grad()
+def test_what_stands_at_padding_changes_nothing():
+    torch.manual_seed(2)
+    layers = [moa(), mae(), mae(pool="running")]
+    x, tokens, padding = batch(3)
+    other = x.masked_fill(padding[..., None], 7.0), tokens.masked_fill(padding, 29)
+    results = []
+    for inputs, ids in ((x, tokens), other):
+        statistics = GateStatistics.of(layers, V, token_layers=(0, 1, 2))
+        statistics.update([layer(inputs, padding_mask=padding)[1] for layer in layers], ids, padding)
+        results.append(statistics)
+    one, two = results
+    assert padding.any() and one.entropy() == pytest.approx(two.entropy())
+    for layer in range(3):
+        torch.testing.assert_close(one.load()[layer], two.load()[layer])
+        torch.testing.assert_close(one.tokens[layer], two.tokens[layer])
+    real = (~padding).sum().item()
+    assert [table.sum().item() for table in one.tokens.values()] == [2 * real, real, real]
+    assert one.gates.tolist() == [real, len(tokens), real]
+
+
+@torch.no_grad()
+def test_batches_and_processes_add_up():
+    torch.manual_seed(3)
+    layer = moa()
+    parts = [GateStatistics.of([layer], V) for _ in range(2)]
+    whole = GateStatistics.of([layer], V)
+    for seed in range(4):
+        x, tokens, padding = batch(seed)
+        stats = layer(x, padding_mask=padding)[1]
+        parts[seed % 2].update([stats], tokens, padding)
+        whole.update([stats], tokens, padding)
+    sent = []
+    parts[1].reduce(lambda t: sent.append(t) or t)
+    parts[0].reduce(lambda t: t + sent.pop(0))
+    assert not sent
+    assert parts[0].entropy() == pytest.approx(whole.entropy())
+    torch.testing.assert_close(parts[0].load()[0], whole.load()[0])
+    torch.testing.assert_close(parts[0].pmi(), whole.pmi(), equal_nan=True)
+
+
+def with_probs(probs):
+    return RoutingStats(probs, torch.zeros(len(probs), probs.shape[-1]), probs.log())
+
+
+def test_uniform_and_certain_gates():
+    statistics = GateStatistics([8, 8], [1, 1], V)
+    certain = torch.eye(8)[torch.tensor([2, 2, 5])][:, None]  # [3, 1, 8], with zeros
+    statistics.update(
+        [with_probs(torch.full((3, 1, 8), 1 / 8)), with_probs(certain)], torch.zeros(3, 4, dtype=torch.long)
+    )
+    assert statistics.entropy() == pytest.approx([math.log(8), 0])
+    assert statistics.load()[1].tolist() == pytest.approx([0, 0, 2 / 3, 0, 0, 1 / 3, 0, 0])
+    text = gate_table(statistics, ["encoder 1", "encoder 2"]).splitlines()
+    assert len(text) == 5 and len({line.count("|") for line in text}) == 1
+    assert text[3].startswith("| encoder 2 | 0.00 | 2.08 | 0.0 | 0.0 | 66.7 |")
+    assert text[4].startswith("| mean | 1.04 | 2.08 |")
+
+
+def test_indicative_tokens():
+    """Expert 0 alone gets token 1; token 2 is everywhere; token 3 came once, with expert 1."""
+    tokens = torch.tensor([[1, 2, 1, 2]] * 3 + [[2, 2, 4, 4]] * 3 + [[2, 2, 2, 3]])
+    probs = torch.tensor([[0.9, 0.1]] * 3 + [[0.2, 0.8]] * 4)[:, None]
+    statistics = GateStatistics([2], [1], V)
+    statistics.update([with_probs(probs)], tokens)
+    pmi = statistics.pmi()
+    assert pmi[1, 0].item() == pytest.approx(math.log((6 / 28) / (6 / 28 * 12 / 28)))
+    assert pmi[1, 1] == -math.inf and pmi[7].isnan().all()
+    assert statistics.top_tokens(min_count=2) == [[1, 2], [4, 2]]
+    assert statistics.top_tokens(min_count=1) == [[1, 2], [4, 3, 2]]  # 4 and 3 are equal, 4 is more frequent
+    assert statistics.top_tokens(min_count=1, count=1) == [[1], [4]]
+    table = token_table([["the", "|"], ["bell"]]).splitlines()
+    assert table == ["| expert 1 | expert 2 |", "|---|---|", "| the | bell |", "| \\| |  |"]
+
+
+def test_memory_is_the_tables():
+    statistics = GateStatistics([4], [2], V)
+    before = {name: getattr(value, "shape", None) for name, value in vars(statistics).items()}
+    for seed in range(3):
+        _, tokens, _ = batch(seed)
+        statistics.update([with_probs(torch.rand(4, 6, 4).softmax(-1))], tokens)
+    assert {name: getattr(value, "shape", None) for name, value in vars(statistics).items()} == before
+    assert statistics.tokens[0].shape == (V, 4) and len(statistics.loads) == 1
+
+
+def test_a_layer_without_gate_is_refused():
+    dense = HeadMixtureAttention(16, HeadBudget(4, 4, 4, 0), router="dense")
+    with pytest.raises(ValueError, match="^layer 1 has no gate: it chooses 1 of 0 experts$"):
+        GateStatistics.of([moa(), dense], V)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures, still open for a look at what is in them."""
+    figures = []
+    save = gate_figures._save
+
+    def keep(figure, path):
+        figures.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(gate_figures, "_save", keep)
+    return figures
+
+
+def written(path):
+    image = np.asarray(Image.open(path).convert("RGB"))
+    assert min(image.shape[:2]) > 200 and image.std() > 10
+    return image
+
+
+@pytest.mark.parametrize("E, numbered", ((8, True), (32, False)))
+def test_load_figure(E, numbered, drawn, tmp_path):
+    load = [torch.rand(E).softmax(0) for _ in range(6)]
+    names = [f"encoder {i + 1}" for i in range(6)]
+    draw_gate_load(load, names, str(tmp_path / "new" / "load.png"), "MAE-7: load of experts, Multi30k val")
+    written(tmp_path / "new" / "load.png")
+    axes = drawn[0].axes[0]
+    cells = axes.images[0].get_array()
+    assert cells.shape == (6, E)
+    np.testing.assert_allclose(cells[2], 100 * load[2].numpy(), rtol=1e-6)
+    assert [t.get_text() for t in axes.get_yticklabels()] == names
+    assert len(axes.texts) == (6 * E if numbered else 0)
+    if numbered:
+        assert axes.texts[E + 3].get_text() == f"{100 * load[1][3]:.1f}"
+
+
+def test_load_figure_of_layers_with_different_experts(drawn, tmp_path):
+    draw_gate_load([torch.full((4,), 0.25), torch.full((2,), 0.5)], ["a", "b"], str(tmp_path / "load.png"), "mixed")
+    assert len(drawn[0].axes[0].texts) == 6
+    assert np.ma.getmaskarray(drawn[0].axes[0].images[0].get_array())[1].tolist() == [False, False, True, True]
+
+
+def test_entropy_figure(drawn, tmp_path):
+    entropies = {"MAE-7": [1.9, 1.8, 2.0], "NoBCD": [2.05, 2.0, 2.01]}
+    draw_gate_entropy(entropies, 8, ["1", "2", "3"], str(tmp_path / "entropy.png"), "gate entropy")
+    written(tmp_path / "entropy.png")
+    axes = drawn[0].axes[0]
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([1.9, 2.05, math.log(8)])
+    labels = [t.get_text() for t in axes.get_legend().get_texts()]
+    assert labels == ["MAE-7 (mean 1.90)", "NoBCD (mean 2.02)", "uniform (ln 8 = 2.08)"]
+
+
+def log_of(path, losses, dev):
+    """metrics.jsonl as a run writes it: a line per logged step, one per validation, null for a skipped step."""
+    lines = [{"step": 10 * i, "loss": loss, "lr": 1e-3} for i, loss in enumerate(losses)]
+    lines += [
+        {"step": 30 * (i + 1) - 1, "validation": {"loss": loss}, "weights": "model"} for i, loss in enumerate(dev)
+    ]
+    lines.append({"step": 10 * len(losses), "loss": None})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_learning_curves(drawn, tmp_path):
+    runs = {
+        "BASE": log_of(tmp_path / "base.jsonl", [5, 4, 3.5, 3.2], [4.1, 3.6]),
+        "NoBCD": log_of(tmp_path / "nobcd.jsonl", [5, 3, 2.5, 2.0], [4.2, 4.0]),
+    }
+    train, dev = read_curves(runs["BASE"])
+    assert train == ([1, 11, 21, 31], [5, 4, 3.5, 3.2]) and dev == ([30, 60], [4.1, 3.6])
+    draw_learning_curves(runs, str(tmp_path / "curves.png"), "learning curves", first_step=10)
+    written(tmp_path / "curves.png")
+    axes = drawn[0].axes[0]
+    got = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
+    assert list(got) == ["BASE, train", "BASE, dev", "NoBCD, train", "NoBCD, dev"]
+    assert got["NoBCD, train"] == [(11, 3), (21, 2.5), (31, 2.0)]
+    assert got["NoBCD, dev"] == [(30, 4.2), (60, 4.0)]
+    assert axes.lines[0].get_color() == axes.lines[1].get_color() != axes.lines[2].get_color()
+
+
+def test_learning_curves_of_a_wrong_file(tmp_path):
+    log = log_of(tmp_path / "a.jsonl", [5], [4])
+    with pytest.raises(ValueError, match=r"^.*a\.jsonl: no line has validation\.perplexity$"):
+        read_curves(log, dev="perplexity")
+    (tmp_path / "a.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"^.*a\.jsonl, line 2: not JSON$"):
+        read_curves(log)
