@@ -16,36 +16,38 @@ from pathlib import Path
 import torch
 from timm.optim import param_groups_weight_decay
 
+from moh_vision.analysis import describe
 from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import TextConfig
 from moh_vision.data.order import derive_seed
-from moh_vision.data.text.inputs import TOKENIZER, open_text
-from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
+from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
-from moh_vision.evaluation.perplexity import perplexity, summary
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.tasks import LanguageTask
-from moh_vision.text_scores import final_scores
 
 NAME = "train_text.py"
+
+try:
+    from moh_vision.data.text.inputs import TOKENIZER, open_text
+    from moh_vision.evaluation.perplexity import perplexity, summary
+    from moh_vision.models.moh_text import create_text_model, task_of
+    from moh_vision.models.text_weights import init_text
+    from moh_vision.text_scores import final_scores
+except ModuleNotFoundError as error:
+    print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 def train(argv, signals: StopSignals) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors(NAME):
         config, flags = parse_config(TextConfig, argv, NAME)
-        try:
-            from moh_vision.models.moh_text import create_text_model, task_of
-            from moh_vision.models.text_weights import init_text
-        except ImportError as error:
-            raise ValueError(f"text needs the package {error.name}: pip install 'moh_vision[text]'") from None
         o, d = config.optim, config.data
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         if config.init_from and not d.tokenizer and Path(config.init_from, TOKENIZER).is_file():
@@ -56,7 +58,7 @@ def train(argv, signals: StopSignals) -> None:
         torch.manual_seed(config.seed)
         model = create_text_model(config.model.name, **arguments)
         if flags.dry_run:
-            print(describe_text(config.model.name, model, text))
+            print(describe(config.model.name, model, **text.example()))
             return
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
@@ -105,7 +107,7 @@ def train(argv, signals: StopSignals) -> None:
 
     def judge(dataset, title: str) -> dict:
         """Loss and perplexity of the present weights."""
-        judged = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
+        judged = LanguageTask(model, 0.0).eval()  # DistributedDataParallel would wait for ranks with fewer batches
         own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
 
         def losses(batch):
@@ -151,7 +153,9 @@ def train(argv, signals: StopSignals) -> None:
             values = average_over_step(accelerator, losses)
             values.update(lr=lr, grad_norm=round(norm, 4), epoch=batches.epoch(step), **descent.values())
             counts = dict(skipped=update.skipped, failed_saves=saver.failed)
-            log.metrics(step, dict(values, **counts), f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, lr {lr:.2e}")
+            log.metrics(
+                step, dict(values, **counts), f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, lr {lr:.2e}"
+            )
         # Before the save, so that a run that goes on from there knows of it.
         if config.eval_every and done % config.eval_every == 0:
             scores = judge(text.val, "validation")
@@ -171,13 +175,17 @@ def train(argv, signals: StopSignals) -> None:
         log.stopped(done, stopped)
     else:
         if enough:
-            log.say(f"stopped after {done} steps: {patience.waited} validations without a lower loss than {patience.best:.4f}")
+            log.say(
+                f"stopped after {done} steps: {patience.waited} validations without a lower loss than {patience.best:.4f}"
+            )
         with user_errors(NAME):
             results = final_scores(config, text, model, run, judge, accelerator, log, metadata)
         if accelerator.is_main_process:
             results = dict(results, step=done, **descent.about())
             (run / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     log.close()
+    if not stopped:
+        accelerator.print(f"{run}: {done} steps done; weights in {run / results['weights']}")
     del task, optimizer, descent, stream, update, saver
     finish(accelerator, stopped)
 

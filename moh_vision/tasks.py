@@ -81,8 +81,8 @@ class LanguageTask(RoutedTask):
     Label smoothing is in here because a trainer's own would rebuild the loss from the logits and lose the auxiliary ones.
     """
 
-    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0):
-        super().__init__(model, balance_weight)
+    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
+        super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):

@@ -18,7 +18,14 @@ AVERAGED = "averaged.safetensors"
 
 
 def final_scores(
-    config, text: TextInputs, model: nn.Module, run: Path, judge: Callable[[object, str], dict], accelerator, log, metadata
+    config,
+    text: TextInputs,
+    model: nn.Module,
+    run: Path,
+    judge: Callable[[object, str], dict],
+    accelerator,
+    log,
+    metadata,
 ) -> Dict:
     """Scores of the average of the last checkpoints, or of the weights as they are; every process calls it.
 
@@ -63,5 +70,7 @@ def final_scores(
             name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
             (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
         for form in scores.values():
-            log.say(f"{split}, gates {mode}: {bleu.summary(form)}" if mode != "soft" else f"{split}: {bleu.summary(form)}")
+            log.say(
+                f"{split}, gates {mode}: {bleu.summary(form)}" if mode != "soft" else f"{split}: {bleu.summary(form)}"
+            )
     return results

@@ -23,9 +23,13 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Calla
     state, about = read_safetensors(file)
     theirs = about.get("vocabularies")
     if theirs is not None and theirs != vocabularies:
-        raise ValueError(f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run")
+        raise ValueError(
+            f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run"
+        )
     own = model.state_dict()
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        n for n, _ in model.named_parameters()
+    }
     for name, tensor in state.items():
         if name in own and own[name].shape != tensor.shape:
             raise ValueError(

@@ -38,6 +38,7 @@ class TextInputs:
     """
 
     vocabularies: Tuple[Vocabulary, Vocabulary]
+    first: object  # what the data set calls its first sample
 
     def __init__(self, data, cache_dir: str, seed: int, say: Callable[[str], None]):
         self.data, self.cache_dir, self.seed, self.say = data, cache_dir, seed, say
@@ -52,6 +53,11 @@ class TextInputs:
         source.save(run / TOKENIZER)
         if target is not source:
             target.save(run / TARGET_TOKENIZER)
+
+    def example(self) -> Dict[str, Tensor]:
+        """The model's inputs for one training sample."""
+        batch = self.train.collate([self.train[self.first]])
+        return {name: value for name, value in batch.items() if name != "labels"}
 
     def stream(self, batches) -> Iterator[Dict[str, Tensor]]:
         """The micro-batches of one rank, in order."""
@@ -75,6 +81,8 @@ class TextInputs:
 
 class TranslationInputs(TextInputs):
     """Pairs of sentences."""
+
+    first = 0
 
     def open(self, split: str):
         return open_parallel(self.data.root, split, self.data.source, self.data.target)
@@ -115,6 +123,7 @@ class TranslationInputs(TextInputs):
 class BlockInputs(TextInputs):
     """Running text, cut into blocks."""
 
+    first = (0, 0)
     mask = False
 
     def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:

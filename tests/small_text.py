@@ -1,0 +1,38 @@
+"""Text that a small model can learn: numbers in words, from one language into another."""
+
+import gzip
+import random
+
+GERMAN = "null eins zwei drei vier fünf sechs sieben acht neun".split()
+ENGLISH = "zero one two three four five six seven eight nine".split()
+
+
+def sentence(rng):
+    """German, and its translation in the opposite order of words."""
+    digits = [rng.randrange(10) for _ in range(rng.randint(1, 6))]
+    return " ".join(GERMAN[d] for d in digits), " ".join(ENGLISH[d] for d in reversed(digits))
+
+
+def write_pairs(folder, train=300, val=40, test=20, seed=0):
+    """SPLIT.de and SPLIT.en.gz."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    for split, count in (("train", train), ("val", val), ("test", test)):
+        pairs = [sentence(rng) for _ in range(count)]
+        (folder / f"{split}.de").write_text("".join(f"{de}\n" for de, _ in pairs), encoding="utf-8")
+        with gzip.open(folder / f"{split}.en.gz", "wt", encoding="utf-8") as file:
+            file.write("".join(f"{en}\n" for _, en in pairs))
+    return folder
+
+
+def write_plain(folder, train=300, val=60, seed=0):
+    """SPLIT.txt: after every word comes that of the next number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    for split, count in (("train", train), ("valid", val)):
+        lines = []
+        for _ in range(count):
+            first = rng.randrange(10)
+            lines.append(" ".join(ENGLISH[(first + i) % 10] for i in range(rng.randint(4, 12))))
+        (folder / f"{split}.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return folder
