@@ -145,7 +145,7 @@ class HeadMixtureAttention(nn.Module):
             if cache is not None:
                 context, context_padding, past, keys, crosses = look_up(cache, context, context_padding, N)
             check_length("padding_mask", padding_mask, past, N, x)
-            check_length("context_padding", context_padding, 0, keys, x)
+            check_length("context_padding", context_padding if crosses else None, 0, keys, x)
         if crosses and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
         if not crosses and (self.by_context or context_padding is not None):

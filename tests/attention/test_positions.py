@@ -1,25 +1,12 @@
-"""Masks, rotary embedding and the cache of earlier keys and values."""
+"""Masks and rotary embedding."""
 
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache
-from moh_vision.attention.masks import rotate, visible
+from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention.masks import rotate, visible, without_padding
 
 B, N, C, H, D = 2, 9, 24, 6, 4
-CASES = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "query_norm": dict(router="query_norm", budget=(2, 2), kv_heads=3),
-    "moa": dict(router="moa", budget=(0, 3), kv_heads=1),
-    "dense": dict(router="dense", budget=(6, 0), qk_norm=True),
-}
-
-
-def build(budget, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).eval().double()
-    for p in layer.router.parameters():
-        torch.nn.init.normal_(p)
-    return layer
 
 
 def angles(tokens, start=0):
@@ -27,75 +14,27 @@ def angles(tokens, start=0):
     return rates.repeat(1, 2).cos(), rates.repeat(1, 2).sin()
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("executor", ["masked", "packed", "auto", "reference"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_token_by_token_is_the_whole_sequence(name, executor, padded):
-    """Three tokens, one, two at once, then the rest one by one, with rotary positions, against one causal call."""
-    layer = build(executor=executor, **CASES[name])
-    x = torch.randn(B, N, C, dtype=torch.float64)
-    padding = torch.arange(N) < torch.tensor([[0], [2]]) if padded else None  # on the left, as for generation
-    with torch.no_grad():
-        whole = layer(x, is_causal=True, rotary=angles(N), padding_mask=padding)[0]
-        cache, start = KeyValueCache(), 0
-        for step in (3, 1, 2, 1, 1, 1):
-            end = start + step
-            seen = None if padding is None else padding[:, :end]
-            part = layer(x[:, start:end], is_causal=True, rotary=angles(step, start), cache=cache, padding_mask=seen)[0]
-            real = slice(None) if padding is None or start > 1 else slice(0, 1)
-            torch.testing.assert_close(part[real], whole[real, start:end])
-            start = end
-    assert cache.length == N
-
-
-def test_cache_grows_by_doubling_and_copies_only_what_is_new():
-    cache = KeyValueCache()
-    k = torch.randn(1, 2, 40, 3)
-    where = []
-    for n in range(40):
-        keys, values = cache.update(k[:, :, n : n + 1], -k[:, :, n : n + 1])
-        where.append(keys.data_ptr())
-    assert torch.equal(keys, k) and torch.equal(values, -k)
-    assert len(set(where)) <= 7  # 1, 2, 4, .. 64
-
-
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        (
-            dict(budget=(6, 0), router="mae"),
-            "cannot be routed by all of them together .router MAERouter, scope 'token'",
-        ),
-        (
-            dict(budget=(2, 2), scope="sample"),
-            "cannot be routed by all of them together .router MoHRouter, scope 'sample'",
-        ),
-    ],
-)
-def test_a_cache_is_refused_where_routing_needs_more(kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        build(**kwargs)(torch.randn(B, 1, C, dtype=torch.float64), cache=KeyValueCache())
-
-
 def test_rotary_is_refused_with_a_context():
     x = torch.randn(B, N, C, dtype=torch.float64)
     with pytest.raises(ValueError, match="not with a context"):
-        build((2, 2))(x, x, rotary=angles(N))
-    with pytest.raises(ValueError, match="not with a context"):
-        build((2, 2))(x, x, cache=KeyValueCache())
-
-
-def test_padding_of_the_wrong_length_is_refused():
-    cache = KeyValueCache()
-    layer = build((2, 2))
-    layer(torch.randn(B, 3, C, dtype=torch.float64), cache=cache)
-    with pytest.raises(ValueError, match="padding_mask has 1 columns, not 4: 3 cached tokens and 1 new ones"):
-        layer(torch.randn(B, 1, C, dtype=torch.float64), cache=cache, padding_mask=torch.zeros(B, 1, dtype=torch.bool))
+        HeadMixtureAttention(C, HeadBudget(H, D, 2, 2)).double()(x, x, rotary=angles(N))
 
 
 def test_a_mask_that_broadcasts_over_keys_stays_causal():
     got, _ = visible(torch.ones(4, 1, dtype=torch.bool), True, None, 4, 4, 0, torch.device("cpu"))
     assert torch.equal(got[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_padded_keys_are_hidden_from_any_mask():
+    padding = torch.tensor([[False, True, False], [False, False, True]])
+    real = [[1, 0, 1], [1, 1, 0]]
+    assert without_padding(None, padding)[:, 0, 0].int().tolist() == real
+    allowed = torch.tensor([[True, True, True], [False, True, True]])
+    got = without_padding(allowed, padding)  # [N, M] of all sequences
+    assert got[:, 0].int().tolist() == [[r, [0, *r[1:]]] for r in real]
+    additive = torch.arange(3.0).expand(2, 1, 1, 3)
+    inf = float("-inf")
+    assert without_padding(additive, padding)[:, 0, 0].tolist() == [[0, inf, 2], [0, 1, inf]]
 
 
 def test_rotary_depends_on_distance_only():

@@ -20,6 +20,7 @@ from moh_vision.data.text.whole_file import whole_file
 PAD, BOS, EOS, UNK, MASK = range(5)
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
 UNKNOWN = SPECIALS[UNK]
+BLANK = "\u0120"  # how byte-level BPE writes it
 MAX_BYTES = 1 << 28  # of a tokenizer.json
 
 
@@ -91,8 +92,7 @@ class Vocabulary:
         tokens = [self._tokens[i] for i in ids]
         if self.kind == "word":
             return " ".join(tokens)
-        blank = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]
-        tokens = [blank + t if i == UNK else t for i, t in zip(ids, tokens)]
+        tokens = [BLANK + t if i == UNK else t for i, t in zip(ids, tokens)]
         text = decoders.ByteLevel().decode(tokens)
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
 

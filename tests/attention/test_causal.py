@@ -1,0 +1,138 @@
+"""In a decoder no token may learn of a later one, in training neither, and MAE's gates least of all."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention
+
+B, N, C, H, D = 2, 9, 24, 6, 4
+SELF = {
+    "moh": dict(router="moh", budget=(2, 2)),
+    "query_norm": dict(router="query_norm", budget=(2, 2)),
+    "moa": dict(router="moa", budget=(0, 3), kv_heads=1),
+    "dense": dict(router="dense", budget=(6, 0)),
+    "mae running": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)),
+    "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window", dropout=0.0)),
+}
+MAE = ["mae running", "mae window"]
+PADDING = torch.arange(N) >= torch.tensor([[7], [5]])
+
+
+def build(budget, **kwargs):
+    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).double()
+    for p in layer.router.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p)
+    if kwargs["router"] == "mae":
+        layer.router.norm.running_mean.normal_()
+        if layer.router.pool == "window":
+            layer.router.window = 4
+    return layer
+
+
+def means(x, padding, window):
+    """What a causal gate reads, token by token."""
+    pooled = torch.zeros_like(x)
+    for b in range(len(x)):
+        for n in range(x.shape[1]):
+            seen = [x[b, m] for m in range(max(0, n - window + 1), n + 1) if not padding[b, m]]
+            if seen:
+                pooled[b, n] = sum(seen) / len(seen)
+    return pooled
+
+
+@pytest.mark.parametrize("name", SELF)
+@pytest.mark.parametrize("executor", ["masked", "packed"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padded"])
+def test_no_token_sees_a_later_one(name, executor, training, padding):
+    layer = build(executor=executor, **SELF[name]).train(training)
+    x = torch.randn(B, N, C, dtype=torch.float64)
+    before = deepcopy(layer)(x, is_causal=True, padding_mask=padding)[0]
+    for t in (0, 3):
+        other = x.clone()
+        other[:, t + 1 :] = 5 * torch.randn(B, N - t - 1, C, dtype=torch.float64)
+        after = deepcopy(layer)(other, is_causal=True, padding_mask=padding)[0]
+        torch.testing.assert_close(after[:, : t + 1], before[:, : t + 1], rtol=1e-12, atol=1e-12)
+        assert (after[:, t + 1] - before[:, t + 1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MAE)
+def test_a_training_step_on_later_tokens_gives_earlier_ones_no_gradient(name):
+    layer = build(**SELF[name]).train()
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    layer(x, is_causal=True)[0][:, 3].sum().backward()
+    assert (x.grad[:, 4:] == 0).all() and x.grad[:, :4].norm() > 0
+
+
+@pytest.mark.parametrize("name", MAE)
+@pytest.mark.parametrize("training", [False, True])
+def test_the_gate_of_a_token(name, training):
+    """Its formula, with running statistics, and where these go in training."""
+    layer = build(**SELF[name]).train(training)
+    router = layer.router
+    x = torch.randn(B, N, C, dtype=torch.float64)
+    norm = deepcopy(router.norm)
+    routing = router(x, None, PADDING)
+    pooled = means(x, PADDING, router.window or N)
+    normed = (pooled - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
+    hidden = torch.tanh(normed @ router.hidden.weight.T + router.hidden.bias)
+    g = (hidden @ router.out.weight.T + router.out.bias).softmax(-1)  # [B, N, experts]
+    for j in range(H):  # expert j leaves head j out
+        torch.testing.assert_close(routing.weights[~PADDING][:, j], (H / (H - 1) * (1 - g[..., j]))[~PADDING])
+    torch.testing.assert_close(routing.stats.probs, g * ~PADDING.unsqueeze(-1))
+    assert routing.stats.counts.tolist() == [[7] * H, [5] * H]
+
+    real = pooled[~PADDING]  # [12, C]
+    share = 0.1 if training else 0.0
+    torch.testing.assert_close(router.norm.running_mean, (1 - share) * norm.running_mean + share * real.mean(0))
+    torch.testing.assert_close(router.norm.running_var, (1 - share) * norm.running_var + share * real.var(0))
+
+
+@pytest.mark.parametrize("name", MAE)
+def test_every_token_draws_its_own_expert(name):
+    layer = build(**SELF[name]).train()
+    layer.router.set_mode("random")
+    routing = layer.router(torch.randn(200, N, C, dtype=torch.float64), None, PADDING[1:].expand(200, -1))
+    left_out = (routing.weights == 0).double()
+    assert left_out.sum(-1).unique().tolist() == [1]
+    assert (left_out[:, 0] != left_out[:, 1]).any(-1).double().mean() > 0.7  # 5/6 of the sequences
+    assert routing.stats.counts.sum(1).unique().tolist() == [5 * (H - 1)]
+    assert (routing.stats.probs[:, 5:] == 0).all() and not routing.stats.probs.requires_grad
+
+
+@pytest.mark.parametrize("name", MAE)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_repeats_the_forward_exactly(name, reentrant):
+    """The running statistics have moved on by then; they must move once, and the repetition use those of before."""
+    x = torch.randn(B, N, C, dtype=torch.float64)
+    plain = build(**SELF[name]).train()
+    kept = deepcopy(plain)
+
+    def forward(layer, x):
+        return layer(x, is_causal=True, padding_mask=PADDING)[0]
+
+    for scale in (1, 3, 1):
+        plain.zero_grad(), kept.zero_grad()
+        inputs = [(scale * x).requires_grad_() for _ in range(2)]
+        forward(plain, inputs[0]).square().sum().backward()
+        checkpoint(forward, kept, inputs[1], use_reentrant=reentrant).square().sum().backward()
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        for (key, a), b in zip(plain.named_parameters(), kept.parameters()):
+            assert torch.equal(a.grad, b.grad), key
+    for (key, a), b in zip(plain.named_buffers(), kept.buffers()):
+        assert torch.equal(a, b), key
+    assert plain.router.norm.num_batches_tracked == 3
+
+
+def test_checkpointing_a_gate_of_sequences_moves_its_statistics_once():
+    plain = build((6, 0), router="mae", router_kwargs=dict(dropout=0.0)).train()
+    kept = deepcopy(plain)
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    plain(x)[0].sum().backward()
+    checkpoint(lambda x: kept(x)[0], x, use_reentrant=True).sum().backward()
+    assert torch.equal(plain.router.norm.running_mean, kept.router.norm.running_mean)
+    assert torch.equal(plain.router.hidden.weight.grad, kept.router.hidden.weight.grad)

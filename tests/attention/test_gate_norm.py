@@ -1,0 +1,120 @@
+"""The batch norm of MAE's gates, against nn.BatchNorm1d, in one process and in two."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from moh_vision.attention.routers.gate_norm import GateNorm, moments
+
+B, N, C = 6, 5, 7
+
+
+def pair(causal=False):
+    """Ours and torch's, of equal weights; each loads the other's state."""
+    ours, theirs = GateNorm(C, causal).double(), nn.BatchNorm1d(C).double()
+    nn.init.normal_(theirs.weight), nn.init.normal_(theirs.bias)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def assert_same_statistics(ours, theirs):
+    for (name, got), want in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want, msg=name)
+
+
+def test_pooled_sequences_are_normalised_as_by_batch_norm():
+    ours, theirs = pair()
+    weight = torch.randn(B, C, dtype=torch.float64)
+    for step in range(3):
+        x = (torch.randn(B, C, dtype=torch.float64) + step).requires_grad_()
+        got, want = ours(x.unsqueeze(1)).squeeze(1), theirs(x)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(
+            torch.autograd.grad((got * weight).sum(), (x, ours.weight, ours.bias)),
+            torch.autograd.grad((want * weight).sum(), (x, theirs.weight, theirs.bias)),
+        ):
+            torch.testing.assert_close(a, b)
+    assert_same_statistics(ours, theirs)
+    torch.testing.assert_close(ours.eval()(x.unsqueeze(1)).squeeze(1), theirs.eval()(x))
+
+
+def test_causal_statistics_are_those_of_batch_norm_over_unpadded_tokens():
+    """What it learns is torch's; what it normalises with is what it had learned before."""
+    ours, theirs = pair(causal=True)
+    padding = torch.arange(N) >= torch.randint(1, N + 1, (B, 1))
+    for step in range(3):
+        x = torch.randn(B, N, C, dtype=torch.float64) + step
+        want = deepcopy(theirs).eval()(x.flatten(0, 1)).view(B, N, C)
+        torch.testing.assert_close(ours(x, padding), want)
+        theirs(x[~padding])
+    assert_same_statistics(ours, theirs)
+
+
+def test_one_sequence_has_no_batch_statistics():
+    ours, theirs = pair()
+    ours.running_mean.normal_(), ours.running_var.uniform_(0.5, 2)
+    before = deepcopy(ours.state_dict())
+    x = torch.randn(1, 1, C, dtype=torch.float64)
+    y = ours(x)
+    assert torch.equal(ours.running_mean, before["running_mean"])
+    assert torch.equal(ours.running_var, before["running_var"])
+    torch.testing.assert_close(y, ours.eval()(x))
+
+
+def test_16_bits_are_normalised_in_float32():
+    x = (torch.randn(B, N, C) + 100).bfloat16()
+    norm = GateNorm(C, False).bfloat16()
+    y = norm(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, nn.BatchNorm1d(C)(x.float().flatten(0, 1)).view(B, N, C))
+    assert norm.running_mean.dtype == torch.bfloat16
+
+
+def test_moments_of_no_token():
+    mean, var, n = moments(torch.randn(B, N, C), torch.ones(B, N, dtype=torch.bool))
+    assert n == 0 and (mean == 0).all() and (var == 0).all()
+
+
+def test_conversion_to_sync_batch_norm_leaves_it_alone():
+    norm = GateNorm(C, True)
+    assert nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))[0] is norm
+
+
+def rank_of_two(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        ours, theirs = pair()
+        rows = (slice(0, 2), slice(2, B))[rank]  # unequal shares
+        weight = torch.randn(B, C, dtype=torch.float64)
+        for step in range(2):
+            x = (torch.randn(B, C, dtype=torch.float64) + step).requires_grad_()
+            got, want = ours(x[rows].unsqueeze(1)).squeeze(1), theirs(x)
+            torch.testing.assert_close(got, want[rows])
+            # Of the sum of both losses, whose part is local; and the scale's as DDP would sum it.
+            grads = torch.autograd.grad((got * weight[rows]).sum(), (x, ours.weight))
+            want = torch.autograd.grad((want * weight).sum(), (x, theirs.weight))
+            torch.testing.assert_close(grads[0][rows], want[0][rows])
+            torch.distributed.all_reduce(grads[1])
+            torch.testing.assert_close(grads[1], want[1])
+        assert_same_statistics(ours, theirs)
+        one = ours(x[:1].unsqueeze(1))  # one each, alike: no spread, yet two vectors
+        torch.testing.assert_close(one[0, 0], ours.bias)
+
+        ours, theirs = pair(causal=True)
+        padding = torch.arange(N) >= torch.tensor([5, 2, 1, 4, 3, 5]).unsqueeze(1)
+        x = torch.randn(B, N, C, dtype=torch.float64)
+        ours(x[rows], padding[rows])
+        theirs(x[~padding])
+        assert_same_statistics(ours, theirs)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_batch(tmp_path):
+    torch.multiprocessing.spawn(rank_of_two, args=(str(tmp_path),), nprocs=2)
