@@ -57,6 +57,10 @@ def train(argv, signals: StopSignals) -> None:
         arguments = {**text.model_arguments(), **(config.model.kwargs or {})}
         torch.manual_seed(config.seed)
         model = create_text_model(config.model.name, **arguments)
+        if config.label_smoothing and getattr(model.config, "adaptive_cutoffs", None):
+            raise ValueError(
+                f"label_smoothing {config.label_smoothing:g}: an adaptive softmax never computes all words, set it to 0"
+            )
         if flags.dry_run:
             print(describe(config.model.name, model, **text.example()))
             return

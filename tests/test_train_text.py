@@ -22,7 +22,7 @@ TINY = dict(
     "--data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 2 --generate.max_length 4",
     mlm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --data.blocks 8",
     clm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.words 0 --data.block 16 --data.blocks 8 --data.context 8 "
-    "--model.kwargs.adaptive_cutoffs [6]",
+    "--model.kwargs.adaptive_cutoffs [6] --label_smoothing 0",
 )
 PRESETS = dict(mt="mt_mae_7", mlm="mlm_moa_2K4E16D", clm="clm_wt103_mae_7")
 FAST = "--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5".split()
@@ -90,14 +90,13 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
 
 
 def test_stops_early_and_stays_stopped(data, tmp_path, capsys):
-    options = ["--eval-every", 2, "--patience", 2, "--optim.lr", "3e-8", "--optim.warmup_lr", "0", "--optim.schedule",
-               "linear", "--optim.min_lr", "0", "--label_smoothing", "0"]  # fmt: skip
-    train("clm", data, tmp_path / "run", 60, "--optim.warmup_steps", 1, *options, preset="clm_wt103_base")
+    # A rate at which float32 has the same losses for ever.
+    options = "--eval-every 2 --patience 2 --optim.lr 1e-12 --optim.warmup_lr 0".split()
+    train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    # So small a rate may still lower the loss by rounding now and then; it must stop all the same, long before the end.
-    assert results["step"] < 60 and "without a lower loss" in capsys.readouterr().out
+    assert results["step"] == 6 and "without a lower loss" in capsys.readouterr().out
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train("clm", data, tmp_path / "run", 60, "--optim.warmup_steps", 1, *options, preset="clm_wt103_base")
+    train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == results["step"]
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
@@ -116,11 +115,8 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(data, tmp_path):
         assert changed and changed <= allowed
         assert any(".router." in name for name in changed)
         trained = json.loads((run / "results.json").read_text())["trained_parameters"]
-        gates = sum(
-            v.numel()
-            for n, v in after.items()
-            if ".router." in n and ("hidden" in n or "out" in n or n.endswith(("norm.weight", "norm.bias")))
-        )
+        learned = [n for n in after if ".router." in n and "running" not in n and "tracked" not in n]
+        gates = sum(after[n].numel() for n in learned)
         outputs = sum(v.numel() for n, v in after.items() if n.endswith("proj.weight"))
         assert trained == gates + outputs * (which == "gates_and_outputs")
 
@@ -135,12 +131,9 @@ def test_mistakes(data, tmp_path, capsys):
         assert not (tmp_path / "run").exists()
         return error
 
-    assert "did you mean" in refused("mt", preset="mt_mae_77").lower() or "mt_mae_7" in refused(
-        "mt", preset="mt_mae_77"
-    )
-    assert "no moh_vision text model" in refused("mt", preset="vit_base") or "vit_base" in refused(
-        "mt", preset="vit_base"
-    )
+    assert "mt_mae_7" in refused("mt", preset="mt_mae_77")
+    assert "'vit_base'" in refused("mt", preset="vit_base")
+    assert "label_smoothing 0.1" in refused("clm", "--label_smoothing", 0.1)
     assert "test.fr" in refused("mt", "--data.target", "fr", "--data.train", "test")
     assert "data.max_length" in refused("mt", "--data.max_length", "500")
     assert "needs eval_every" in refused("mt", "--patience", "3")
@@ -150,7 +143,7 @@ def test_mistakes(data, tmp_path, capsys):
     short = write_pairs(tmp_path / "short")
     (short / "train.de").write_text("eins\nzwei\n")
     error = refused("mt", text=dict(mt=short))
-    assert "2 lines" in error and "300 lines" in error
+    assert "train.de has 2 lines" in error and "train.en.gz has 300" in error
     (short / "train.de").write_text("".join("\n" if i == 6 else "eins\n" for i in range(300)))
     assert "line 7: empty" in refused("mt", text=dict(mt=short))
     train("mt", data, tmp_path / "first", 1)

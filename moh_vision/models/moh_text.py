@@ -41,6 +41,16 @@ def list_text_presets() -> List[str]:
     return preset_names()
 
 
+def task_of(preset: str) -> str:
+    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text.
+
+    Raises:
+        ValueError: for an unknown preset, naming the nearest.
+    """
+    preset_config(preset)
+    return preset.partition("_")[0]
+
+
 def create_text_model(preset: str, **overrides) -> TextModel:
     """A text model with new weights.
 

@@ -159,16 +159,10 @@ class MaskedInputs(BlockInputs):
 
     mask = True
 
-    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
-        found = super().find_vocabularies()
-        if found[0].specials < 5:
-            raise ValueError(f"data.tokenizer {self.data.tokenizer}: a vocabulary without a mask token")
-        return found
-
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
         d, seed = self.data, self.seed if training else EVALUATION_SEED
         tokens = self.tokens(split, skip_empty=True)
-        return MaskedBlocks(tokens, d.block, len(self.vocabularies[0]), seed, d.mask_prob)
+        return MaskedBlocks(tokens, d.block, self.vocabularies[0], seed, d.mask_prob)
 
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
