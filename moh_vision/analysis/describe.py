@@ -1,24 +1,23 @@
 """A model in a few lines: sizes, budget of every layer, parameters, MACs."""
 
-import copy
-
-import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.attention import head_budget
 
 
-def describe(name: str, model: nn.Module, *inputs: Tensor) -> str:
+def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
     """Text for `--dry-run`.
 
     Args:
         name: what to call it.
-        inputs: of one forward, batch 1; only their shapes matter.
+        inputs, named: arguments of one forward, batch 1; only their shapes matter.
     """
     budget = head_budget(model)
+    macs = count_macs(model, *inputs, **named)
+    shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
-        f"{name} ({type(model).__name__}), input {' '.join(str(list(i.shape)) for i in inputs)}",
+        f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
         "",
         "layer  heads  width  shared  routed  active",
     ]
@@ -32,19 +31,8 @@ def describe(name: str, model: nn.Module, *inputs: Tensor) -> str:
     lines += [
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
-        f"MACs:         {count_macs(model, *inputs):,} (one forward, batch 1, every head computed)",
+        f"MACs:         {macs.every_head:,} (one forward, batch 1, every head computed)",
     ]
+    if any(layer.budget.active < layer.budget.heads for layer in macs.attention):
+        lines.append(f"              {macs.linears + macs.scores:,} (active heads only)")
     return "\n".join(lines)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """All parameters, frozen ones too."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def count_macs(model: nn.Module, *inputs: Tensor) -> int:
-    """Multiply-accumulates of one forward with every head computed: linears, convolutions, both attention products."""
-    shadow = copy.deepcopy(model).to("meta").eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        shadow(*(i.to("meta") for i in inputs))
-    return counter.get_total_flops() // 2

@@ -133,9 +133,9 @@ class HeadMixtureAttention(nn.Module):
             y [B, N, C] and the routing statistics.
 
         Raises:
-            ValueError: for rotary or a KeyValueCache with a context, a context or context_padding missing, a cache where
-                routing reads the whole sequence, a padding of another length, or a condition where every token has
-                its own heads.
+            ValueError: for rotary or a KeyValueCache with a context, context_padding or route_by "context" without one,
+                a cache where routing reads the whole sequence, padding of another length, or a condition where every
+                token has its own heads.
         """
         N = x.shape[1]
         past, keys, crosses = 0, N, False
@@ -279,10 +279,8 @@ class HeadMixtureAttention(nn.Module):
 
     def extra_repr(self) -> str:
         b = self.budget
-        return (
-            f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed), scope={self.scope}"
-            + (", route_by=context" if self.by_context else "")
-        )
+        heads = f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed)"
+        return f"{heads}, scope={self.scope}" + (", route_by=context" if self.by_context else "")
 
 
 def is_captured(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from transformers import initialization as init
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
+from moh_vision.models.text_blocks import ExpertBiasAttention
 
 
 class TextModel(PreTrainedModel):
@@ -72,6 +73,11 @@ class TextModel(PreTrainedModel):
         """What `run_block` takes to spare memory."""
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Of every module: in models from elsewhere transformers skips those that hold no weights but in their children,
+        and attention sets the weights of its projections. What was loaded is left alone by `init`."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """fairseq's first weights, in which the papers' models were trained; children come before what holds them."""
@@ -94,6 +100,8 @@ class TextModel(PreTrainedModel):
             for linear in module.children():
                 init.normal_(linear.weight, std=0.02)  # as released; children are linear layers without biases
         elif isinstance(module, HeadMixtureAttention):
+            if isinstance(module, ExpertBiasAttention):
+                init.zeros_(module.head_bias)
             self._init_attention(module)
         else:
             super()._init_weights(module)
@@ -103,16 +111,16 @@ class TextModel(PreTrainedModel):
 
         Queries, keys and values that are of one width have the gain 1 / sqrt(2).
         """
-        if getattr(attention.qkv.weight, "_is_hf_initialized", False):
-            return
         dim = attention.qkv.in_features
         experts = isinstance(attention.router, MoARouter)
         q_bound = 6 / (dim + attention.head_dim) if experts else 3 / (dim + attention.q_dim)
         out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
-        q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
-        for weight, bound in ((q, q_bound), (kv, kv_bound), (attention.proj.weight, out_bound)):
-            nn.init.uniform_(weight, -(bound**0.5), bound**0.5)
+        init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
+        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # which its parts do not inherit
+            q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
+            init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
+            init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

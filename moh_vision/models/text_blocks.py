@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
+from moh_vision.models.text_configs import ROUTER_KEYS, TextConfig
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
@@ -35,7 +36,9 @@ def padding_of(attention_mask: Optional[Tensor]) -> Optional[Tensor]:
     return None if attention_mask is None else attention_mask == 0
 
 
-def build_attention(spec: dict, config, layers: int, pool: str, route_by: str = "query") -> List[HeadMixtureAttention]:
+def build_attention(
+    spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
+) -> List[HeadMixtureAttention]:
     """The attention of a stack of layers.
 
     Args:
@@ -46,7 +49,7 @@ def build_attention(spec: dict, config, layers: int, pool: str, route_by: str = 
         route_by: whose tokens it reads, "query" or "context".
     """
     dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
-    kwargs = dict(spec.get("router_kwargs") or {})
+    kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
     bias = spec.get("bias", True)
     if router == "moa":
@@ -59,7 +62,7 @@ def build_attention(spec: dict, config, layers: int, pool: str, route_by: str = 
         budgets = resolve_budget(pairs, layers, heads, dim // heads)
         kind = HeadMixtureAttention
     if router == "mae":
-        kwargs.update(leave_out=spec.get("leave_out", 1), mode=spec.get("mode", "soft"), pool=pool)
+        kwargs["pool"] = pool
         layer_kwargs["route_by"] = route_by
     return [
         kind(dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs)
@@ -84,7 +87,7 @@ class ExpertBiasAttention(HeadMixtureAttention):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config, activation: str):
+    def __init__(self, config: TextConfig, activation: str):
         super().__init__()
         self.inner = nn.Linear(config.hidden_size, config.intermediate_size)
         self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
@@ -108,7 +111,7 @@ class TextLayer(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: TextConfig,
         self_attn: HeadMixtureAttention,
         cross_attn: Optional[HeadMixtureAttention] = None,
         is_causal: bool = False,

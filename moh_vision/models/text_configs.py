@@ -6,13 +6,20 @@ from transformers import PreTrainedConfig
 
 from moh_vision.models.text_names import closest
 
-# What an attention dict may say beside its router. "bias" is that of the projections.
-ATTENTION_KEYS = {
-    "dense": ("bias", "executor"),
-    "mae": ("leave_out", "mode", "bias", "executor", "router_kwargs"),
-    "moa": ("top_k", "experts", "head_dim", "bias", "executor", "router_kwargs"),
-    "moh": ("head_budget", "bias", "executor", "router_kwargs"),
-    "query_norm": ("head_budget", "bias", "executor"),
+# What an attention dict may say: of the router itself, and of the layer ("bias" is that of its projections).
+ROUTER_KEYS = {
+    "dense": (),
+    "mae": ("leave_out", "mode", "dropout"),
+    "moa": ("renormalise",),
+    "moh": ("gate_scale", "two_stage"),
+    "query_norm": (),
+}
+LAYER_KEYS = {
+    "dense": (),
+    "mae": (),
+    "moa": ("top_k", "experts", "head_dim"),
+    "moh": ("head_budget",),
+    "query_norm": ("head_budget",),
 }
 
 
@@ -22,9 +29,9 @@ def check_attention(spec: dict, where: str) -> None:
     Raises:
         ValueError: naming `where` and the key, with the nearest that exist.
     """
-    if not isinstance(spec, dict) or spec.get("router") not in ATTENTION_KEYS:
-        raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ATTENTION_KEYS)}")
-    allowed = ATTENTION_KEYS[spec["router"]]
+    if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
+        raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
+    allowed = ("bias", "executor", *LAYER_KEYS[spec["router"]], *ROUTER_KEYS[spec["router"]])
     for key in spec:
         if key != "router" and key not in allowed:
             raise ValueError(f"{where}: router {spec['router']!r} has no {key!r}, {closest(key, allowed)}")
@@ -49,7 +56,7 @@ class TextConfig(PreTrainedConfig):
         attention: what every attention layer is, a dict of its router and the router's numbers:
             dict(router="dense"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
             dict(router="moa", top_k, experts, head_dim); dict(router="moh" | "query_norm", head_budget=0.75).
-            Every one may say bias=False (projections without biases) and executor.
+            Every one may say bias=False (projections without biases), executor, and what its router takes.
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention matrix;
             activation_dropout: inside the feed-forward layers.
 
@@ -85,11 +92,13 @@ class TextConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} is not even, or no multiple of num_attention_heads={self.num_attention_heads}"
             )
         for name in ("dropout", "attention_dropout", "activation_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is out of range: 0 up to, but not, 1")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"{name}={value!r} is out of range: 0 up to, but not, 1")
         for name in self.roles:
             if getattr(self, name) is not None:
                 check_attention(getattr(self, name), name)
+                setattr(self, name, dict(getattr(self, name)))  # not the dict of a preset
         super().__post_init__(**kwargs)
 
     @property

@@ -89,7 +89,7 @@ class MaskedLMModel(TextModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """RoBERTa's: normal with initializer_range; gates as in the other models."""
+        """RoBERTa's: every linear layer and embedding normal with initializer_range."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             PreTrainedModel._init_weights(self, module)
         else:

@@ -94,7 +94,7 @@ def test_token_by_token_is_the_whole_sequence(name, executor, padding):
 
 @pytest.mark.parametrize("name", SELF)
 def test_beams(name):
-    """A prompt is repeated, then rows are swapped, doubled and dropped: each row goes on from the past that it has now."""
+    """A prompt is repeated, then rows are swapped, doubled and dropped: each goes on from the past that it has now."""
     layer = build(**SELF[name])
     prompt, padding = torch.randn(B, 5, C, dtype=torch.float64), PADDING["left"][:, :5]
     cache = KeyValueCache()

@@ -19,6 +19,9 @@ SELF = {
 }
 MAE = ["mae running", "mae window"]
 PADDING = torch.arange(N) >= torch.tensor([[7], [5]])
+HOLES = torch.tensor(
+    [[1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 1]]
+).bool()  # a prompt and an answer, each padded
 
 
 def build(budget, **kwargs):
@@ -76,17 +79,17 @@ def test_the_gate_of_a_token(name, training):
     router = layer.router
     x = torch.randn(B, N, C, dtype=torch.float64)
     norm = deepcopy(router.norm)
-    routing = router(x, None, PADDING)
-    pooled = means(x, PADDING, router.window or N)
+    routing = router(x, None, HOLES)
+    pooled = means(x, HOLES, router.window or N)
     normed = (pooled - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
     hidden = torch.tanh(normed @ router.hidden.weight.T + router.hidden.bias)
     g = (hidden @ router.out.weight.T + router.out.bias).softmax(-1)  # [B, N, experts]
     for j in range(H):  # expert j leaves head j out
-        torch.testing.assert_close(routing.weights[~PADDING][:, j], (H / (H - 1) * (1 - g[..., j]))[~PADDING])
-    torch.testing.assert_close(routing.stats.probs, g * ~PADDING.unsqueeze(-1))
-    assert routing.stats.counts.tolist() == [[7] * H, [5] * H]
+        torch.testing.assert_close(routing.weights[~HOLES][:, j], (H / (H - 1) * (1 - g[..., j]))[~HOLES])
+    torch.testing.assert_close(routing.stats.probs, g * ~HOLES.unsqueeze(-1))
+    assert routing.stats.counts.tolist() == [[6] * H, [5] * H]
 
-    real = pooled[~PADDING]  # [12, C]
+    real = pooled[~HOLES]  # [11, C]
     share = 0.1 if training else 0.0
     torch.testing.assert_close(router.norm.running_mean, (1 - share) * norm.running_mean + share * real.mean(0))
     torch.testing.assert_close(router.norm.running_var, (1 - share) * norm.running_var + share * real.var(0))

@@ -206,6 +206,7 @@ def test_causal_streams(tmp_path):
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert Counter(i for row in epochs[0] for i in row if i != -100) == Counter(tokens.ids.tolist())
     assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
+    assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
     resumed = block_batches(n, batch_size=1, start=n + 3, stop=3 * n)
     assert [b["labels"][0].tolist() for b in training_stream(blocks, resumed, 0)] == rows[n + 3 :]
     batch = next(iter(training_stream(blocks, block_batches(n), 0)))

@@ -124,8 +124,8 @@ def causal_mean(
         x: [B, N, C].
         window: how many positions the mean reaches over, this token's with them; 0: all.
         padding_mask: [B, N], True at padding.
-        state: what an earlier call returned for the tokens before x: vectors [B, T, C] and how many tokens each of them
-            stands for [B, T, 1]. Without a window that is one vector, their sum; else the last window - 1, 0 at padding.
+        state: what an earlier call returned for the tokens before x: vectors [B, T, C] and how many tokens each of
+            them stands for [B, T, 1]. Without a window that is one, their sum; else the last window - 1, 0 at padding.
 
     Returns:
         the means [B, N, C], and the state after x.

@@ -28,8 +28,8 @@ class MAERouter(nn.Module):
     by h / (h - t) * (sum of g_S over the S that contain j): plain attention for a uniform g. The gate is a mean over
     the unpadded tokens, batch norm, a 256-unit tanh layer, dropout, softmax; one choice for the whole sequence.
 
-    Causal models cannot pool a sequence that is not there yet: with pool "running" or "window" every token has a gate of
-    its own, from the mean of the tokens up to it, and the choice is [B, N, H]. The batch norm then always normalises
+    Causal models cannot pool a sequence that is not there yet: with pool "running" or "window" every token has a gate
+    of its own, from the mean of the tokens up to it, and the choice is [B, N, H]. The batch norm then always normalises
     with its running statistics (see `GateNorm`), for those of the batch would tell a token what comes after it.
 
     `mode` says what is done with g:
@@ -40,7 +40,8 @@ class MAERouter(nn.Module):
         "random"    one uniformly drawn expert, also in testing
     An expert is drawn for every gate: one for a sequence ("different experts can be sampled for different instances",
     footnote 6, because g depends on the input), and with a causal pool, where g depends on the position, one for every
-    token. The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training forward.
+    token. The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training
+    forward.
 
     Args:
         dim: C, width of the tokens.
@@ -116,7 +117,7 @@ class MAERouter(nn.Module):
     def resume(
         self, x: Tensor, padding_mask: Optional[Tensor], state: Optional[Tuple[Tensor, Tensor]]
     ) -> Tuple[Routing, Tuple[Tensor, Tensor]]:
-        """As `forward` for tokens x [B, N, C] that follow those of `state`, and the state after them. Causal pools only."""
+        """As `forward` for tokens x [B, N, C] after those of `state`, and the state after them. Causal pools only."""
         pooled, state = causal_mean(x, self.window, padding_mask, state)
         return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
 

@@ -1,0 +1,232 @@
+"""Text models against plain rewrites: what they compute, what they must not see, the losses per token."""
+
+import math
+
+import pytest
+import torch
+from text_tiny import ATTENTIONS, VOCAB, tiny, words
+from torch.nn import functional as F
+
+from moh_vision.attention import attention_layers
+
+ROUTED = sorted(ATTENTIONS)
+
+
+def attend(layer, x, context, allowed, heads=4):
+    """Multi-head attention in plain torch with the weights of a dense layer; allowed [B or 1, N, M]."""
+    width = x.shape[-1] // heads
+    q_w, k_w, v_w = layer.qkv.weight.chunk(3)
+    q_b, k_b, v_b = layer.qkv.bias.chunk(3)
+    q, k, v = x @ q_w.T + q_b, context @ k_w.T + k_b, context @ v_w.T + v_b
+    parts = []
+    for h in range(heads):
+        at = slice(h * width, (h + 1) * width)
+        scores = q[..., at] @ k[..., at].transpose(1, 2) / math.sqrt(width)
+        parts.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., at])
+    return torch.cat(parts, -1) @ layer.proj.weight.T + layer.proj.bias
+
+
+def norm(layer, x):
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    return (x - mean) / (var + 1e-5).sqrt() * layer.weight + layer.bias
+
+
+def position_table(length, dim):
+    table = torch.zeros(length, dim, dtype=torch.float64)
+    for p in range(length):
+        for i in range(dim // 2):
+            angle = p / 10_000 ** (i / (dim // 2 - 1))
+            table[p, i], table[p, dim // 2 + i] = math.sin(angle), math.cos(angle)
+    return table
+
+
+def feed_forward(ffn, x, activation=torch.relu):
+    return activation(x @ ffn.inner.weight.T + ffn.inner.bias) @ ffn.outer.weight.T + ffn.outer.bias
+
+
+def test_the_dense_translation_model_is_the_transformer():
+    model = tiny("mt_transformer_base")
+    source, target, real = words(2, 7), words(2, 5, seed=2), torch.ones(2, 7, dtype=torch.bool)
+    real[1, 4:] = False
+    table = model.encoder.embedding.weight
+    x = table[source] * math.sqrt(32) + position_table(7, 32)
+    for layer in model.encoder.layers:
+        x = norm(layer.self_norm, x + attend(layer.self_attn, x, x, real[:, None] | torch.eye(7, dtype=torch.bool)))
+        x = norm(layer.ffn_norm, x + feed_forward(layer.ffn, x))
+    y = table[target] * math.sqrt(32) + position_table(5, 32)
+    for layer in model.decoder.layers:
+        y = norm(layer.self_norm, y + attend(layer.self_attn, y, y, torch.ones(1, 5, 5).tril() > 0))
+        y = norm(layer.cross_norm, y + attend(layer.cross_attn, y, x, real[:, None]))
+        y = norm(layer.ffn_norm, y + feed_forward(layer.ffn, y))
+    expected = (y @ table.T).log_softmax(-1)
+    out = model(input_ids=source, attention_mask=real.long(), decoder_input_ids=target)
+    # Padded rows of the encoder differ (they see all here), and no one reads them. Positions are float32 in the model.
+    torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-4)
+
+
+def test_the_dense_masked_language_model_is_roberta():
+    model = tiny("mlm_base")
+    ids = words(2, 6)
+    x = norm(model.embedding_norm, model.embedding.weight[ids] + model.positions.weight[:6])
+    everything = torch.ones(1, 6, 6, dtype=torch.bool)
+    for layer in model.layers:
+        x = norm(layer.self_norm, x + attend(layer.self_attn, x, x, everything))
+        x = norm(layer.ffn_norm, x + feed_forward(layer.ffn, x, F.gelu))
+    x = norm(model.head_norm, F.gelu(x @ model.head.weight.T + model.head.bias))
+    expected = (x @ model.embedding.weight.T + model.output.bias).log_softmax(-1)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-9)
+
+
+def test_the_dense_causal_language_model_normalises_before():
+    model = tiny("clm_wt103_base", adaptive_cutoffs=[])
+    ids = words(2, 6)
+    table = model.vocabulary.embeddings[0].weight
+    x = table[ids] * math.sqrt(32) + position_table(6, 32)
+    for layer in model.layers:
+        y = norm(layer.self_norm, x)
+        x = x + attend(layer.self_attn, y, y, torch.ones(1, 6, 6).tril() > 0)
+        x = x + feed_forward(layer.ffn, norm(layer.ffn_norm, x))
+    torch.testing.assert_close(model(ids).logits, (x @ table.T).log_softmax(-1), rtol=0, atol=1e-4)
+
+
+def test_expert_biases_are_weighed_like_their_experts():
+    layer = attention_layers(tiny("mlm_base", "moa_bias"))[0]
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    y, _ = layer(x)
+    p = (x @ layer.router.gate.weight.T).softmax(-1)
+    q = x @ layer.qkv.weight[:30].T + layer.qkv.bias[:30]
+    k, v = (x @ layer.qkv.weight[30:].T + layer.qkv.bias[30:]).split(6, dim=-1)
+    expected = torch.zeros_like(y)
+    for b in range(2):
+        for n in range(6):
+            best = p[b, n].topk(2).indices
+            for e in best:
+                at = slice(6 * e, 6 * e + 6)
+                o = (q[b, n, at] @ k[b].T / math.sqrt(6)).softmax(-1) @ v[b]
+                expected[b, n] += p[b, n, e] / p[b, n, best].sum() * (layer.proj.weight[:, at] @ o + layer.head_bias[e])
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("attention", ROUTED)
+def test_decoders_see_no_later_token(attention, train):
+    source = words(2, 6)
+    early, late = words(2, 9, seed=2), words(2, 9, seed=3)
+    late[:, :5] = early[:, :5]
+    for preset, inputs in (("clm_wt103_base", {}), ("mt_transformer_base", {"input_ids": source})):
+        logits = []
+        for target in (early, late):
+            model = tiny(preset, attention).train(train)  # anew: in training the gates' batch norms move
+            for layer in attention_layers(model):
+                if hasattr(layer.router, "set_mode"):
+                    layer.router.set_mode("soft")  # drawn experts would differ by chance
+                    layer.router.dropout.p = 0.0
+            inputs["decoder_input_ids" if "mt" in preset else "input_ids"] = target
+            logits.append(model(**inputs).logits)
+        torch.testing.assert_close(logits[0][:, :5], logits[1][:, :5], rtol=0, atol=1e-12)
+        assert not torch.allclose(logits[0][:, 5:], logits[1][:, 5:], atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ROUTED)
+def test_padding_changes_nothing(attention):
+    lengths, target_lengths = [7, 4, 2], [3, 6, 5]
+    source, target = words(3, 7), words(3, 6, seed=2)
+    mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long()
+    target_mask = torch.arange(6) < torch.tensor(target_lengths)[:, None]
+    source, target = source * mask, target * target_mask
+    model = tiny("mt_transformer_base", attention)
+    encoder = tiny("mlm_base", attention)
+    causal = tiny("clm_wt103_base", attention)
+    together = model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
+    masked, right = encoder(source, mask).logits, causal(source, mask).logits
+    left_ids = torch.stack([row.roll(7 - n) for row, n in zip(source, lengths)])
+    left_mask = torch.stack([row.roll(7 - n) for row, n in zip(mask, lengths)])
+    left = causal(left_ids, left_mask).logits
+    for b, (n, t) in enumerate(zip(lengths, target_lengths)):
+        ids = source[b : b + 1, :n]
+        alone = model(input_ids=ids, decoder_input_ids=target[b : b + 1, :t]).logits
+        torch.testing.assert_close(together[b, :t], alone[0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(masked[b, :n], encoder(ids).logits[0], rtol=0, atol=1e-10)
+        alone = causal(ids).logits[0]
+        torch.testing.assert_close(right[b, :n], alone, rtol=0, atol=1e-10)
+        torch.testing.assert_close(left[b, 7 - n :], alone, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("preset", ["mt_transformer_base", "mlm_base", "clm_wt103_base"])
+def test_losses_per_token(preset, smoothing):
+    model = tiny(preset, "moa", dtype=torch.float32, **({"adaptive_cutoffs": []} if "clm" in preset else {}))
+    labels = words(3, 6, seed=4)
+    labels[0, 2:] = -100
+    inputs = {"input_ids": words(3, 6), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
+    if "mt" in preset:
+        inputs["decoder_input_ids"] = words(3, 6, seed=5)
+    loss, nll, stats = model.routed_loss(labels, label_smoothing=smoothing, **inputs)
+    logits, again = model.forward_routed(**inputs)
+    expected = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(nll, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"))
+    assert loss.dtype == nll.dtype == torch.float32 and (loss[0, 2:] == 0).all() and (nll[0, 2:] == 0).all()
+    assert len(stats) == len(again) == len(attention_layers(model))
+
+
+def test_statistics_come_in_the_order_of_the_modules_and_leave_padding_out():
+    kinds = [{"router": "moa", "top_k": 1, "experts": e, "head_dim": 4} for e in (2, 3, 5)]
+    names = ("encoder_attention", "decoder_attention", "cross_attention")
+    model = tiny("mt_transformer_base", **dict(zip(names, kinds)))
+    source, target = words(2, 7), words(2, 6, seed=2)
+    source[1, 4:], target[0, 2:] = 0, 0
+    _, stats = model.forward_routed(input_ids=source, attention_mask=source != 0, decoder_input_ids=target)
+    assert [s.probs.shape[-1] for s in stats] == [layer.budget.heads for layer in attention_layers(model)]
+    assert [s.probs.shape[-1] for s in stats] == [2, 2, 3, 5, 3, 5]
+    assert [s.counts.sum(1).tolist() for s in stats] == [[7, 4]] * 2 + [[2, 6]] * 4
+
+
+def test_labels_as_transformers_has_them():
+    model = tiny("clm_wt103_base")
+    ids = words(2, 6)
+    expected = F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, labels=ids).loss, expected)
+    translation = tiny("mt_transformer_base")
+    labels = words(2, 5, seed=3)
+    labels[1, 3:] = -100
+    shifted = torch.tensor([[1, *labels[0, :-1]], [1, *labels[1, :3], 0]])
+    assert torch.equal(translation.prepare_decoder_input_ids_from_labels(labels), shifted)
+    out = translation(input_ids=ids, labels=labels)
+    logits = translation(input_ids=ids, decoder_input_ids=shifted).logits
+    torch.testing.assert_close(out.loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize("preset", ["mt_transformer_base", "mlm_base", "clm_wt103_base"])
+@pytest.mark.parametrize("attention", ["moa", "mae_7"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_activation_checkpointing_leaves_gradients_equal(preset, attention, reentrant):
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(preset, attention).train()
+        torch.manual_seed(0)  # dropout of the gates
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        inputs = {"input_ids": words(2, 6)}
+        if "mt" in preset:
+            inputs["decoder_input_ids"] = words(2, 6, seed=5)
+        loss, _, stats = model.routed_loss(words(2, 6, seed=4), **inputs)
+        (loss.mean() + sum(s.probs.square().mean() for s in stats)).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for plain, spared in zip(*grads):
+        assert plain is not None
+        torch.testing.assert_close(spared, plain, rtol=0, atol=1e-12)
+
+
+def test_a_text_that_is_too_long():
+    with pytest.raises(ValueError, match="a text of 21 tokens is too long: max_position_embeddings=20"):
+        tiny("mlm_base")(words(1, 21))
+
+
+def test_loss_of_separate_vocabularies():
+    model = tiny("mt_transformer_base", target_vocab_size=12)
+    assert model.encoder.embedding.weight.shape == (VOCAB, 32)
+    assert model.output.weight is model.decoder.embedding.weight and model.output.weight.shape == (12, 32)
+    target = torch.randint(5, 12, (2, 4))
+    assert model(input_ids=words(2, 5), decoder_input_ids=target).logits.shape == (2, 4, 12)
