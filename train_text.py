@@ -52,8 +52,9 @@ def train(argv, signals: StopSignals) -> None:
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         if config.init_from and not d.tokenizer and Path(config.init_from, TOKENIZER).is_file():
             d.tokenizer = config.init_from
+        cache = str(Path(index_dir(config.output), "text"))
         with accelerator.main_process_first():
-            text = open_text(task_of(config.model.name), d, index_dir(config.output), config.seed, accelerator.print)
+            text = open_text(task_of(config.model.name), d, cache, config.seed, accelerator.print)
         arguments = {**text.model_arguments(), **(config.model.kwargs or {})}
         torch.manual_seed(config.seed)
         model = create_text_model(config.model.name, **arguments)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Callable, Dict
 
 from torch import nn
 
-from moh_vision.data.text.inputs import TextInputs, TranslationInputs
+from moh_vision.data.text.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation import bleu
@@ -55,6 +56,9 @@ def final_scores(
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
         results[title] = judge(dataset, title)
+        if isinstance(text, CausalInputs):  # of byte pairs, to compare with others' vocabularies
+            nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
+            results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")
     if not isinstance(text, TranslationInputs):
         return results

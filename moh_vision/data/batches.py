@@ -232,7 +232,7 @@ def training_batches(
         batch_sampler=batches,
         num_workers=workers,
         collate_fn=partial(collate, mixing=mixing),
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=leave_signals_to_the_parent,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=False,
         prefetch_factor=4 if workers else None,
@@ -240,7 +240,7 @@ def training_batches(
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
+def leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C and schedulers signal every process; the loader's go on until the training has finished its step."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -256,7 +256,7 @@ def evaluation_batches(
         batch_sampler=sampler,
         num_workers=workers,
         collate_fn=collate,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=leave_signals_to_the_parent,
     )
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 

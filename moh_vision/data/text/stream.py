@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from moh_vision.data.batches import _leave_signals_to_the_parent
+from moh_vision.data.batches import leave_signals_to_the_parent
 from moh_vision.data.order import StepBatches, rank_slice
 
 
@@ -58,7 +58,7 @@ def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoad
         batch_sampler=batches,
         num_workers=workers,
         collate_fn=dataset.collate,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=leave_signals_to_the_parent,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
     )
