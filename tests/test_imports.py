@@ -16,6 +16,8 @@ ALLOWED = {
     "validation": {"analysis", "attention", "data", "engine", "evaluation", "models", "tasks"},
     "previews": {"analysis", "diffusion", "engine"},
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
+    "translation": {"data", "evaluation", "models"},
+    "text_scores": {"data", "engine", "evaluation", "translation"},
     "config": set(),
     "command_line": {"config"},
     "__init__": {"attention", "models"},

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple
@@ -68,7 +69,7 @@ def save_training(
 
     def write_state():
         try:
-            with _without_crc32():
+            with _without_crc32(), _without_a_word_on_tied_weights():
                 accelerator.save_state(str(hidden))
         except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's words for a full disk
             raise OSError(why_not_written(error, hidden)) from error
@@ -226,3 +227,18 @@ def _without_crc32():
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+@contextlib.contextmanager
+def _without_a_word_on_tied_weights():
+    """accelerate warns at every save that they stand in the file once; loading takes them so."""
+    log = logging.getLogger("accelerate.utils.other")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Removed shared tensor" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)

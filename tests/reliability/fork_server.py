@@ -126,6 +126,7 @@ def serve():
 
     import train_cls
     import train_dit
+    import train_text
 
     ended = {}
     for line in sys.stdin:
@@ -140,7 +141,7 @@ def serve():
         if pid == 0:
             code = 1
             try:
-                child(request, dict(cls=train_cls, dit=train_dit))
+                child(request, dict(cls=train_cls, dit=train_dit, text=train_text))
                 code = 0
             except SystemExit as stop:
                 code = stop.code or 0

@@ -90,14 +90,14 @@ def test_a_kill_and_a_signal(server, tmp_path, kind):
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-def test_many_kills(server, tmp_path, kind):
-    kills = int(os.environ.get("KILLS", 50))
+@pytest.mark.parametrize("kind, kills", [("cls", 50), ("dit", 50), ("text", 20)])
+def test_many_kills(server, tmp_path, kind, kills):
+    kills = int(os.environ.get("KILLS", kills))
     disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, ahead=40, save_every=10)
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("kind", ["cls", "dit"])
+@pytest.mark.parametrize("kind", ["cls", "dit", "text"])
 def test_many_signals(server, tmp_path, kind):
     signals = [signal.SIGTERM, signal.SIGINT] * 10
     # Nothing but what a signal saves is saved, so that no step is done twice.
