@@ -9,7 +9,7 @@ A class says four things of itself:
     needs_query   it looks at queries; the layer then projects them for all heads first
     sees_one_token  a token is routed by itself alone, so that tokens may come one by one (with a cache)
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
-    balanced      MoH's load-balance loss is for it
+    aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
 """
 
 from typing import Callable, Dict, Optional
