@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
@@ -34,6 +36,7 @@ from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import create, init_from
 from moh_vision.tasks import ClassificationTask
 from moh_vision.validation import validate, validate_only
@@ -68,11 +71,9 @@ def train(argv, signals: StopSignals) -> None:
             return
         resumed = resume_point(Path(config.output), stop, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
-            fresh_routers = init_from(model, config.init_from, accelerator.print)
-            if config.calibrate_images and not fresh_routers:
-                raise ValueError(
-                    f"calibrate_images {config.calibrate_images}: the routers of init_from are trained already"
-                )
+            config.check_calibration(init_from(model, config.init_from, accelerator.print))
+        train_only(model, config.train_only)
+        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
             accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
@@ -91,14 +92,15 @@ def train(argv, signals: StopSignals) -> None:
 
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    task = ClassificationTask(model, config.balance_weight, config.label_smoothing)
+    task = ClassificationTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     if config.compile:
         task.compile()
     optimizer = create_optimizer_v2(
         model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
     )
     ema = make_ema(model, config.ema.decay, config.ema.warmup, accelerator.device)  # before the model may be sharded
-    task, optimizer = accelerator.prepare(task, optimizer)
+    update = Updater(accelerator, o.clip_norm, signals, unreadable)
+    task, optimizer = descent.prepare(task, optimizer, update)
     # timm's schedule is a function of the step alone, so there is nothing of it to save.
     scheduler, _ = create_scheduler_v2(
         optimizer, o.schedule, cosine_steps, warmup_epochs=warmup_steps, warmup_lr=o.warmup_lr, min_lr=o.min_lr,
@@ -109,10 +111,10 @@ def train(argv, signals: StopSignals) -> None:
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    update = Updater(accelerator, o.clip_norm, signals, unreadable)
     saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(run, start, stop, "classification", config.tracker, config.tree(), accelerator.is_main_process)
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
+    descent.announce(log, start)
 
     def judge(step: int, task) -> dict:
         """Validate the EMA weights where there are any, else the model; draw the heads' use at the end."""
@@ -135,32 +137,31 @@ def train(argv, signals: StopSignals) -> None:
     signals.begin()
     for step in range(start, stop):
         scheduler.step_update(step)
-        losses = []
         task.train()
-        for micro in range(o.accumulation):
-            with user_errors(NAME, (UnreadableImage,), every_rank=True):
-                batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
-            if config.channels_last:
-                batch["images"] = batch["images"].contiguous(memory_format=torch.channels_last)
-            # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
-            torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
-            last = micro == o.accumulation - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(task):
-                losses.append(task(**batch))
-                accelerator.backward(losses[-1]["loss"] / o.accumulation)
-        lr = max(group["lr"] for group in optimizer.param_groups)
-        with user_errors(NAME, (UnreadableImage,)), user_errors(NAME, (FloatingPointError,), code=1):
-            norm, updated = update(task, optimizer, step, losses)
+        for phase in descent.phases(step * o.batch_size // len(train), islice(stream, o.accumulation)):
+            losses = []
+            for micro in range(o.accumulation):
+                with user_errors(NAME, (UnreadableImage,), every_rank=True):
+                    batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(descent.batches).items()}
+                if config.channels_last:
+                    batch["images"] = batch["images"].contiguous(memory_format=torch.channels_last)
+                # After the fetch, which draws numbers too: dropout depends on seed, step, rank and phase alone.
+                torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index, *phase.salt))
+                with contextlib.nullcontext() if micro + 1 == o.accumulation else accelerator.no_sync(descent.task):
+                    losses.append(descent.task(**batch))
+                    accelerator.backward(losses[-1]["loss"] / o.accumulation)
+            with user_errors(NAME, (UnreadableImage,)), user_errors(NAME, (FloatingPointError,), code=1):
+                norm, updated = descent.update(step, losses)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
-
         if step % config.log_every == 0 or step + 1 == stop:
             values = average_over_step(accelerator, losses)
+            lr = max(group["lr"] for group in optimizer.param_groups)
             counts = dict(skipped=update.skipped, failed_saves=saver.failed, unreadable=len(unreadable.seen))
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), **counts),
+                dict(values, lr=lr, grad_norm=round(norm, 4), **counts, **descent.values()),
                 f"loss {values['loss']:.4f}, balance {100 * values['balance_share']:.1f} %, "
                 f"acc {100 * values['batch_accuracy']:.0f} %",
             )
@@ -182,10 +183,10 @@ def train(argv, signals: StopSignals) -> None:
     else:
         scores = judge(stop, task)
         if accelerator.is_main_process:
-            results = dict(scores, step=stop, weights="ema" if ema else "model")
+            results = dict(scores, step=stop, weights="ema" if ema else "model", **descent.about())
             (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     log.close()
-    del task, optimizer, stream, update, saver, scheduler
+    del task, optimizer, descent, stream, update, saver, scheduler
     finish(accelerator, stopped)
 
 

@@ -5,7 +5,9 @@ The same command run again resumes. See `python train_dit.py --help` for every k
 
 import contextlib
 import sys
+from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from moh_vision.data.diffusion_inputs import open_inputs
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
+from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
@@ -29,6 +32,7 @@ from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
+from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import create, init_from
 from moh_vision.previews import Samples
 from moh_vision.sample_scores import make_training_judge
@@ -61,6 +65,8 @@ def train(argv, signals: StopSignals) -> None:
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
+        train_only(model, config.train_only)
+        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
         draws = config.preview.every or config.score.every
         if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
@@ -80,51 +86,55 @@ def train(argv, signals: StopSignals) -> None:
         Samples(c, len(train.classes), clip=inputs.space is None, decode=decode) for c in (config.preview, config.score)
     )
 
-    task = DiffusionTask(model, config.balance_weight, HybridLoss())
+    task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
     if config.compile:
         task.compile()
     o = config.optim
     optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
     ema = make_ema(model, config.ema.decay, config.ema.warmup, accelerator.device)  # before the model may be sharded
-    task, optimizer = accelerator.prepare(task, optimizer)
+    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
+    update = Updater(accelerator, o.clip_norm, signals, unreadable)
+    task, optimizer = descent.prepare(task, optimizer, update)
     model = accelerator.unwrap_model(task).model
     start = batches.start
     if resumed:
         load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
-    unreadable = BadSamples(len(train), config.data.max_bad_fraction)
-    update = Updater(accelerator, o.clip_norm, signals, unreadable)
     saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(
         run, start, config.max_steps, "diffusion", config.tracker, config.tree(), accelerator.is_main_process
     )
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
     metadata["vae"] = inputs.about_vae()
+    descent.announce(log, start)
+
+    def ready(batch: dict) -> dict:
+        batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in batch.items()}
+        return inputs.encode(batch, accelerator.autocast())
 
     # ---------------------------------------------------------------- the loop
-    stream = training_batches(train_set, batches, config.data.workers, unreadable)
+    stream = map(ready, training_batches(train_set, batches, config.data.workers, unreadable))
     task.train()
     done = start
     signals.begin()
     for step in range(start, config.max_steps):
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr)
         set_learning_rate(optimizer, lr)
-        losses = []
-        for micro in range(o.accumulation):
-            with user_errors("train_dit.py", (UnreadableImage,), every_rank=True):
-                batch = {k: v.to(accelerator.device, non_blocking=True) for k, v in next(stream).items()}
-            batch = inputs.encode(batch, accelerator.autocast())
-            # After the fetch, which draws numbers too: dropout depends on seed, step and rank alone.
-            torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index))
-            last = micro == o.accumulation - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(task):
-                losses.append(task(**batch))
-                accelerator.backward(losses[-1]["loss"] / o.accumulation)
-        with (
-            user_errors("train_dit.py", (UnreadableImage,)),
-            user_errors("train_dit.py", (FloatingPointError,), code=1),
-        ):
-            norm, updated = update(task, optimizer, step, losses)
+        for phase in descent.phases(step * o.batch_size // len(train), islice(stream, o.accumulation)):
+            losses = []
+            for micro in range(o.accumulation):
+                with user_errors("train_dit.py", (UnreadableImage,), every_rank=True):
+                    batch = next(descent.batches)
+                # After the fetch, which draws numbers too: dropout depends on seed, step, rank and phase alone.
+                torch.manual_seed(derive_seed(config.seed, step, micro, accelerator.process_index, *phase.salt))
+                with contextlib.nullcontext() if micro + 1 == o.accumulation else accelerator.no_sync(descent.task):
+                    losses.append(descent.task(**batch))
+                    accelerator.backward(losses[-1]["loss"] / o.accumulation)
+            with (
+                user_errors("train_dit.py", (UnreadableImage,)),
+                user_errors("train_dit.py", (FloatingPointError,), code=1),
+            ):
+                norm, updated = descent.update(step, losses)
         if ema and updated:
             ema.update(model, step + 1)
         log.step(o.batch_size)
@@ -134,7 +144,7 @@ def train(argv, signals: StopSignals) -> None:
             counts = dict(skipped=update.skipped, failed_saves=saver.failed, unreadable=len(unreadable.seen))
             log.metrics(
                 step,
-                dict(values, lr=lr, grad_norm=round(norm, 4), **counts),
+                dict(values, lr=lr, grad_norm=round(norm, 4), **counts, **descent.values()),
                 f"loss {values['loss']:.4f}, mse {values['mse']:.4f}, balance {100 * values['balance_share']:.1f} %",
             )
         done = step + 1
@@ -162,7 +172,7 @@ def train(argv, signals: StopSignals) -> None:
     if not stopped:
         best = Path(run, "ema.safetensors" if ema else "model.safetensors")
         accelerator.print(f"{run}: {config.max_steps} steps done; weights in {best}")
-    del task, optimizer, stream, update, saver
+    del task, optimizer, descent, stream, update, saver
     finish(accelerator, stopped)
 
 

@@ -13,7 +13,7 @@ from typing import List
 import jsonargparse
 import yaml
 
-from moh_vision.config import FREE_KEYS, ClsConfig, Flags, RunConfig
+from moh_vision.config import FREE_KEYS, LATER_KEYS, ClsConfig, Flags, RunConfig
 
 FREE_FORM = ("model.kwargs", "model.router_kwargs")  # mappings whose keys are the model's
 MAX_BYTES = 2**20  # of a configuration
@@ -110,7 +110,7 @@ def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
     """
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
-    old, new = _flat(old), _flat(new)
+    old, new = LATER_KEYS | _flat(old), _flat(new)
     free = {*FREE_KEYS, *allowed}
     keys = [
         k for k in sorted({*old, *new}) if k not in free and k.split(".")[0] not in free and old.get(k) != new.get(k)

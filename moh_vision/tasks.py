@@ -1,7 +1,7 @@
 """One module a task: a batch goes in, a dict of losses comes out. This is what accelerate wraps.
 
-The balance loss is computed here from values that the model returns, so it is right under activation checkpointing,
-accumulation and several models in a process.
+The auxiliary losses are computed here from values that the model returns, so they are right under activation
+checkpointing, accumulation and several models in a process.
 """
 
 from typing import Dict, List, Optional
@@ -10,29 +10,58 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.attention import HeadMixtureAttention, RoutingStats, head_usage, load_balance_loss
+from moh_vision.attention import (
+    HeadMixtureAttention,
+    RoutingStats,
+    head_usage,
+    load_balance_loss,
+    moa_balance_loss,
+    router_z_loss,
+)
 
 
 class RoutedTask(nn.Module):
-    """Holds a model that has `forward_routed`, and adds `balance_weight` times its load-balance loss."""
+    """Holds a model with head routing and adds its routers' auxiliary losses to that of the task.
 
-    def __init__(self, model: nn.Module, balance_weight: float):
+    Args:
+        model: its HeadMixtureAttention layers hand on their statistics in the order of `model.modules()`.
+        balance_weight: of MoH's load-balance loss, averaged over its layers (Jin 2024, eq. 7).
+        moa_balance_weight, z_weight: of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The paper's
+            weights, which belong to a loss that is a mean over tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, balance_weight: float, moa_balance_weight: float = 0.01, z_weight: float = 0.001
+    ):
         super().__init__()
         self.model = model
-        self.balance_weight = balance_weight
+        self.balance_weight, self.moa_balance_weight, self.z_weight = balance_weight, moa_balance_weight, z_weight
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
-        self.balanced = [layer.router.balanced for layer in layers]  # in the order of the statistics
+        self.aux_losses = [layer.router.aux_loss for layer in layers]  # in the order of the statistics
 
     def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
-        """dict(loss, task_loss, balance_loss, balance_share, head_usage): the share is that of the whole loss."""
-        routed = [s for s, balanced in zip(stats, self.balanced, strict=True) if balanced]
-        balance = load_balance_loss(routed, sum_over_processes)
-        loss = task_loss + self.balance_weight * balance
+        """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
+
+        Returns:
+            dict(loss, task_loss, balance_loss, balance_share, head_usage); with MoA layers also moa_balance_loss and
+            z_loss. The share is that of all auxiliary losses in the whole loss, which alone has a gradient.
+        """
+        moh, moa = (
+            [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper] for paper in ("moh", "moa")
+        )
+        terms = dict(balance_loss=load_balance_loss(moh, sum_over_processes) if moh else task_loss.new_zeros(()))
+        auxiliary = self.balance_weight * terms["balance_loss"]
+        if moa:
+            terms.update(moa_balance_loss=moa_balance_loss(moa, sum_over_processes), z_loss=router_z_loss(moa))
+            auxiliary = (
+                auxiliary + self.moa_balance_weight * terms["moa_balance_loss"] + self.z_weight * terms["z_loss"]
+            )
+        loss = task_loss + auxiliary
         return dict(
             loss=loss,
             task_loss=task_loss.detach(),
-            balance_loss=balance.detach(),
-            balance_share=(self.balance_weight * balance / loss).detach(),
+            **{name: value.detach() for name, value in terms.items()},
+            balance_share=(auxiliary / loss).detach(),
             head_usage=[usage.detach() for usage in head_usage(stats)],
         )
 
@@ -40,8 +69,8 @@ class RoutedTask(nn.Module):
 class ClassificationTask(RoutedTask):
     """Cross-entropy with class numbers, or with the mixed targets of mixup and cutmix."""
 
-    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0):
-        super().__init__(model, balance_weight)
+    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
+        super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
 
     def forward(self, images: Tensor, labels: Optional[Tensor] = None):
@@ -62,8 +91,8 @@ class ClassificationTask(RoutedTask):
 class DiffusionTask(RoutedTask):
     """Noise prediction; `diffusion` is a `moh_vision.diffusion.HybridLoss`."""
 
-    def __init__(self, model: nn.Module, balance_weight: float, diffusion: nn.Module):
-        super().__init__(model, balance_weight)
+    def __init__(self, model: nn.Module, balance_weight: float, diffusion: nn.Module, **moa_weights: float):
+        super().__init__(model, balance_weight, **moa_weights)
         self.diffusion = diffusion
 
     def forward(self, images: Tensor, labels: Tensor, timesteps: Tensor, noise: Tensor) -> Dict:

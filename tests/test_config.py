@@ -3,7 +3,7 @@ import yaml
 from conftest import ROOT
 
 from moh_vision.command_line import changed_keys, parse_config
-from moh_vision.config import ClsConfig, DitConfig, SampleConfig
+from moh_vision.config import BlockDescentConfig, ClsConfig, DitConfig, SampleConfig
 
 
 def parse(*argv, kind=ClsConfig):
@@ -243,3 +243,36 @@ def test_the_papers_diffusion_recipe(name):
     assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (0.9999, False, 0.1, 0.01)
     assert (config.learn_sigma, config.data.augment, config.tf32) == (True, "flip", True)
     assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
+
+
+def test_what_earlier_runs_did_not_have_is_what_they_did():
+    """Runs from before MAE's and MoA's training go on as they are; anything else in those keys makes another run."""
+    for kind in (ClsConfig, DitConfig):
+        new = parse_config(kind, [], "test")[0].tree()
+        old = {
+            k: v for k, v in new.items() if k not in ("train_only", "moa_balance_weight", "z_weight", "block_descent")
+        }
+        assert changed_keys(old, new, []) == []
+        argv = "--train_only gates --moa_balance_weight 0.1 --z_weight 0 --block_descent.mode joint".split()
+        other = parse_config(kind, argv, "test")[0].tree()
+        assert changed_keys(old, other, []) == [
+            "block_descent.mode: 'bcd' -> 'joint'",
+            "moa_balance_weight: 0.01 -> 0.1",
+            "train_only: 'all' -> 'gates'",
+            "z_weight: 0.001 -> 0.0",
+        ]
+
+
+def test_block_descent():
+    config = parse_config(ClsConfig, [], "test")[0]
+    assert config.block_descent == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
+    assert config.moa_weights() == dict(moa_balance_weight=0.01, z_weight=0.001)  # Zhang 2022
+    for argv, words in (
+        ("--block_descent.mode nobcd", "block_descent.mode.*bcd.*joint.*nobcd"),
+        ("--block_descent.perid 3", "unknown key 'block_descent.perid', did you mean 'block_descent.period'"),
+        ("--block_descent.period 0", "block_descent.period 0 is out of range: at least 1"),
+        ("--train_only outputs", "train_only.*gates_and_outputs.*outputs"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            parse_config(ClsConfig, argv.split(), "test")
+        assert "\n" not in str(error.value)

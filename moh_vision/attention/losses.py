@@ -76,6 +76,6 @@ def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
     for s in stats:
         counts = s.counts.sum(0)
         # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
-        tokens = s.probs.detach().sum().round() if s.probs.shape[-1] == s.counts.shape[-1] else counts[0]
+        tokens = s.probs.detach().sum().round() if s.probs.shape[-1] >= s.counts.shape[-1] else counts[0]
         usage.append(counts / tokens.clamp_min(1))
     return usage

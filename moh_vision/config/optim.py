@@ -98,3 +98,22 @@ class EmaConfig:
 
     def __post_init__(self):
         check("ema.decay", self.decay, 0 <= self.decay < 1, "0 <= decay < 1")
+
+
+@dataclass
+class BlockDescentConfig:
+    """How a model with MAE's gates learns (router mae with mode soft); any other model is trained as usual.
+
+    Args:
+        mode: "bcd": gates and experts in turns, as in Peng 2020; or "joint": together (the paper's NoBCD).
+        period: with bcd, the gates learn in every period-th epoch, from the first one on.
+        gate_lr: with bcd, of the gates' own SGD.
+    """
+
+    mode: Literal["bcd", "joint"] = "bcd"
+    period: int = 5
+    gate_lr: float = 1.0
+
+    def __post_init__(self):
+        check("block_descent.period", self.period, self.period >= 1, "at least 1")
+        check("block_descent.gate_lr", self.gate_lr, self.gate_lr > 0, "above 0")

@@ -10,7 +10,7 @@ from moh_vision.config.checks import check, check_seed, plain
 from moh_vision.config.data import ClsDataConfig, DataConfig, MixConfig
 from moh_vision.config.draws import PreviewConfig, ScoreConfig
 from moh_vision.config.model import ModelConfig
-from moh_vision.config.optim import ClsOptimConfig, EmaConfig, OptimConfig
+from moh_vision.config.optim import BlockDescentConfig, ClsOptimConfig, EmaConfig, OptimConfig
 
 
 @dataclass
@@ -26,7 +26,11 @@ class RunConfig:
         keep_checkpoints: how many checkpoints stay.
         mixed_precision: "no", "bf16" or "fp16".
         init_from: weights to start from: a run folder, a file of weights, or a timm model name.
-        balance_weight: weight of the load-balance loss (0.01 in Jin 2024).
+        train_only: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
+            attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
+        balance_weight: weight of MoH's load-balance loss (0.01 in Jin 2024).
+        moa_balance_weight: weight of MoA's (0.01 in Zhang 2022).
+        z_weight: weight of MoA's z-loss (0.001 in Zhang 2022).
         compile: torch.compile the model and its losses.
         tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
         tracker: "tensorboard" (events in OUTPUT/tensorboard) or "wandb", beside metrics.jsonl.
@@ -40,20 +44,29 @@ class RunConfig:
     keep_checkpoints: int = 2
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     init_from: Optional[str] = None
+    train_only: Literal["all", "gates", "gates_and_outputs"] = "all"
     balance_weight: float = 0.01
+    moa_balance_weight: float = 0.01
+    z_weight: float = 0.001
     compile: bool = False
     tf32: bool = False
     tracker: Optional[Literal["tensorboard", "wandb"]] = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    block_descent: BlockDescentConfig = field(default_factory=BlockDescentConfig)
 
     def __post_init__(self):
         for name in ("log_every", "save_every", "keep_checkpoints"):
             check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= 1, "at least 1")
         check_seed(self.seed)
-        check("balance_weight", self.balance_weight, self.balance_weight >= 0, "0 or more")
+        for name in ("balance_weight", "moa_balance_weight", "z_weight"):
+            check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+
+    def moa_weights(self) -> dict:
+        """Keyword arguments of a `RoutedTask`."""
+        return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
 
     def tree(self) -> dict:
         """The configuration as nested plain values, as it is saved."""
@@ -106,6 +119,11 @@ class ClsConfig(RunConfig):
             cosine = max(1, count(o.epochs))
             end = min(cosine + count(o.cooldown_epochs), self.max_steps or 2**62)
         return end, cosine, warmup
+
+    def check_calibration(self, fresh_routers: bool) -> None:
+        """Raise ValueError if there is nothing to calibrate, because the routers of init_from are trained."""
+        if self.calibrate_images and not fresh_routers:
+            raise ValueError(f"calibrate_images {self.calibrate_images}: the routers of init_from are trained already")
 
     def check_micro_batch(self, processes: int) -> None:
         """Raise ValueError if mixing cannot pair the images of a micro-batch."""
@@ -174,3 +192,11 @@ FREE_KEYS = (
     "data.workers",
     "data.eval_batch_size",
 )
+
+# Keys that the config.yaml of earlier runs does not have, and what those did.
+LATER_KEYS = {
+    "train_only": "all",
+    "moa_balance_weight": RunConfig.moa_balance_weight,
+    "z_weight": RunConfig.z_weight,
+    **{f"block_descent.{f.name}": f.default for f in dataclasses.fields(BlockDescentConfig)},
+}

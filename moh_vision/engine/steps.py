@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List
+from typing import List, Optional
 
 import torch
 from accelerate.utils import gather_object
@@ -58,6 +58,8 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 class Updater:
     """Applies gradients, except where loss or gradient is not finite; gives up after ten such steps in a row.
 
+    A step may have several updates (see `block_descent`); one of them that is not finite makes it such a step.
+
     All processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, got a
     signal, or met a sample that cannot be read.
 
@@ -68,7 +70,7 @@ class Updater:
         unreadable: a `BadSamples`, or None; what one process has met is told to all.
 
     Attributes:
-        skipped: steps without an update since the process started.
+        skipped: steps with an update left out since the process started.
         stop: number of the signal that any process got before the last step's update, or 0.
     """
 
@@ -77,8 +79,11 @@ class Updater:
         self.clip_norm = clip_norm
         self.signals, self.unreadable = signals, unreadable
         self.skipped = self.in_a_row = self.stop = 0
+        self.last_bad: Optional[int] = None  # step
 
-    def __call__(self, task, optimizer, step: int, losses: List[dict]) -> tuple[float, bool]:
+    def __call__(
+        self, task, optimizer, step: int, losses: List[dict], clip_norm: Optional[float] = None
+    ) -> tuple[float, bool]:
         """Clip, check, step, zero. Returns the gradient norm before clipping, and whether the weights were updated.
 
         Args:
@@ -86,12 +91,14 @@ class Updater:
             optimizer: prepared by accelerate.
             step: its number.
             losses: what the task returned for each micro-batch.
+            clip_norm: instead of the general one.
 
         Raises:
             FloatingPointError: naming step, learning rate, gradient norm and loss, after ten bad steps in a row.
             UnreadableImage: if all processes together have met more unreadable samples than are allowed.
         """
-        norm = self.accelerator.clip_grad_norm_(task.parameters(), self.clip_norm or math.inf)
+        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+        norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # of FSDP's shards
         loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
         received = self.signals.received if self.signals else 0
@@ -109,7 +116,7 @@ class Updater:
         optimizer.zero_grad(set_to_none=True)
         finite = not (bad_loss or bad_norm)
         if finite:
-            self.in_a_row = 0
+            self.in_a_row = self.in_a_row if step == self.last_bad else 0
         elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above, it is still looking for its scale
             self._count(step, optimizer, norm.item(), loss.item())
         return norm.item(), finite
@@ -120,13 +127,16 @@ class Updater:
         return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
 
     def _count(self, step: int, optimizer, norm: float, loss: float) -> None:
+        if step == self.last_bad:
+            return
+        self.last_bad = step
         self.skipped += 1
         self.in_a_row += 1
         if self.in_a_row >= MAX_BAD_STEPS:
             lr = max(group["lr"] for group in optimizer.param_groups)
             raise FloatingPointError(
                 f"step {step}: {self.in_a_row} steps in a row without finite loss and gradient (gradient norm {norm:g}, "
-                f"loss {loss:g}, lr {lr:g}); nothing was updated since step {step - self.in_a_row}"
+                f"loss {loss:g}, lr {lr:g}); the last one with both was step {step - self.in_a_row}"
             )
 
 

@@ -171,6 +171,8 @@ SHARE = ["-0.1", "1", "1.5"]
 OUT_OF_RANGE = {
     "max_steps": POSITIVE, "seed": ["-1", str(2**63)], "log_every": POSITIVE, "save_every": POSITIVE,
     "keep_checkpoints": POSITIVE, "balance_weight": ["-0.1", ".inf", ".nan"], "label_smoothing": SHARE,
+    "moa_balance_weight": ["-0.1", ".nan"], "z_weight": ["-0.1", ".inf"],
+    "block_descent.period": POSITIVE, "block_descent.gate_lr": ["0", "-1", ".inf"],
     "calibrate_images": NOT_NEGATIVE, "eval_every": NOT_NEGATIVE, "label_drop": SHARE,
     "model.embed_dim": POSITIVE, "model.depth": POSITIVE, "model.num_heads": POSITIVE, "model.patch_size": POSITIVE,
     "model.head_budget": ["[]", "[[1, -1]]"],

@@ -11,7 +11,7 @@ A router says four things of itself:
                   `resume(x, padding_mask, state) -> (Routing, state)` goes on where an earlier call ended, the state
                   being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
-    balanced      MoH's load-balance loss is for it
+    aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
 """
 
 from typing import Callable, Dict, Optional

@@ -16,7 +16,7 @@ class DenseRouter(nn.Module):
     needs_query = False
     reads = "token"
     all_heads = True
-    balanced = False
+    aux_loss = ""
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
         super().__init__()

@@ -58,7 +58,7 @@ class MAERouter(nn.Module):
     needs_query = False
     reads = "sequence"
     all_heads = True
-    balanced = False
+    aux_loss = ""
 
     def __init__(
         self,
@@ -137,7 +137,8 @@ class MAERouter(nn.Module):
                 if self.mode == "argmax":
                     expert = probs.argmax(-1, keepdim=True)
                 else:
-                    odds = probs if self.mode == "sampled" else torch.ones_like(probs)
+                    # A loss that is not finite is the training loop's to skip; multinomial would end the process.
+                    odds = torch.nan_to_num(probs, nan=1.0) if self.mode == "sampled" else torch.ones_like(probs)
                     expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
                 g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
                 active = (g @ members) > 0  # [B, P, H]

@@ -33,7 +33,7 @@ class MoARouter(nn.Module):
     needs_query = False
     reads = "token"
     all_heads = False
-    balanced = False  # by moa_balance_loss, not by MoH's
+    aux_loss = "moa"
 
     def __init__(
         self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None

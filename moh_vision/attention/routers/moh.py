@@ -39,7 +39,7 @@ class MoHRouter(nn.Module):
     needs_query = False
     reads = "token"
     all_heads = False
-    balanced = True
+    aux_loss = "moh"
 
     def __init__(
         self,

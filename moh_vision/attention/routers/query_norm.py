@@ -25,7 +25,7 @@ class QueryNormRouter(nn.Module):
     needs_query = True
     reads = "token"
     all_heads = False
-    balanced = True
+    aux_loss = "moh"
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
         super().__init__()

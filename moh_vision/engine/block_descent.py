@@ -1,0 +1,193 @@
+"""Block coordinate descent: gates and experts of MAE move in turns, on the same batch (Peng 2020, section 3).
+
+    G   the model mixes all experts; only the gates move, by an SGD of their own           algorithm 1
+    F   every sequence runs one expert drawn from its gate; everything but the gates moves  algorithm 2
+
+G comes before F in every fifth epoch, epoch 0 among them, and is left out in the others (algorithm 3). A model without
+gates has one phase a step, in which nothing is done that a plain loop would not do.
+"""
+
+from __future__ import annotations
+
+from itertools import tee
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Phase(NamedTuple):
+    """A forward and backward pass over the micro-batches of a step, and an update.
+
+    Phases of a step draw different random numbers: `salt` is appended to what they are seeded with.
+    """
+
+    name: str
+    salt: Tuple[int, ...]
+
+
+GATES = Phase("G", (1,))
+WEIGHTS = Phase("F", ())
+
+
+def phases_of(epoch: int, period: int) -> Tuple[Phase, ...]:
+    """The phases of every step of an epoch, counted from 0 (Peng 2020, algorithm 3)."""
+    return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
+
+
+class BlockDescent:
+    """Leads a training loop through its phases; train_cls.py shows how.
+
+    In F the gates, and in G everything else, has requires_grad False: nothing is computed for what does not move, and
+    DistributedDataParallel, to which no gate has a gradient, waits for none. The gates' gradients are averaged here.
+    Their batch norm takes statistics in both phases, as in any training forward; after an update these are the mean
+    over the processes, and after one that was skipped they are what they were.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        model: those of its parameters that require a gradient are trained.
+        routers: MAE's in it. Where the mode of one is not "soft" nothing depends on its gate (UNI-MAE): it is frozen.
+        mode: "bcd"; or "joint": gates and all experts learn at once through the mixture (the paper's NoBCD).
+        period: epochs from one with G phases to the next.
+        gate_lr: of the gates' SGD, which has no momentum, weight decay, schedule or clipping: with a momentum, the paper
+            saw one expert win over all others (appendix A).
+
+    Attributes:
+        task: what to call in the present phase.
+        batches: iterator over its micro-batches.
+
+    Raises:
+        ValueError: for "bcd" with FSDP, where weights cannot be frozen from phase to phase.
+    """
+
+    def __init__(self, accelerator, model: nn.Module, routers: List[nn.Module], mode: str, period: int, gate_lr: float):
+        self.accelerator, self.period = accelerator, period
+        self.all_routers = routers
+        self.routers = [router for router in routers if router.mode == "soft"]
+        for router in routers:
+            if router.mode != "soft":
+                router.requires_grad_(False)
+        self.gates = [p for router in self.routers for p in router.parameters()]
+        gates = {id(p) for p in self.gates}
+        self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
+        self.trained = sum(p.numel() for p in [*self.gates, *self.weights])
+        self.total = sum(p.numel() for p in model.parameters())
+        self.in_turns = bool(self.gates) and mode == "bcd"
+        if self.in_turns:
+            if accelerator.distributed_type == "FSDP":
+                raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
+            self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
+
+    def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer, update):
+        """accelerate's `prepare` of both, and of the gates' optimiser, which is saved and restored after the main one.
+
+        Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
+        In joint training the gates are its last group, without weight decay.
+
+        Args:
+            task: what is called with a batch.
+            optimizer: of parameters of the model, no scheduler made for it yet.
+            update: an `Updater`.
+        """
+        if self.gates:
+            own = {id(p) for p in self.weights}
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in own]
+        if self.gates and not self.in_turns:
+            optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
+        self.updater = update
+        if self.in_turns:
+            self._freeze(WEIGHTS)  # before DistributedDataParallel looks which parameters have gradients
+        if self.weights or not self.in_turns:
+            self.wrapped, self.main_optimizer = self.accelerator.prepare(task, optimizer)
+        else:  # DistributedDataParallel refuses a model of which no weight has a gradient
+            self.wrapped = self.accelerator.prepare_model(task, evaluation_mode=True)
+            self.main_optimizer = self.accelerator.prepare(optimizer)
+        self.task, self.optimizer = self.wrapped, self.main_optimizer
+        if self.in_turns:
+            self.gate_optimizer = self.accelerator.prepare(self.gate_optimizer)
+        return self.wrapped, self.main_optimizer
+
+    def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
+        """Enter the phases of a step one after the other, and leave the model as it is evaluated.
+
+        Args:
+            epoch: of the step, from 0.
+            batches: its micro-batches. They are taken when the first phase asks for them, and kept for a second.
+        """
+        phases = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
+        if not self.weights and self.in_turns:  # with gates alone to train, every epoch trains them
+            phases = (GATES,)
+        self.gate_norm: Optional[float] = None
+        for phase, self.batches in zip(phases, tee(batches, len(phases))):
+            if self.in_turns:
+                self._enter(phase)
+            self.before = [buffer.clone() for buffer in self._statistics()]
+            yield phase
+        self.batches = iter(())
+        if self.in_turns:
+            self._freeze(WEIGHTS)
+            self._set_mode("soft")
+
+    def update(self, step: int, losses: List[dict]) -> Tuple[float, bool]:
+        """What the `Updater` does, for the present phase; see there."""
+        if self.optimizer is self.main_optimizer:
+            norm, updated = self.updater(self.task, self.optimizer, step, losses)
+        else:
+            # An exact all-reduce of the few numbers that move, where DistributedDataParallel would send all weights.
+            average_over_processes([p.grad for p in self.gates if p.grad is not None])
+            norm, updated = self.updater(self.task, self.optimizer, step, losses, clip_norm=0.0)
+            self.gate_norm = norm
+        if updated:
+            average_over_processes([buffer for buffer in self._statistics() if buffer.is_floating_point()])
+        else:
+            for buffer, before in zip(self._statistics(), self.before):
+                buffer.copy_(before)
+        return norm, updated
+
+    def values(self) -> Dict[str, float]:
+        """Of the step's G phase, for the log: the norm of the gates' gradient; empty if it had none."""
+        return {} if self.gate_norm is None else dict(gate_grad_norm=float(f"{self.gate_norm:.4g}"))
+
+    def about(self) -> Dict[str, int]:
+        """How many parameters are trained; empty for a model without gates."""
+        return dict(trained_parameters=self.trained) if self.gates else {}
+
+    def announce(self, log, start: int) -> None:
+        """Log that number, at the beginning of a run."""
+        if self.gates and start == 0:
+            log.event(0, self.about(), f"training {self.trained:,} of {self.total:,} parameters")
+
+    def _statistics(self) -> List[Tensor]:
+        """Buffers of all gates; not kept, because a model that moves to another device gets new ones."""
+        return [buffer for router in self.all_routers for buffer in router.buffers()]
+
+    def _enter(self, phase: Phase) -> None:
+        self._freeze(phase)
+        self._set_mode("soft" if phase is GATES else "sampled")
+        if phase is GATES:
+            self.task, self.optimizer = self.accelerator.unwrap_model(self.wrapped), self.gate_optimizer
+        else:
+            self.task, self.optimizer = self.wrapped, self.main_optimizer
+
+    def _freeze(self, phase: Phase) -> None:
+        """Freeze what does not move in a phase."""
+        for parameters, moves in ((self.gates, phase is GATES), (self.weights, phase is WEIGHTS)):
+            for p in parameters:
+                p.requires_grad_(moves)
+
+    def _set_mode(self, mode: str) -> None:
+        for router in self.routers:
+            router.set_mode(mode)
+
+
+@torch.no_grad()
+def average_over_processes(tensors: List[Tensor]) -> None:
+    """Replace tensors by their mean over all processes, all in one message; every process calls it."""
+    if not tensors or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    torch.distributed.all_reduce(flat)
+    flat /= torch.distributed.get_world_size()
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
