@@ -73,8 +73,8 @@ def train(argv, signals: StopSignals) -> None:
         descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
         start = resumed[0] if resumed else 0
         batches = text.batches(
-            accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
-            start=start, stop=config.max_steps,
+            batch_size=o.batch_size, accumulation=o.accumulation, rank=accelerator.process_index,
+            world=accelerator.num_processes, start=start, stop=config.max_steps,
         )  # fmt: skip
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)

@@ -3,7 +3,7 @@ import yaml
 from conftest import ROOT
 
 from moh_vision.command_line import changed_keys, parse_config
-from moh_vision.config import BlockDescentConfig, ClsConfig, DitConfig, SampleConfig
+from moh_vision.config import BlockDescentConfig, ClsConfig, DitConfig, SampleConfig, TextConfig
 
 
 def parse(*argv, kind=ClsConfig):
@@ -106,7 +106,9 @@ RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.pare
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_shipped_configs_are_valid(path):
-    kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+    kind = (
+        TextConfig if path.parent.name == "text" else DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+    )
     parse("--config", str(path), kind=kind)
     assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
 

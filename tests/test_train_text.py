@@ -20,8 +20,9 @@ WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --mod
 TINY = dict(
     mt=WIDTH + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.source de --data.target en "
     "--data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 2 --generate.max_length 4",
-    mlm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --data.blocks 8",
-    clm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.words 0 --data.block 16 --data.blocks 8 --data.context 8 "
+    mlm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --optim.batch_size 8",
+    clm=WIDTH
+    + "--model.kwargs.num_hidden_layers 1 --data.words 0 --data.block 16 --optim.batch_size 8 --data.context 8 "
     "--model.kwargs.adaptive_cutoffs [6] --label_smoothing 0",
 )
 PRESETS = dict(mt="mt_mae_7", mlm="mlm_moa_2K4E16D", clm="clm_wt103_mae_7")

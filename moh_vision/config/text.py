@@ -48,9 +48,9 @@ class TextDataConfig:
         max_ratio: translation: as are those where one side has so many times more tokens; left out: none.
         share: of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2).
         block: language models: tokens a block.
-        blocks: language models: blocks a step, over all processes and accumulation.
         context: causal language models: tokens of a validation window that are only seen; block - context are scored.
         mask_prob: masked language models: share of the tokens that are to be predicted.
+        eval_batch_size: language models: blocks at a time in validation, on each process.
         workers: loader processes of each rank.
     """
 
@@ -71,13 +71,13 @@ class TextDataConfig:
     max_ratio: Optional[float] = None
     share: float = 1.0
     block: int = 128
-    blocks: int = 32
     context: int = 0
     mask_prob: float = 0.15
+    eval_batch_size: int = 32
     workers: int = 0
 
     def __post_init__(self):
-        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 2), ("blocks", 1)):
+        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 2), ("eval_batch_size", 1)):
             check(f"data.{name}", getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("merges", "target_merges", "words"):
             value = getattr(self, name)
@@ -106,6 +106,7 @@ class TextOptimConfig:
         betas: of Adam.
         eps: of Adam.
         momentum: of nesterov.
+        batch_size: language models: blocks per step over all processes and accumulation. (Translation: data.max_tokens.)
         accumulation: micro-batches that make up a step, on each process.
         clip_norm: largest gradient norm; 0: no clipping.
         schedule: after the warm-up "inverse_sqrt" falls as 1 / sqrt(step), "linear" to min_lr at max_steps, "cosine" likewise,
@@ -121,6 +122,7 @@ class TextOptimConfig:
     betas: Tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-9
     momentum: float = 0.99
+    batch_size: int = 32
     accumulation: int = 1
     clip_norm: float = 0.0
     schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = "inverse_sqrt"
@@ -134,6 +136,7 @@ class TextOptimConfig:
         check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")
         check("optim.eps", self.eps, self.eps > 0, "above 0")
         check("optim.momentum", self.momentum, 0 < self.momentum < 1, "between 0 and 1")
+        check("optim.batch_size", self.batch_size, self.batch_size >= 1, "at least 1")
         check("optim.accumulation", self.accumulation, self.accumulation >= 1, "at least 1")
         check("optim.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
         check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")

@@ -40,8 +40,8 @@ class BlockDescent:
 
     In F the gates, and in G everything else, has requires_grad False: nothing is computed for what does not move, and
     DistributedDataParallel, to which no gate has a gradient, waits for none. The gates' gradients are averaged here.
-    Their batch norm takes statistics in both phases, as in any training forward; after an update these are the mean
-    over the processes, and after one that was skipped they are what they were.
+    Their batch norm takes statistics in both phases, as in any training forward, of all processes (`GateNorm`); after an
+    update that was skipped they are what they were.
 
     Args:
         accelerator: accelerate's Accelerator.
@@ -138,9 +138,7 @@ class BlockDescent:
             average_over_processes([p.grad for p in self.gates if p.grad is not None])
             norm, updated = self.updater(self.task, self.optimizer, step, losses, clip_norm=0.0)
             self.gate_norm = norm
-        if updated:
-            average_over_processes([buffer for buffer in self._statistics() if buffer.is_floating_point()])
-        else:
+        if not updated:
             for buffer, before in zip(self._statistics(), self.before):
                 buffer.copy_(before)
         return norm, updated

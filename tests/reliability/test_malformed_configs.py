@@ -8,14 +8,15 @@ import pytest
 from repeat import cases
 
 from moh_vision.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
-from moh_vision.config import ClsConfig, DitConfig, MixConfig, OptimConfig, SampleConfig
+from moh_vision.config import ClsConfig, DitConfig, MixConfig, OptimConfig, SampleConfig, TextConfig
 from moh_vision.models.weights import create
 
-KINDS = [ClsConfig, DitConfig, SampleConfig]
+KINDS = [ClsConfig, DitConfig, TextConfig, SampleConfig]
 NEEDED = {SampleConfig: ["--checkpoint", "run"]}
 FLAGS = {
     ClsConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change", "validate_only", "checkpoint"],
     DitConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
+    TextConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
     SampleConfig: ["config", "print_config", "help"],
 }
 LETTERS = string.ascii_lowercase + string.digits + "_."
@@ -27,7 +28,7 @@ def parse(kind, *argv):
 
 def own_types(kind):
     """Those that a configuration before it in KINDS has not."""
-    seen = types(ClsConfig) if kind is DitConfig else {}
+    seen = types(ClsConfig) if kind in (DitConfig, TextConfig) else {}
     return {key: hint for key, hint in types(kind).items() if seen.get(key) != hint}
 
 
@@ -169,6 +170,24 @@ POSITIVE = ["0", "-1"]
 NOT_NEGATIVE = ["-1"]
 SHARE = ["-0.1", "1", "1.5"]
 OUT_OF_RANGE = {
+    "data.merges": ["-1"],
+    "data.target_merges": ["-1"],
+    "data.words": ["-1"],
+    "data.max_tokens": ["7", "-1"],
+    "data.max_length": ["0", "-1"],
+    "data.max_ratio": ["1", "-1"],
+    "data.share": ["0", "1.5", "-1"],
+    "data.block": ["1", "-1"],
+    "data.context": ["-1", "128"],
+    "data.mask_prob": ["0", "1", "-0.5"],
+    "optim.momentum": ["0", "1", "-0.5"],
+    "optim.warmup_lr": ["-1", "0.5"],
+    "average": ["0", "-1"],
+    "patience": ["-1"],
+    "generate.beam": ["0", "-1"],
+    "generate.length_penalty": ["-1"],
+    "generate.max_length": ["0", "-1"],
+    "generate.batch_size": ["0", "-1"],
     "max_steps": POSITIVE, "seed": ["-1", str(2**63)], "log_every": POSITIVE, "save_every": POSITIVE,
     "keep_checkpoints": POSITIVE, "balance_weight": ["-0.1", ".inf", ".nan"], "label_smoothing": SHARE,
     "moa_balance_weight": ["-0.1", ".nan"], "z_weight": ["-0.1", ".inf"],

@@ -108,8 +108,8 @@ class TranslationInputs(TextInputs):
         source, target = self.vocabularies
         return dict(vocab_size=len(source), **({} if target is source else dict(target_vocab_size=len(target))))
 
-    def batches(self, **arguments) -> TokenBatches:
-        """See `TokenBatches`: accumulation, rank, world, start, stop."""
+    def batches(self, batch_size: int, **arguments) -> TokenBatches:
+        """See `TokenBatches`: accumulation, rank, world, start, stop; as many sentences as data.max_tokens allows."""
         return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
 
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
@@ -143,15 +143,12 @@ class BlockInputs(TextInputs):
         lines = open_plain(self.data.root, split)
         return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty, say=self.say)
 
-    def batches(self, **arguments) -> BlockBatches:
-        """See `BlockBatches`: accumulation, rank, world, start, stop."""
-        try:
-            return BlockBatches(len(self.train), batch_size=self.data.blocks, seed=self.seed, **arguments)
-        except ValueError as error:
-            raise ValueError(str(error).replace("optim.batch_size", "data.blocks")) from None
+    def batches(self, batch_size: int, **arguments) -> BlockBatches:
+        """See `BlockBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
+        return BlockBatches(len(self.train), batch_size=batch_size, seed=self.seed, **arguments)
 
     def slices(self, dataset, rank: int, world: int) -> List[list]:
-        return block_slices(len(dataset), self.data.blocks, rank, world)
+        return block_slices(len(dataset), self.data.eval_batch_size, rank, world)
 
 
 class MaskedInputs(BlockInputs):
