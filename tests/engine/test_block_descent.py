@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from conftest import ROOT
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "reliability")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("data", "reliability"))]
+from pictures import write_folder  # noqa: E402
 from small_runs import arguments, logged, outcome  # noqa: E402
 
 import moh_vision  # noqa: E402, F401
@@ -381,20 +382,21 @@ def patched(optimizer):
 
 
 SCRIPTS = dict(cls=train_cls, dit=train_dit)
-# Two steps an epoch of the 1442 digits, so that steps 0, 1, 4 and 5 have a G phase.
 MAE = (
-    "--model.router mae --model.head_budget null --model.embed_dim 16 --data.augment none --optim.batch_size 722 "
-    "--optim.accumulation 2 --optim.schedule constant --optim.warmup_steps 0 --block_descent.period 2 --keep-checkpoints 9"
+    "--model.router mae --model.head_budget null --model.embed_dim 16 --data.augment none --data.img_size 8 "
+    "--optim.accumulation 2 --optim.schedule constant --optim.warmup_steps 0 --block_descent.period 2 "
+    "--keep-checkpoints 9"
 ).split()
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, kind):
     """Weights, batch statistics, EMA and both optimisers."""
+    root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
     ends = {}
     for name, parts in (("whole", [6]), ("parts", [3, 6])):
         for steps in parts:
-            SCRIPTS[kind].main(arguments(kind, tmp_path / name, steps, 3, *MAE))
+            SCRIPTS[kind].main(arguments(kind, tmp_path / name, steps, 3, *MAE, "--data.root", root))
         ends[name] = outcome(tmp_path / name)
     assert ends["whole"] == ends["parts"]
     assert {f"checkpoints/step_6/optimizer{n}.bin" for n in ("", "_1")} < ends["whole"].keys()
@@ -423,7 +425,7 @@ def test_a_run_of_a_model_without_gates_saves_one_optimiser_and_says_nothing_of_
 
 
 def test_fine_tuning_a_run(tmp_path, capsys):
-    small = [*MAE, "--optim.batch_size", "16"]
+    small = [*MAE, "--data.root", write_folder(tmp_path / "d", train=8)]
     train_cls.main(arguments("cls", tmp_path / "one", 1, 1, *small))
     more = ["--init-from", str(tmp_path / "one"), "--train_only", "gates_and_outputs"]
     train_cls.main(arguments("cls", tmp_path / "two", 2, 1, *small, *more))
@@ -471,9 +473,12 @@ def train_with_another(rank, folder):
             before, moved = snapshot(model), snapshot(after)
             assert all(torch.equal(before[name], moved[name]) for name in others)
             model.train().requires_grad_(True)
-            draws = [seed(step, micro, r, phase) for r in range(2) for micro in range(2)]
+            draws = [seed(step, micro, rank, phase) for micro in range(2)]
             mode, lr = ("soft", 1.0) if phase is GATES else ("sampled", 0.1)
-            for name, gradient in gradients_by_hand(model, sum(batches, []), mode, draws, own).items():
+            # Both compute their half at the same time, because the gates' batch norm is that of both.
+            for name, gradient in gradients_by_hand(model, batches[rank], mode, draws, own).items():
+                torch.distributed.all_reduce(gradient)
+                gradient /= 2
                 torch.testing.assert_close(moved[name], before[name] - lr * gradient, rtol=0, atol=1e-6)
     # One process meets a bad batch: both skip both phases, batch statistics included.
     before, batch = snapshot(training.model), micro_batches(99)

@@ -181,7 +181,6 @@ OUT_OF_RANGE = {
     "data.context": ["-1", "128"],
     "data.mask_prob": ["0", "1", "-0.5"],
     "optim.momentum": ["0", "1", "-0.5"],
-    "optim.warmup_lr": ["-1", "0.5"],
     "average": ["0", "-1"],
     "patience": ["-1"],
     "generate.beam": ["0", "-1"],
