@@ -35,10 +35,10 @@ NAME = "train_text.py"
 
 try:
     from moh_vision.data.text.inputs import TOKENIZER, open_text
-    from moh_vision.evaluation.perplexity import perplexity, summary
+    from moh_vision.evaluation.perplexity import summary
     from moh_vision.models.moh_text import create_text_model, task_of
     from moh_vision.models.text_weights import init_text
-    from moh_vision.text_scores import final_scores
+    from moh_vision.text_scores import final_scores, make_judge
 except ModuleNotFoundError as error:
     print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -109,22 +109,7 @@ def train(argv, signals: StopSignals) -> None:
         architecture=config.model.name, arguments=arguments, vocabularies=fingerprints, config=config.tree()
     )
     descent.announce(log, start)
-
-    def judge(dataset, title: str) -> dict:
-        """Loss and perplexity of the present weights."""
-        judged = LanguageTask(model, 0.0).eval()  # DistributedDataParallel would wait for ranks with fewer batches
-        own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
-
-        def losses(batch):
-            with accelerator.autocast():
-                return judged(**batch)[0]
-
-        def total(tensor):
-            return tensor if accelerator.num_processes == 1 else accelerator.reduce(tensor, "sum")
-
-        scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
-        log.pause()
-        return scores
+    judge = make_judge(text, model, accelerator, log)
 
     # ---------------------------------------------------------------- the loop
     stream = text.stream(batches)

@@ -6,16 +6,47 @@ import math
 from pathlib import Path
 from typing import Callable, Dict
 
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.data.text.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation import bleu
-from moh_vision.evaluation.perplexity import summary
+from moh_vision.evaluation.perplexity import perplexity, summary
+from moh_vision.tasks import LanguageTask
 from moh_vision.translation import gate_mode, score_translations, translate
 
 AVERAGED = "averaged.safetensors"
+
+
+def make_judge(text: TextInputs, model: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
+    """A function (data set, title) -> loss and perplexity of the model's present weights, exact over processes.
+
+    Args:
+        text: whose data sets are judged.
+        model: not wrapped: DistributedDataParallel would wait for processes with fewer batches.
+        accelerator: accelerate's Accelerator.
+        log: the run's, which shows the progress and leaves the time out of its rate.
+    """
+
+    def judge(dataset, title: str) -> dict:
+        judged = LanguageTask(model, 0.0).eval()
+        own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
+
+        def losses(batch: dict) -> Tensor:
+            with accelerator.autocast():
+                return judged(**batch)[0]
+
+        def total(tensor: Tensor) -> Tensor:
+            if accelerator.num_processes == 1:
+                return tensor
+            return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
+
+        scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
+        log.pause()
+        return scores
+
+    return judge
 
 
 def final_scores(

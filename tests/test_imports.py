@@ -17,7 +17,7 @@ ALLOWED = {
     "previews": {"analysis", "diffusion", "engine"},
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "translation": {"data", "evaluation", "models"},
-    "text_scores": {"data", "engine", "evaluation", "translation"},
+    "text_scores": {"data", "engine", "evaluation", "tasks", "translation"},
     "config": set(),
     "command_line": {"config"},
     "__init__": {"attention", "models"},

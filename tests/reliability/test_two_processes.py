@@ -1,5 +1,6 @@
 """Two gloo processes by torchrun, through the real scripts: signals, a dead process, other numbers of processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -85,7 +86,7 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
     assert 'train_dit.py", line' not in text  # the launcher prints a traceback of its own
 
 
-@pytest.mark.parametrize("kind", ["cls", "dit"])
+@pytest.mark.parametrize("kind", ["cls", "dit", "text"])
 def test_killed_twice(tmp_path, kind):
     """SIGKILL to the launcher and both processes, nothing of the scripts replaced: the bits of an undisturbed run."""
     log, random, script = tmp_path / "log", cases(2, f"kills of two processes, {kind}"), ROOT / f"train_{kind}.py"
@@ -165,6 +166,25 @@ def test_ten_steps_in_float32(tmp_path, kind):
     worst = largest_difference(one, two)
     print(f"{kind}: largest relative difference of the weights after 10 steps {worst:.1e}")
     assert worst <= 1e-4
+
+
+def test_a_text_run_of_two_processes_is_that_of_one_with_twice_the_accumulation(tmp_path):
+    """Ten steps of a dense translation model: micro-batches have different numbers of labels, the step's mean is one."""
+    log, script = tmp_path / "log", ROOT / "train_text.py"
+    dense = "--model.name mt_transformer_base --model.kwargs.dropout 0 --eval-every 5 --optim.accumulation".split()
+    for processes in (1, 2):
+        argv = arguments("text", tmp_path / str(processes), 10, 10, *dense, 2 // processes)
+        ended(launch(processes, script, argv, log), log)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "2"))
+    worst = largest_difference(one, two)
+    print(f"text: largest relative difference of the weights after 10 steps {worst:.1e}")
+    assert worst <= 1e-4
+    losses = [[entry["loss"] for entry in logged(tmp_path / name)] for name in ("1", "2")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("1", "2")]
+    assert results[0]["validation"]["tokens"] == results[1]["validation"]["tokens"]
+    assert results[0]["validation"]["loss"] == pytest.approx(results[1]["validation"]["loss"], rel=1e-4)
+    assert results[0]["bleu"]["soft"]["bleu"]["sentences"] == 40
 
 
 @pytest.mark.parametrize("rank", [0, 1])
