@@ -13,6 +13,7 @@ from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation import bleu
 from moh_vision.evaluation.perplexity import perplexity, summary
+from moh_vision.gate_report import report_gates
 from moh_vision.tasks import LanguageTask
 from moh_vision.translation import gate_mode, score_translations, translate
 
@@ -61,7 +62,7 @@ def final_scores(
 ) -> Dict:
     """Scores of the average of the last checkpoints, or of the weights as they are; every process calls it.
 
-    Writes the averaged weights, and OUTPUT/translations.txt with a line for every sentence of the split (of another use of
+    Writes the averaged weights, what `report_gates` does, and OUTPUT/translations.txt with a line for every sentence of the split (of another use of
     the gates: translations.MODE.txt).
 
     Args:
@@ -70,7 +71,7 @@ def final_scores(
         metadata: of exported weights.
 
     Returns:
-        dict(weights, validation, test, and for translation bleu: mode of the gates -> scores).
+        dict(weights, validation, test, gate_entropy of each layer, and for translation bleu: mode of the gates -> scores).
 
     Raises:
         ValueError: for a loss that is not finite, or gates that the model does not have.
@@ -91,6 +92,11 @@ def final_scores(
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")
+    batches = text.judged(text.val, accelerator.process_index, accelerator.num_processes)
+    entropies = report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val)
+    if entropies:
+        results["gate_entropy"] = entropies
+        log.say(f"mean entropy of {len(entropies)} gates: {sum(entropies.values()) / len(entropies):.3f} nats")
     if not isinstance(text, TranslationInputs):
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)

@@ -59,6 +59,14 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     results = json.loads((run / "results.json").read_text())
     assert results["step"] == 40 and results["averaged_steps"] == [40, 20]
     assert results["validation"]["perplexity"] == pytest.approx(math.exp(results["validation"]["loss"]))
+    attentions = dict(mt=3, mlm=1, clm=1)[kind]
+    assert len(results["gate_entropy"]) == attentions
+    experts = 4  # of MAE: heads left out, of MoA: as they are
+    assert all(0 < entropy <= math.log(experts) + 1e-4 for entropy in results["gate_entropy"].values())
+    report = (run / "gates.md").read_text()
+    assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in results["gate_entropy"].items())
+    assert kind != "mt" or "`_fünf`" in report
+    assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
     vocabulary = Vocabulary.load(run / "tokenizer.json")
     assert vocabulary.specials == (5 if kind == "mlm" else 4)
     if kind == "mt":

@@ -93,7 +93,7 @@ def test_a_kill_and_a_signal(server, tmp_path, kind):
 @pytest.mark.parametrize("kind, kills", [("cls", 50), ("dit", 50), ("text", 20)])
 def test_many_kills(server, tmp_path, kind, kills):
     kills = int(os.environ.get("KILLS", kills))
-    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, ahead=40, save_every=10)
+    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
 
 
 @pytest.mark.reliability
@@ -101,7 +101,7 @@ def test_many_kills(server, tmp_path, kind, kills):
 def test_many_signals(server, tmp_path, kind):
     signals = [signal.SIGTERM, signal.SIGINT] * 10
     # Nothing but what a signal saves is saved, so that no step is done twice.
-    assert disturbed(server, tmp_path, kind, signals, ahead=40, save_every=10**6) == 0
+    assert disturbed(server, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
 
 
 def test_a_signal_before_the_first_step_leaves_nothing(server, tmp_path):
