@@ -52,3 +52,21 @@ def test_checkpoint_benchmark(tmp_path, monkeypatch, capsys):
     assert report["checkpoint"]["seconds"]["median"] <= report["save"]["seconds"]["median"]
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
     assert "MB of state" in capsys.readouterr().out
+
+
+def test_mae_benchmark(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
+    spec = importlib.util.spec_from_file_location("benchmark_mae", ROOT / "benchmarks" / "mae_steps.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    small = dict(hidden_size=32, intermediate_size=32, encoder_layers=1, decoder_layers=1)
+    monkeypatch.setattr(benchmark, "SMALL", small)
+    output = tmp_path / "result.json"
+    sizes = ["--rounds", "2", "--words", "50", "--sentences", "4", "--tokens", "5", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["mae_steps.py", *sizes])
+    benchmark.main()
+    report = json.loads(output.read_text())
+    assert set(report["to dense"]) == {*benchmark.STEPS, "MAE-7, five epochs"}
+    assert report["to dense"]["dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
+    assert all(ratio["median"] > 0 for ratio in report["to dense"].values())
+    assert "MAE-7, five epochs" in capsys.readouterr().out
