@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from accelerate.utils import DistributedType
 from timm.optim import param_groups_weight_decay
 
 from moh_vision.analysis import describe
@@ -21,7 +22,7 @@ from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import TextConfig
 from moh_vision.data.order import derive_seed
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import load_training, resume_point
+from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
@@ -38,7 +39,8 @@ try:
     from moh_vision.evaluation.perplexity import summary
     from moh_vision.models.moh_text import create_text_model, task_of
     from moh_vision.models.text_weights import init_text
-    from moh_vision.text_scores import final_scores, make_judge
+    from moh_vision.text_scores import BEST, final_scores, make_judge
+    from moh_vision.translation import check_gate_modes
 except ModuleNotFoundError as error:
     print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -50,22 +52,26 @@ def train(argv, signals: StopSignals) -> None:
         config, flags = parse_config(TextConfig, argv, NAME)
         o, d = config.optim, config.data
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
-        if config.init_from and not d.tokenizer and Path(config.init_from, TOKENIZER).is_file():
-            d.tokenizer = config.init_from
+        if accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError("train_text.py does not shard weights (FSDP): launch it with DDP")
+        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        tokenizer = config.output if resumed else d.tokenizer
+        if not tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
+            tokenizer = config.init_from
         cache = str(Path(index_dir(config.output), "text"))
         with accelerator.main_process_first():
-            text = open_text(task_of(config.model.name), d, cache, config.seed, accelerator.print)
-        arguments = {**text.model_arguments(), **(config.model.kwargs or {})}
+            text = open_text(task_of(config.model.name), d, cache, config.seed, tokenizer, accelerator.print)
+        arguments = config.model_arguments(text.model_arguments())
         torch.manual_seed(config.seed)
         model = create_text_model(config.model.name, **arguments)
-        if config.label_smoothing and getattr(model.config, "adaptive_cutoffs", None):
-            raise ValueError(
-                f"label_smoothing {config.label_smoothing:g}: an adaptive softmax never computes all words, set it to 0"
-            )
+        config.check_model(model.config)
+        check_gate_modes(model, config.generate.gate_modes)
         if flags.dry_run:
             print(describe(config.model.name, model, **text.example()))
             return
-        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        micro_batches = o.accumulation * accelerator.num_processes
+        if resumed:
+            text.check(Path(config.output), micro_batches)
         fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
         if config.init_from and not resumed:
             init_text(model, config.init_from, fingerprints, accelerator.print)
@@ -79,14 +85,15 @@ def train(argv, signals: StopSignals) -> None:
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
-    if accelerator.is_main_process:
-        text.save_vocabularies(run)
+    if accelerator.is_main_process and not resumed:
+        text.save(run, micro_batches)
         model.config.save_pretrained(run)  # with model.safetensors what from_pretrained reads
 
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     if config.compile:
         task.compile()
-    groups = param_groups_weight_decay(model, o.weight_decay)
+    routers = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
+    groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=routers)
     if o.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     else:
@@ -103,7 +110,7 @@ def train(argv, signals: StopSignals) -> None:
     accelerator.wait_for_everyone()  # all have read what the log of the main process goes on with
     log = open_log(
         run, start, config.max_steps, config.model.name, config.tracker, config.tree(), accelerator.is_main_process,
-        unit="tokens",
+        unit="tokens", ends_with_validation=False,
     )  # fmt: skip
     metadata = dict(
         architecture=config.model.name, arguments=arguments, vocabularies=fingerprints, config=config.tree()
@@ -126,7 +133,7 @@ def train(argv, signals: StopSignals) -> None:
         # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
         # step's loss is the mean over all its labels.
         labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
-        share = labels / (o.accumulation * accelerator.num_processes)
+        share = labels / micro_batches
         for phase in descent.phases(batches.epoch(step), own):
             losses = []
             for micro, batch in enumerate(descent.batches):
@@ -148,9 +155,12 @@ def train(argv, signals: StopSignals) -> None:
             )
         # Before the save, so that a run that goes on from there knows of it.
         if config.eval_every and done % config.eval_every == 0:
-            scores = judge(text.val, "validation")
+            with user_errors(NAME, code=1):  # a loss that is not finite
+                scores = judge(text.val, "validation")
             log.event(step, {"validation": scores}, f"validation after {done} steps: {summary(scores)}")
-            enough = patience(scores["loss"])
+            if patience(done, scores["loss"]) and config.patience and accelerator.is_main_process:
+                export_weights(model, run / BEST, dict(metadata, step=done))
+            enough = patience.exhausted
         if done % config.save_every == 0 or done == config.max_steps or update.stop or enough:
             with user_errors(NAME, (SaveError,), code=1):
                 saver.save(done, model, None, metadata, last=done == config.max_steps or update.stop > 0 or enough)
@@ -171,7 +181,7 @@ def train(argv, signals: StopSignals) -> None:
         with user_errors(NAME):
             results = final_scores(config, text, model, run, judge, accelerator, log, metadata)
         if accelerator.is_main_process:
-            results = dict(results, step=done, **descent.about())
+            results = dict(results, step=done, **patience.about(), **descent.about())
             (run / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     log.close()
     if not stopped:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Callable, Dict
 
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.data.text.inputs import CausalInputs, TextInputs, TranslationInputs
@@ -17,7 +18,7 @@ from moh_vision.gate_report import report_gates
 from moh_vision.tasks import LanguageTask
 from moh_vision.translation import gate_mode, score_translations, translate
 
-AVERAGED = "averaged.safetensors"
+AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
 
 
 def make_judge(text: TextInputs, model: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
@@ -60,10 +61,11 @@ def final_scores(
     log,
     metadata,
 ) -> Dict:
-    """Scores of the average of the last checkpoints, or of the weights as they are; every process calls it.
+    """Scores of the average of the last checkpoints, with patience of the best weights, or of those as they are; every
+    process calls it.
 
-    Writes the averaged weights, what `report_gates` does, and OUTPUT/translations.txt with a line for every sentence of the split (of another use of
-    the gates: translations.MODE.txt).
+    Writes the averaged weights, what `report_gates` does, and OUTPUT/translations.txt with a line for every pair that is
+    scored (of another use of the gates: translations.MODE.txt).
 
     Args:
         config: a `TextConfig`.
@@ -85,6 +87,9 @@ def final_scores(
         if accelerator.is_main_process:
             export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
         log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
+    elif config.patience and (run / BEST).exists():
+        model.load_state_dict(load_file(run / BEST), strict=False)
+        results.update(weights=BEST)
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
         results[title] = judge(dataset, title)
@@ -100,13 +105,12 @@ def final_scores(
     if not isinstance(text, TranslationInputs):
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
-    lines = text.references(split)
-    references = [lines[number] for number in pairs.numbers]
-    results["bleu"] = {}
+    references = text.references(split, pairs)
+    results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), left_out=pairs.left_out)
     for mode in config.generate.gate_modes:
         with gate_mode(model, mode):
             found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress)
-        scores = results["bleu"][mode] = score_translations(found, references, config.generate.compound_split)
+        scores = results["bleu"][mode] = score_translations(found, references, config.generate)
         if accelerator.is_main_process:
             name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
             (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")

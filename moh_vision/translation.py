@@ -57,24 +57,25 @@ def translate(
     return [text for _, text in sorted(gather_object(found))]
 
 
-def score_translations(hypotheses: List[str], references: List[str], compound_split: bool) -> Dict:
-    """dict(bleu, tokenised_bleu), see `evaluation.bleu`."""
+def score_translations(hypotheses: List[str], references: List[str], options) -> Dict:
+    """dict(bleu, tokenised_bleu), see `evaluation.bleu`; options: a `GenerationConfig`."""
     return dict(
         bleu=bleu(hypotheses, references),
-        tokenised_bleu=tokenised_bleu(hypotheses, references, compound_split=compound_split),
+        tokenised_bleu=tokenised_bleu(hypotheses, references, options.tokenizer, options.compound_split),
     )
+
+
+def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
+    """Raise ValueError for another mode than "soft" where the model has no gates of MAE."""
+    other = next((mode for mode in modes if mode != "soft"), None)
+    if other and not mae_routers(model):
+        raise ValueError(f"generate.gate_modes {other}: the model has no gates of MAE")
 
 
 @contextlib.contextmanager
 def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """With MAE's gates used in another way, see `MAERouter` (Peng 2020, table 5).
-
-    Raises:
-        ValueError: for another mode than "soft" where there are no gates.
-    """
+    """With MAE's gates used in another way, see `MAERouter` (Peng 2020, table 5)."""
     routers = mae_routers(model)
-    if not routers and mode != "soft":
-        raise ValueError(f"generate.gate_modes {mode}: the model has no gates of MAE")
     before = [router.mode for router in routers]
     try:
         for router in routers:

@@ -20,8 +20,8 @@ def write_pairs(folder, train=300, val=40, test=20, seed=0):
     for split, count in (("train", train), ("val", val), ("test", test)):
         pairs = [sentence(rng) for _ in range(count)]
         (folder / f"{split}.de").write_text("".join(f"{de}\n" for de, _ in pairs), encoding="utf-8")
-        with gzip.open(folder / f"{split}.en.gz", "wt", encoding="utf-8") as file:
-            file.write("".join(f"{en}\n" for _, en in pairs))
+        text = "".join(f"{en}\n" for _, en in pairs).encode()
+        (folder / f"{split}.en.gz").write_bytes(gzip.compress(text, mtime=0))
     return folder
 
 

@@ -13,6 +13,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from small_text import write_pairs, write_plain  # noqa: E402
 
 import train_text  # noqa: E402
+from moh_vision.config.text import TextDataConfig  # noqa: E402
+from moh_vision.data.text.inputs import TranslationInputs  # noqa: E402
 from moh_vision.data.text.vocabulary import Vocabulary  # noqa: E402
 from moh_vision.models.moh_text import CausalLMModel, MaskedLMModel, TranslationModel  # noqa: E402
 
@@ -103,7 +105,9 @@ def test_stops_early_and_stays_stopped(data, tmp_path, capsys):
     options = "--eval-every 2 --patience 2 --optim.lr 1e-12 --optim.warmup_lr 0".split()
     train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["step"] == 6 and "without a lower loss" in capsys.readouterr().out
+    assert results["step"] == 6 and results["best_step"] == 2 and results["weights"] == "best.safetensors"
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    assert "without a lower loss" in capsys.readouterr().out
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == results["step"]
@@ -161,6 +165,46 @@ def test_mistakes(data, tmp_path, capsys):
     train("mt", dict(mt=write_pairs(tmp_path / "more", seed=3)), tmp_path / "second", 1, "--data.merges", 40)
     error = refused("mt", "--init-from", tmp_path / "first", "--data.tokenizer", tmp_path / "second")
     assert "another vocabulary" in error
+    assert "set block_descent.mode joint" in refused("mt", preset="mt_nobcd")
+    assert "no gates of MAE" in refused("mt", "--generate.gate_modes", "[soft, argmax]", preset="mt_transformer_base")
+    assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
+
+
+def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, capsys):
+    folder, run = write_pairs(tmp_path / "pairs"), tmp_path / "run"
+    train("mt", dict(mt=folder), run, 2)
+    before = {name: (run / name).read_bytes() for name in ("tokenizer.json", "config.json", "text.json")}
+    write_pairs(folder, seed=4)
+
+    def refused(*more):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            train_text.main(arguments("mt", dict(mt=folder), run, 4, *more))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1
+        assert {name: (run / name).read_bytes() for name in before} == before
+        return error
+
+    assert "the text of train is not the one that" in refused()
+    write_pairs(folder)
+    assert "began with 1 micro-batches a step" in refused(
+        "--optim.accumulation", 2, "--allow-change", "optim.accumulation"
+    )
+    train("mt", dict(mt=folder), run, 4)
+    assert json.loads((run / "results.json").read_text())["step"] == 4
+
+
+def test_references_follow_the_case_of_the_vocabulary(tmp_path):
+    folder = write_pairs(tmp_path / "pairs", train=40, val=4)
+    for split in ("train", "val"):
+        file = folder / f"{split}.de"
+        file.write_text(file.read_text().title())
+    argv = ["--data.lowercase", "true", "--data.source", "en", "--data.target", "de"]
+    train("mt", dict(mt=folder), tmp_path / "run", 1, *argv, preset="mt_transformer_base")
+    data = TextDataConfig(root=str(folder), source="en", target="de", max_length=60, max_tokens=200)
+    text = TranslationInputs(data, str(tmp_path / "cache"), 0, str(tmp_path / "run"), lambda line: None)
+    lines = (folder / "val.de").read_text().splitlines()
+    assert text.references("val", text.val) == [line.lower() for line in lines] != lines
 
 
 def test_dry_run(data, tmp_path, capsys):

@@ -191,6 +191,10 @@ FREE_KEYS = (
     "score",
     "data.workers",
     "data.eval_batch_size",
+    "data.test",
+    "generate",
+    "average",
+    "patience",
 )
 
 # Keys that the config.yaml of earlier runs does not have, and what those did.

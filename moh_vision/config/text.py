@@ -17,7 +17,7 @@ class TextModelConfig:
 
     Args:
         name: a preset of moh_vision.models.moh_text.
-        kwargs: further arguments of the model, such as {encoder_layers: 2, d_model: 128}.
+        kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
     """
 
     name: str = "mt_transformer_base"
@@ -77,7 +77,7 @@ class TextDataConfig:
     workers: int = 0
 
     def __post_init__(self):
-        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 2), ("eval_batch_size", 1)):
+        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 3), ("eval_batch_size", 1)):
             check(f"data.{name}", getattr(self, name), getattr(self, name) >= least, f"at least {least}")
         for name in ("merges", "target_merges", "words"):
             value = getattr(self, name)
@@ -102,7 +102,7 @@ class TextOptimConfig:
     Args:
         name: "adam", or "nesterov": SGD with Nesterov momentum, as Baevski and Auli 2019 train.
         lr: peak learning rate.
-        weight_decay: Adam: decoupled; not applied to biases, norms and gates.
+        weight_decay: decoupled with Adam; not applied to biases, norms and routers.
         betas: of Adam.
         eps: of Adam.
         momentum: of nesterov.
@@ -157,7 +157,8 @@ class GenerationConfig:
         length_penalty: the score of a hypothesis is divided by its length to this power.
         max_length: a translation has at most so many tokens more than its source.
         batch_size: sentences at a time.
-        compound_split: also BLEU with hyphenated words split, as the papers report EN-DE.
+        tokenizer: of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses.
+        compound_split: there, split hyphenated words, as the papers do for WMT14 EN-DE.
         gate_modes: also translate with MAE's gates used otherwise (its Table 5): "soft", "argmax", "random".
     """
 
@@ -165,6 +166,7 @@ class GenerationConfig:
     length_penalty: float = 1.0
     max_length: int = 50
     batch_size: int = 64
+    tokenizer: Literal["13a", "given"] = "13a"
     compound_split: bool = False
     gate_modes: List[Literal["soft", "argmax", "random"]] = field(default_factory=lambda: ["soft"])
 
@@ -188,7 +190,8 @@ class TextConfig(RunConfig):
         label_smoothing: of the cross-entropy, inside the task, so that the auxiliary losses stay.
         eval_every: steps between looks at the val split; 0: only at the end.
         patience: stop after so many of them in a row without a lower loss; 0: never.
-        average: the final scores are those of the average of the last checkpoints' weights, so many; 1: of the last one.
+        average: the final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
+            weights of lowest loss (best.safetensors), else of the last ones.
         generate: how test sentences are translated.
     """
 
@@ -212,4 +215,25 @@ class TextConfig(RunConfig):
         if self.average > self.keep_checkpoints:
             raise ValueError(
                 f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
+            )
+        if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
+            raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
+
+    def model_arguments(self, sizes: dict) -> dict:
+        """Arguments of the model: `sizes`, which follow from the text, and model.kwargs.
+
+        Raises:
+            ValueError: for one of these in model.kwargs.
+        """
+        own = self.model.kwargs or {}
+        for name, value in sizes.items():
+            if name in own:
+                raise ValueError(f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out")
+        return {**sizes, **own}
+
+    def check_model(self, model) -> None:
+        """Raise ValueError for what cannot be had with a model of this transformers config."""
+        if self.label_smoothing and getattr(model, "adaptive_cutoffs", None):
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing:g}: an adaptive softmax never computes all words, set it to 0"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Iterable, List
+from typing import Dict, Iterable, List, Tuple
 
 
 class Patience:
@@ -13,30 +13,39 @@ class Patience:
 
     Args:
         limit: so many in a row without a lower loss are enough; 0: never.
-        earlier: losses of the run until now, in order.
+        earlier: (steps done, loss) of the run until now, in order.
+
+    Attributes:
+        best, best_step: the lowest loss, and how many steps were done then.
+        waited: looks since.
     """
 
-    def __init__(self, limit: int, earlier: Iterable[float] = ()):
-        self.limit, self.best, self.waited = limit, math.inf, 0
-        for loss in earlier:
-            self(loss)
+    def __init__(self, limit: int, earlier: Iterable[Tuple[int, float]] = ()):
+        self.limit, self.best, self.best_step, self.waited = limit, math.inf, 0, 0
+        for step, loss in earlier:
+            self(step, loss)
 
-    def __call__(self, loss: float) -> bool:
-        """Take note of a loss; whether the run should end."""
-        if loss < self.best:
-            self.best, self.waited = loss, 0
+    def __call__(self, step: int, loss: float) -> bool:
+        """Take note of the loss after `step` steps; whether it is the lowest."""
+        lowest = loss < self.best
+        if lowest:
+            self.best, self.best_step, self.waited = loss, step, 0
         else:
             self.waited += 1
-        return self.exhausted
+        return lowest
 
     @property
     def exhausted(self) -> bool:
         """Whether the run should end."""
         return bool(self.limit) and self.waited >= self.limit
 
+    def about(self) -> Dict[str, float]:
+        """The lowest loss and its step; empty if there was none."""
+        return dict(best_step=self.best_step, best_loss=self.best) if self.best_step else {}
 
-def earlier_losses(metrics: Path, start: int) -> List[float]:
-    """The validation losses in a run's metrics.jsonl from before step `start`."""
+
+def earlier_losses(metrics: Path, start: int) -> List[Tuple[int, float]]:
+    """(steps done, validation loss) in a run's metrics.jsonl from before step `start`."""
     if not metrics.exists():
         return []
     losses = []
@@ -46,5 +55,5 @@ def earlier_losses(metrics: Path, start: int) -> List[float]:
         except ValueError:
             continue  # a torn last line
         if "validation" in entry and entry["step"] < start:
-            losses.append(entry["validation"]["loss"])
+            losses.append((entry["step"] + 1, entry["validation"]["loss"]))
     return losses

@@ -29,6 +29,7 @@ class RunLog:
         title: of the lines and the bar.
         tracker: it gets the same numbers.
         unit: what is counted per second, a name in UNITS.
+        ends_with_validation: a run that is at its end already only repeats its last validation, whose line is dropped then.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RunLog:
         title: str,
         tracker: Optional[Tracker] = None,
         unit: str = "images",
+        ends_with_validation: bool = True,
     ):
         self.enabled = enabled
         self.tracker = tracker
@@ -49,7 +51,7 @@ class RunLog:
         if not enabled:
             return
         if path.exists():
-            finished = start == total  # then only the last validation is done again
+            finished = start == total and ends_with_validation
             kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) < start]
             hidden = path.with_name(f".{path.name}.tmp")
             hidden.write_text("".join(line + "\n" for line in kept))
@@ -138,11 +140,11 @@ def open_log(
     tracker: Optional[str],
     config: dict,
     enabled: bool,
-    unit: str = "images",
+    **options,
 ) -> RunLog:
-    """The log of a run in its folder, with the tracker of that name; see `RunLog` and `tracking.open_tracker`."""
+    """The log of a run in its folder, with the tracker of that name; see `RunLog`, which has the options, and `tracking.open_tracker`."""
     tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
-    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, unit)
+    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, **options)
 
 
 def peak_memory_mib() -> float:

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Callable, List, Optional
 
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.tracking import check_tracker
@@ -65,7 +66,11 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     torch.backends.cudnn.allow_tf32 = tf32
     # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
     accumulation = GradientAccumulationPlugin(num_steps=1)
-    return Accelerator(mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation)
+    # The others wait while the main process indexes shards, or encodes text; the default is 10 minutes.
+    patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
+    return Accelerator(
+        mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation, kwargs_handlers=[patient]
+    )
 
 
 def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, accelerator) -> Path:

@@ -189,7 +189,7 @@ def test_512_480(tmp_path):
 def test_causal_mistakes(tmp_path):
     _, tokens = running_text(tmp_path, ["w1 w2 w3"], mask=False, skip_empty=False)
     assert len(CausalWindows(tokens, 4)) == 1
-    with pytest.raises(ValueError, match="4 tokens, fewer than a context of 5"):
+    with pytest.raises(ValueError, match="4 tokens, fewer than a block of 5"):
         CausalWindows(tokens, 5)
     for stride in (0, 5):
         with pytest.raises(ValueError, match=f"a stride of {stride} for a context of 4: allowed are 1 to 4"):

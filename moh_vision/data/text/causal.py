@@ -38,7 +38,9 @@ class CausalWindows(Dataset):
         if not 1 <= self.stride <= width:
             raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
         if len(tokens.ids) < width:
-            raise ValueError(f"{tokens.path}: {len(tokens.ids)} tokens, fewer than a context of {width}")
+            raise ValueError(
+                f"{tokens.path.name.partition('.')[0]}: {len(tokens.ids)} tokens, fewer than a block of {width}"
+            )
 
     def __len__(self) -> int:
         return 1 - (self.width - len(self.tokens.ids)) // self.stride

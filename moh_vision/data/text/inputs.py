@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
@@ -17,7 +18,7 @@ from moh_vision.data.text.token_cache import encoded
 from moh_vision.data.text.translation import ParallelTokens
 from moh_vision.data.text.vocabulary import Vocabulary
 
-TOKENIZER, TARGET_TOKENIZER = "tokenizer.json", "target_tokenizer.json"
+TOKENIZER, TARGET_TOKENIZER, RECORD = "tokenizer.json", "target_tokenizer.json", "text.json"
 
 
 class TextInputs:
@@ -27,6 +28,7 @@ class TextInputs:
         data: a `TextDataConfig`.
         cache_dir: folder of caches.
         seed: of the run.
+        tokenizer: run or tokenizer.json whose vocabularies are used; None: they are made from the training split.
         say: told what is used and what is made again.
 
     Attributes:
@@ -40,19 +42,51 @@ class TextInputs:
     vocabularies: Tuple[Vocabulary, Vocabulary]
     first: object  # what the data set calls its first sample
 
-    def __init__(self, data, cache_dir: str, seed: int, say: Callable[[str], None]):
-        self.data, self.cache_dir, self.seed, self.say = data, cache_dir, seed, say
+    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str], say: Callable[[str], None]):
+        self.data, self.cache_dir, self.seed, self.tokenizer, self.say = data, cache_dir, seed, tokenizer, say
         self.vocabularies = self.find_vocabularies()
         self.train = self.dataset(data.train, training=True)
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 
-    def save_vocabularies(self, run: Path) -> None:
-        """Beside the weights, as `data.tokenizer` finds them."""
+    def record(self, micro_batches: int) -> dict:
+        """What a run must find again to go on: its text, and where a step's size follows from it its micro-batches."""
+        return dict(train=self.fingerprint())
+
+    def save(self, run: Path, micro_batches: int) -> None:
+        """The vocabularies beside the weights, as `data.tokenizer` finds them, and the record.
+
+        Args:
+            micro_batches: of a step, over all processes.
+        """
         source, target = self.vocabularies
         source.save(run / TOKENIZER)
         if target is not source:
             target.save(run / TARGET_TOKENIZER)
+        hidden = run / f".{RECORD}"
+        hidden.write_text(json.dumps(self.record(micro_batches)) + "\n")
+        hidden.rename(run / RECORD)
+
+    def check(self, run: Path, micro_batches: int) -> None:
+        """Raise ValueError, in one line, unless a run that goes on would go on with what it began with."""
+        try:
+            began = json.loads((run / RECORD).read_text())
+        except (OSError, ValueError):
+            raise ValueError(
+                f"{run / RECORD}: not there or damaged; --fresh moves the run aside and starts over"
+            ) from None
+        now = self.record(micro_batches)
+        if began.get("train") != now["train"]:
+            raise ValueError(
+                f"data.root {self.data.root}: the text of {self.data.train} is not the one that {run} began with; "
+                "bring it back, or --fresh moves the run aside and starts over"
+            )
+        before = began.get("micro_batches")
+        if before != now.get("micro_batches"):
+            raise ValueError(
+                f"{run} began with {before} micro-batches a step (processes x optim.accumulation), now there are "
+                f"{micro_batches}: another step, and another order"
+            )
 
     def example(self) -> Dict[str, Tensor]:
         """The model's inputs for one training sample."""
@@ -68,10 +102,10 @@ class TextInputs:
         return [batch for _, batch in evaluation_stream(dataset, self.slices(dataset, rank, world))]
 
     def given(self) -> Optional[Tuple[Vocabulary, Vocabulary]]:
-        """The vocabularies that data.tokenizer names."""
-        if not self.data.tokenizer:
+        """The vocabularies of `tokenizer`."""
+        if not self.tokenizer:
             return None
-        place = Path(self.data.tokenizer)
+        place = Path(self.tokenizer)
         file = place / TOKENIZER if place.is_dir() else place
         if not file.is_file():
             raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
@@ -115,9 +149,19 @@ class TranslationInputs(TextInputs):
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
 
-    def references(self, split: str) -> List[str]:
-        """The target's lines of a split, as they stand in the file."""
-        return list(self.open(split).target)
+    def fingerprint(self) -> str:
+        """Of the training text."""
+        return " ".join(side.fingerprint() for side in self.open(self.data.train))
+
+    def record(self, micro_batches: int) -> dict:
+        # How many sentences are in a step follows from its micro-batches; blocks are shared out among them instead.
+        return dict(super().record(micro_batches), micro_batches=micro_batches)
+
+    def references(self, split: str, pairs: ParallelTokens) -> List[str]:
+        """The target's lines of a split's pairs, as they stand in the file, or in lower case if the vocabulary is."""
+        lines = list(self.open(split).target)
+        found = [lines[number] for number in pairs.numbers]
+        return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
 
 
 class BlockInputs(TextInputs):
@@ -138,6 +182,10 @@ class BlockInputs(TextInputs):
             options = dict(max_words=d.words or None, mask=self.mask, lowercase=d.lowercase)
             made = trained_vocabulary(texts, self.cache_dir, "word", self.say, **options)
         return made, made
+
+    def fingerprint(self) -> str:
+        """Of the training text."""
+        return open_plain(self.data.root, self.data.train).fingerprint()
 
     def tokens(self, split: str, skip_empty: bool):
         lines = open_plain(self.data.root, split)
@@ -182,6 +230,8 @@ class CausalInputs(BlockInputs):
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}
 
 
-def open_text(kind: str, data, cache_dir: str, seed: int, say: Callable[[str], None] = print) -> TextInputs:
+def open_text(
+    kind: str, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, say: Callable[[str], None] = print
+) -> TextInputs:
     """The inputs of a task: "mt", "mlm" or "clm"; see `TextInputs`."""
-    return INPUTS[kind](data, cache_dir, seed, say)
+    return INPUTS[kind](data, cache_dir, seed, tokenizer, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator, List, Optional
 
 from moh_vision.data.shards.record import sha256_of
 
@@ -62,6 +62,11 @@ class TextFile:
         return self._sha256
 
 
+def there(folder: Path, name: str, suffix: str) -> List[Path]:
+    """Which of NAME{suffix} and NAME{suffix}.gz there are."""
+    return [path for path in (folder / f"{name}{suffix}", folder / f"{name}{suffix}.gz") if path.exists()]
+
+
 def find_text(folder: Path, names: tuple, suffix: str) -> TextFile:
     """The file NAME{suffix} or NAME{suffix}.gz of the first name that has one.
 
@@ -70,13 +75,13 @@ def find_text(folder: Path, names: tuple, suffix: str) -> TextFile:
         ValueError: if there are both forms.
     """
     for name in names:
-        there = [p for p in (folder / f"{name}{suffix}", folder / f"{name}{suffix}.gz") if p.exists()]
-        if len(there) == 2:
-            raise ValueError(f"data.root {folder}: both {there[0].name} and {there[1].name}; remove one")
-        if there and not there[0].is_file():
-            raise ValueError(f"{there[0]}: not a file but a folder, pipe, socket or device")
-        if there:
-            return TextFile(there[0])
+        files = there(folder, name, suffix)
+        if len(files) == 2:
+            raise ValueError(f"data.root {folder}: both {files[0].name} and {files[1].name}; remove one")
+        if files and not files[0].is_file():
+            raise ValueError(f"{files[0]}: not a file but a folder, pipe, socket or device")
+        if files:
+            return TextFile(files[0])
     found = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
     listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
     wanted = " or ".join(f"{name}{suffix}" for name in names)

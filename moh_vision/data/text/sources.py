@@ -8,7 +8,7 @@ from typing import Iterator, NamedTuple, Tuple, Union
 
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.text.hub import HubText, hub_table
-from moh_vision.data.text.lines import TextFile, find_text
+from moh_vision.data.text.lines import TextFile, find_text, there
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
@@ -81,7 +81,10 @@ def open_parallel(root: str, split: str, source: str, target: str) -> ParallelTe
                 raise ValueError(f"{name}: no language {language}; it has {', '.join(languages)}")
         return ParallelText(HubText(table, name, source), HubText(table, name, target))
     folder = _folder(root, f"{split}.{source} and {split}.{target}")
-    return ParallelText(*(find_text(folder, names, f".{language}") for language in (source, target)))
+    # One name for both sides: val.de does not belong to valid.en.
+    suffixes = [f".{language}" for language in (source, target)]
+    whole = [name for name in names if all(there(folder, name, suffix) for suffix in suffixes)]
+    return ParallelText(*(find_text(folder, (*whole[:1], *names), suffix) for suffix in suffixes))
 
 
 def open_plain(root: str, split: str) -> Lines:
