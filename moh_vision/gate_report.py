@@ -12,6 +12,7 @@ from moh_vision.analysis.gate_figures import draw_gate_load
 from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.data.text.vocabulary import Vocabulary
+from moh_vision.engine.steps import total_over_processes
 
 
 class Group(NamedTuple):
@@ -91,12 +92,8 @@ def add_up(model: nn.Module, groups: List[Group], batches: Iterable[Dict[str, Te
                 padding = None if mask is None else mask == 0
             group.statistics.update([stats[place] for place in group.places], batch[group.reads], padding)
 
-    def total(tensor: Tensor) -> Tensor:
-        return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
-    if accelerator.num_processes > 1:
-        for group in groups:
-            group.statistics.reduce(total)
+    for group in groups:
+        group.statistics.reduce(total_over_processes(accelerator))
 
 
 def as_text(groups: List[Group], translates: bool, split: str) -> str:

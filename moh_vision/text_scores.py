@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moh_vision.data.text.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation import bleu
 from moh_vision.evaluation.perplexity import perplexity, summary
 from moh_vision.gate_report import report_gates
@@ -39,11 +40,7 @@ def make_judge(text: TextInputs, model: nn.Module, accelerator, log) -> Callable
             with accelerator.autocast():
                 return judged(**batch)[0]
 
-        def total(tensor: Tensor) -> Tensor:
-            if accelerator.num_processes == 1:
-                return tensor
-            return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
+        total = total_over_processes(accelerator)
         scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
         log.pause()
         return scores

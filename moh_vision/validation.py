@@ -15,6 +15,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.script import index_dir
+from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.models.weights import to_validate
 from moh_vision.tasks import ClassificationTask
@@ -61,9 +62,7 @@ def validate(
         load.add(stats, labels)
         return logits
 
-    def total(tensor):
-        return tensor if world == 1 else accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
+    total = total_over_processes(accelerator)
     images = LabelledImages(source, transform, seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers, unreadable)
     since = time.monotonic()

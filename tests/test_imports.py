@@ -17,7 +17,7 @@ ALLOWED = {
     "previews": {"analysis", "diffusion", "engine"},
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "translation": {"data", "evaluation", "models"},
-    "gate_report": {"analysis", "attention", "data"},
+    "gate_report": {"analysis", "attention", "data", "engine"},
     "text_scores": {"data", "engine", "evaluation", "gate_report", "tasks", "translation"},
     "config": set(),
     "command_line": {"config"},

@@ -142,7 +142,8 @@ def open_log(
     enabled: bool,
     **options,
 ) -> RunLog:
-    """The log of a run in its folder, with the tracker of that name; see `RunLog`, which has the options, and `tracking.open_tracker`."""
+    """The log of a run in its folder, with the tracker of that name; see `RunLog` (options: its last arguments) and
+    `tracking.open_tracker`."""
     tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
     return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, Optional
+from typing import Callable, List, Optional
 
 import torch
 from accelerate.utils import gather_object
@@ -138,6 +138,17 @@ class Updater:
                 f"step {step}: {self.in_a_row} steps in a row without finite loss and gradient (gradient norm {norm:g}, "
                 f"loss {loss:g}, lr {lr:g}); the last one with both was step {step - self.in_a_row}"
             )
+
+
+def total_over_processes(accelerator) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that sums a tensor in main memory over all processes; every process calls it."""
+
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        if accelerator.num_processes == 1:
+            return tensor
+        return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
+
+    return total
 
 
 def greatest(values: torch.Tensor) -> List[float]:

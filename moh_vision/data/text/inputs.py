@@ -17,6 +17,7 @@ from moh_vision.data.text.stream import BlockBatches, block_slices, evaluation_s
 from moh_vision.data.text.token_cache import encoded
 from moh_vision.data.text.translation import ParallelTokens
 from moh_vision.data.text.vocabulary import Vocabulary
+from moh_vision.data.text.whole_file import whole_file
 
 TOKENIZER, TARGET_TOKENIZER, RECORD = "tokenizer.json", "target_tokenizer.json", "text.json"
 
@@ -63,9 +64,8 @@ class TextInputs:
         source.save(run / TOKENIZER)
         if target is not source:
             target.save(run / TARGET_TOKENIZER)
-        hidden = run / f".{RECORD}"
-        hidden.write_text(json.dumps(self.record(micro_batches)) + "\n")
-        hidden.rename(run / RECORD)
+        with whole_file(run / RECORD) as file:
+            file.write((json.dumps(self.record(micro_batches)) + "\n").encode())
 
     def check(self, run: Path, micro_batches: int) -> None:
         """Raise ValueError, in one line, unless a run that goes on would go on with what it began with."""
