@@ -20,7 +20,7 @@ PARTNERS = 4
 # `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
 # its attention calls. Measured with attend_chosen against attention of all heads, 32 to 4096 keys of 12 to 32 heads,
 # batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16, on one thread of 2 busy EPYC cores
-# (AVX2): medians of 16 to 60 interleaved rounds. Above these numbers the ratios were 0.12 to 0.97, but for one case on
+# (AVX2): medians of 16 to 60 interleaved rounds. Above these numbers the ratios were 0.12 to 0.92, but for one case on
 # the border that was 0.89, 0.96 and 1.09 in three runs; well below them `decode` took up to four times as long.
 UNREAD, UNREAD_PER_CALL = 1_000_000, 125_000
 # Up to so many threads. More have been measured only beside other work on the same cores, where the threads' waiting for
