@@ -7,6 +7,8 @@ from typing import Tuple
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention.cache import ContextCache
+from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed, plain
 from moh_vision.attention.executors.samples import alike
@@ -44,21 +46,25 @@ SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing sav
 
 
 def choose(call: Call) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call, "packed" or "masked", and why."""
+    """The executor that `auto` takes for a call, "packed", "decode" or "masked", and why."""
     layer, x, routing = call.layer, call.x, call.routing
     active = routing.active
     if active is None:
         return "masked", "every head may run"
     if x.device.type != "cpu":
         return "masked", f"packed has not been measured on {x.device.type}"
-    if not plain(layer):
-        return "masked", "the projections carry hooks or are not plain linear layers"
-    if call.cache is not None:
-        return "masked", "a cache needs the keys of all heads"
-    scope = "sample" if active.shape[1] == 1 else "token"
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     train = layer.training or torch.is_grad_enabled()
+    if call.cache is not None:
+        if train or x.shape[1] > 1 or isinstance(call.cache, ContextCache):
+            return "masked", "a cache needs the keys of all heads"
+        if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
+            return "decode", "one token, and much of the cache need not be read"
+        return "masked", "one token, but little of the cache could be left unread"
+    if not plain(layer):
+        return "masked", "the projections carry hooks or are not plain linear layers"
+    scope = "sample" if active.shape[1] == 1 else "token"
     smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST
     if x.shape[0] * x.shape[1] * layer.q_dim < smallest:
         return "masked", f"fewer than {smallest:,} numbers in the queries of all heads: packing would cost more"
@@ -95,6 +101,9 @@ def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
     return (S * tokens + longest * groups) / (layer.num_heads * tokens)
 
 
+AMONG = {"packed": packed, "decode": decode, "masked": masked}
+
+
 @lru_cache(maxsize=256)
 def say(picked: str, reason: str) -> None:
     """Log a decision the first time it is made."""
@@ -102,11 +111,11 @@ def say(picked: str, reason: str) -> None:
 
 
 def auto(call: Call) -> Tensor:
-    """`packed` or `masked`, whichever `choose` says.
+    """`packed`, `decode` or `masked`, whichever `choose` says.
 
     What was picked and why is logged once at level INFO under "moh_vision.attention".
     """
     picked, reason = choose(call)
     if log.isEnabledFor(logging.INFO):
         say(picked, reason)
-    return packed(call) if picked == "packed" else masked(call)
+    return AMONG[picked](call)
