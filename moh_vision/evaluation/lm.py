@@ -110,7 +110,7 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
         tasks = lm_harness.open_tasks(rows, options.include_path)
     model, about = open_model(options.model, options.dtype, device, tokenizer)
     scored = lm_harness.evaluate_rows(
-        rows, tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
+        tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
     )
     if scored is None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
@@ -62,8 +63,21 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
     return f"--tasks: no suite or task is named {name}; {hint}"
 
 
-def open_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Dict[str, list]:
-    """Name -> the harness' objects of it, with their data: all of it is fetched before anything is scored.
+@dataclass
+class Tasks:
+    """What `open_tasks` loaded.
+
+    Attributes:
+        objects: row -> the harness' tasks and groups.
+        manager: its TaskManager, which is dear to make.
+    """
+
+    objects: Dict[Row, list]
+    manager: object
+
+
+def open_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks:
+    """The harness' objects of rows, with their data: all of it is fetched before anything is scored.
 
     Args:
         rows: of `plan`.
@@ -82,22 +96,22 @@ def open_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Dict[
     for name in names:
         if name not in manager.all_tasks:
             raise ValueError(unknown_name(name, manager.all_tasks))
-    opened = {}
-    for name in names:
-        try:
-            loaded = manager.load([name])
-        except Exception as error:  # whatever the hub's client, a builder of data or a task's own code raises
-            data = ", ".join(_data_sets(manager.task_index, name)[:3]) or "unknown"
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
-            raise ValueError(f"task {name}: its data set ({data}) cannot be loaded: {reason}") from None
-        group = loaded.get("groups", {}).get(name)
-        opened[name] = [group] if group is not None else list(loaded["tasks"].values())
-    return opened
+    opened: Dict[Row, list] = {row: [] for row in rows}
+    for row in rows:
+        for name in row.tasks:
+            try:
+                loaded = manager.load([name])  # anew for every row: a task keeps the shots that it was given
+            except Exception as error:  # whatever the hub's client, a builder of data or a task's own code raises
+                data = ", ".join(_data_sets(manager.task_index, name)[:3]) or "unknown"
+                reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+                raise ValueError(f"task {name}: its data set ({data}) cannot be loaded: {reason}") from None
+            group = loaded.get("groups", {}).get(name)
+            opened[row] += [group] if group is not None else list(loaded["tasks"].values())
+    return Tasks(opened, manager)
 
 
 def evaluate_rows(
-    rows: Sequence[Row],
-    tasks: Dict[str, list],
+    tasks: Tasks,
     model: nn.Module,
     tokenizer,
     *,
@@ -108,7 +122,6 @@ def evaluate_rows(
     """Score a model; every process calls it, each takes a share of the questions.
 
     Args:
-        rows: of `plan`.
         tasks: of `open_tasks`.
         model: a transformers causal language model, in eval mode on its device.
         tokenizer: transformers' kind.
@@ -138,12 +151,12 @@ def evaluate_rows(
         harness.accelerator = accelerator
         harness._rank, harness._world_size = accelerator.process_index, processes
     found, versions = [], {}
-    for row in rows:
-        objects = [o for name in row.tasks for o in tasks[name]]
+    for row, objects in tasks.objects.items():
         shots = None if row.shots < 0 else row.shots
         result = simple_evaluate(
             model=harness,
             tasks=objects,
+            task_manager=tasks.manager,
             num_fewshot=shots,
             batch_size=batch_size,
             limit=limit,

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -173,12 +174,16 @@ def test_a_suite_takes_its_metric_and_the_mean_of_two_tasks(model, tmp_path, cap
     tasks = tmp_path / "tasks"
     write_task(tasks, "tiny_a", QUESTIONS, CHOICE)
     write_task(tasks, "tiny_b", [dict(row, l=0) for row in QUESTIONS], CHOICE)
-    rows = (Row("A", 1, "acc_norm,none", ("tiny_a",)), Row("AB", 0, "acc,none", ("tiny_a", "tiny_b")))
+    rows = (
+        Row("AB", 0, "acc,none", ("tiny_a", "tiny_b")),
+        Row("A", 1, "acc_norm,none", ("tiny_a",)),  # the same task with other shots
+    )
     monkeypatch.setitem(SUITES, "moh-tiny", Suite("nowhere", rows, dict(X=(1.0, 2.0)), dict(X=1.5)))
     out = tmp_path / "scores.json"
     assert run("--model", model, "--tasks", "moh-tiny", "--include-path", tasks, "--out", out) == 0
     record = json.loads(out.read_text())
-    one, two = record["rows"]
+    two, one = record["rows"]
+    assert two["used_shots"] == dict(tiny_a=0, tiny_b=0) and one["used_shots"] == dict(tiny_a=1)
     assert one["value"] == pytest.approx(100 * one["metrics"]["tiny_a"]["acc_norm,none"]) and one["shots"] == 1
     pair = [two["metrics"][name]["acc,none"] for name in ("tiny_a", "tiny_b")]
     assert pair[0] != pair[1] and two["value"] == pytest.approx(50 * sum(pair))
@@ -232,19 +237,19 @@ def test_processes_share_questions_and_windows(model, tmp_path):
     tasks = write_task(tmp_path / "tasks", "tiny_choice", QUESTIONS, CHOICE)
     text = tmp_path / "text.txt"
     text.write_text("some words to be read\n" * 20)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    environment = dict(os.environ, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     questions = ["--tasks", "tiny_choice", "--include-path", tasks, "--num-fewshot", "1"]
+    windows = ["--perplexity", str(text), "--context", "32", "--stride", "9"]
     records = {}
-    for kind, extra in (
-        ("tasks", questions),
-        ("text", ["--perplexity", str(text), "--context", "32", "--stride", "9"]),
-    ):
-        common = ["--model", model, *extra]
-        for number, start in ((1, [sys.executable, "-m"]), (2, launch)):
-            out = tmp_path / f"{kind}{number}.json"
-            subprocess.run([*start, "moh_vision.evaluation.lm", *common, "--out", str(out)], check=True, cwd=ROOT)
-            records[kind, number] = json.loads(out.read_text())
-            assert records[kind, number]["processes"] == number
+    for kind, extra in (("tasks", questions), ("text", windows)):
+        one, two = tmp_path / f"{kind}1.json", tmp_path / f"{kind}2.json"
+        command = ["--model", model, *extra, "--device", "cpu", "--out", one]
+        assert run(*command) == 0
+        command = [*launch, "moh_vision.evaluation.lm", "--model", model, *extra, "--out", str(two)]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
+        records.update({(kind, n): json.loads(out.read_text()) for n, out in ((1, one), (2, two))})
+        assert [records[kind, n]["processes"] for n in (1, 2)] == [1, 2]
     for row in (records["tasks", 1]["rows"][0], records["tasks", 2]["rows"][0]):
         assert row["samples"] == dict(tiny_choice=7)
     for key in ("acc,none", "acc_norm,none"):
