@@ -37,6 +37,7 @@ def _parse(argv: List[str]) -> argparse.Namespace:
         "--model", metavar="RUN", help="folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
     )
     add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
+    add("--moh-llama3", action="store_true", help="RUN is the released MoH-LLaMA3-8B, or laid out as it")
     add("--tasks", metavar="A,B", help="suites (see --list), or tasks, groups and tags of the harness")
     add("--perplexity", metavar="FILE", help="instead of --tasks: the perplexity of a UTF-8 text")
     add("--list", action="store_true", help="print the suites with the paper's numbers, and stop")
@@ -108,7 +109,7 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
     tokenizer = open_tokenizer(options.tokenizer or options.model, text=False)
     with accelerator.main_process_first():  # the others find the data sets fetched
         tasks = lm_harness.open_tasks(rows, options.include_path)
-    model, about = open_model(options.model, options.dtype, device, tokenizer)
+    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     scored = lm_harness.evaluate_rows(
         tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
     )
@@ -140,7 +141,7 @@ def _perplexity(options: argparse.Namespace, accelerator) -> dict:
 
     device = _device(options.device, accelerator)
     tokenizer = open_tokenizer(options.tokenizer or options.model, text=True)
-    model, about = open_model(options.model, options.dtype, device, tokenizer)
+    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     most = longest(model)
     context = options.context or min(2048, most or 2048)
     stride = options.stride or max(1, context // 4)

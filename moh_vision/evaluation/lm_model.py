@@ -15,12 +15,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 import moh_vision.models.moh_text  # noqa: F401  registers our model types
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.data.text.lines import TextFile
 from moh_vision.data.text.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
+from moh_vision.models.moh_llama import load_moh_llama3
 
 TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation
@@ -78,7 +79,7 @@ def open_tokenizer(folder: str, text: bool):
     return tokenizer
 
 
-def open_model(folder: str, dtype: str, device: torch.device, tokenizer) -> Tuple[nn.Module, dict]:
+def open_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
     """(model in eval mode, what is needed to repeat its scores).
 
     Args:
@@ -86,9 +87,11 @@ def open_model(folder: str, dtype: str, device: torch.device, tokenizer) -> Tupl
         dtype: "auto" or a name of torch's.
         device: where it goes.
         tokenizer: whose tokens the model must have.
+        released: the folder is laid out as the released MoH-LLaMA3-8B; see `load_moh_llama3`.
 
     Raises:
-        ValueError: naming the folder, if it holds no causal language model, or one with fewer tokens than the tokenizer.
+        ValueError: naming the folder, if it holds no causal language model, one that is told by code in the folder alone, or
+            one with fewer tokens than the tokenizer.
     """
     place = Path(folder)
     if not (place / "config.json").is_file():
@@ -96,7 +99,14 @@ def open_model(folder: str, dtype: str, device: torch.device, tokenizer) -> Tupl
             f"--model {folder}: no config.json; expected a folder that save_pretrained or train_text.py wrote"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
+        if "AutoModelForCausalLM" in code and not released:  # the released MoH-LLaMA3-8B would be scored with all heads
+            raise ValueError(
+                "its config.json has an auto_map to code of its own, which is not run; --moh-llama3 reads the released MoH-LLaMA3-8B, "
+                "and without that entry it is what its model_type says"
+            )
+        load = load_moh_llama3 if released else AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     except UNREADABLE as error:
         raise ValueError(f"--model {folder}: not read as a causal language model: {_first_line(error)}") from None
     size = model.config.get_text_config().vocab_size

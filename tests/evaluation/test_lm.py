@@ -2,6 +2,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -25,6 +26,11 @@ needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("routed"), budget=0.5)
 
 
 def run(*arguments):
@@ -192,9 +198,9 @@ def test_a_suite_takes_its_metric_and_the_mean_of_two_tasks(model, tmp_path, cap
 
 
 @needs_harness
-def test_generated_text_is_greedy_and_compared(model, tmp_path):
-    net = transformers.AutoModelForCausalLM.from_pretrained(model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+def test_generated_text_is_greedy_and_compared(routed, tmp_path):
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(routed)
     rows = []
     for i, row in enumerate(QUESTIONS):
         ids = tokenizer(row["q"], return_tensors="pt")["input_ids"]
@@ -203,7 +209,7 @@ def test_generated_text_is_greedy_and_compared(model, tmp_path):
         rows.append(dict(q=row["q"], t=text if i < 5 else text + "?"))
     tasks = write_task(tmp_path / "tasks", "tiny_generate", rows, GENERATE)
     out = tmp_path / "scores.json"
-    command = ["--model", model, "--tasks", "tiny_generate", "--include-path", tasks, "--out", out]
+    command = ["--model", routed, "--tasks", "tiny_generate", "--include-path", tasks, "--out", out]
     assert run(*command, "--batch-size", 3) == 0  # questions of different lengths: padded on the left
     (row,) = json.loads(out.read_text())["rows"]
     assert row["metrics"]["tiny_generate"]["exact_match,none"] == pytest.approx(5 / 7)
@@ -276,9 +282,10 @@ def slow_losses(model, ids, context, stride):
     return losses
 
 
+@pytest.mark.parametrize("kind", ("model", "routed"))
 @pytest.mark.parametrize("context, stride, batch", ((16, 4, 1), (16, 5, 3), (16, 16, 2), (9, 1, 4), (64, 3, 2)))
-def test_sliding_windows_score_as_token_by_token(model, context, stride, batch):
-    net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+def test_sliding_windows_score_as_token_by_token(kind, context, stride, batch, request):
+    net = transformers.AutoModelForCausalLM.from_pretrained(request.getfixturevalue(kind)).eval()
     ids = torch.randint(0, 258, (42,))
     windows = list(sliding_windows(ids, context, stride, batch))
     scores = perplexity(causal_losses(net), windows, "cpu", lambda t: t)
@@ -291,8 +298,8 @@ def test_sliding_windows_score_as_token_by_token(model, context, stride, batch):
     assert sum(len(share) for share in shares) == len(windows)
 
 
-def test_logits_of_unlabelled_positions_are_not_asked_for(model):
-    net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+def test_logits_of_unlabelled_positions_are_not_asked_for(routed):
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
     asked = []
     net.lm_head.register_forward_pre_hook(lambda module, inputs: asked.append(inputs[0].shape[1]))
     ids = torch.randint(0, 258, (31,))
@@ -341,6 +348,31 @@ def test_a_run_of_ours_is_scored_line_by_line(tmp_path):
     ids = torch.tensor([EOS] + [i for row in encoded for i in (*row, EOS)])
     assert record["tokens"] == len(ids) - 1 and record["words"] == 6 + 3
     assert record["loss"] == pytest.approx(sum(slow_losses(net, ids, 8, 3)) / (len(ids) - 1), rel=1e-5)
+
+
+def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_path, capsys):
+    folder = tmp_path / "released"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n")
+    ask = ["--model", folder, "--perplexity", text]
+    assert "auto_map to code of its own, which is not run" in mistake(capsys, *ask)
+    same = write_model(tmp_path / "same", budget=[(2, 1), (2, 1)])
+    losses = {}
+    for name, command in (
+        ("released", [*ask, "--moh-llama3"]),
+        ("same", ["--model", same, "--perplexity", text]),
+        ("dense", ["--model", model, "--perplexity", text]),
+    ):
+        assert run(*command, "--out", tmp_path / f"{name}.json") == 0
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        losses[name] = record["loss"]
+        assert (record["moh"] is None) == (name == "dense")
+    assert losses["released"] == pytest.approx(losses["same"], rel=1e-6)
+    assert abs(losses["released"] - losses["dense"]) > 1e-3
 
 
 # Mistakes
