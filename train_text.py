@@ -76,8 +76,7 @@ def train(argv, signals: StopSignals) -> None:
         if config.init_from and not resumed:
             init_text(model, config.init_from, fingerprints, accelerator.print)
         train_only(model, config.train_only)
-        routers = mae_routers(model)
-        descent = BlockDescent(accelerator, model, routers, compiled=config.compile, **asdict(config.block_descent))
+        descent = BlockDescent(accelerator, model, mae_routers(model), config.compile, **asdict(config.block_descent))
         start = resumed[0] if resumed else 0
         batches = text.batches(
             batch_size=o.batch_size, accumulation=o.accumulation, rank=accelerator.process_index,

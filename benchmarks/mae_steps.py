@@ -42,7 +42,7 @@ class Training:
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
         model = create_text_model(preset, vocab_size=words, **SMALL)
-        self.descent = BlockDescent(accelerator, model, mae_routers(model), mode, 5, 1.0)
+        self.descent = BlockDescent(accelerator, model, mae_routers(model), False, mode, 5, 1.0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         self.descent.prepare(LanguageTask(model, 0.01, 0.1).train(), optimizer, Updater(accelerator, 0.0))
         self.accelerator = accelerator

@@ -23,8 +23,12 @@ ALLOWED = {
     "command_line": {"config"},
     "__init__": {"attention", "models"},
 }
-# A command is a script; this one scores with runs too.
-COMMANDS = {"evaluation/fidelity/__main__.py": {"data", "engine", "sample_scores"}}
+# A command is a script; these score with runs too.
+COMMANDS = {
+    "evaluation/fidelity/__main__.py": {"data", "engine", "sample_scores"},
+    "evaluation/lm.py": {"data", "engine"},
+    "evaluation/lm_model.py": {"data", "models"},
+}
 
 
 def imported(path):

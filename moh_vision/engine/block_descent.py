@@ -47,11 +47,11 @@ class BlockDescent:
         accelerator: accelerate's Accelerator.
         model: those of its parameters that require a gradient are trained.
         routers: MAE's in it. Where the mode of one is not "soft" nothing depends on its gate (UNI-MAE): it is frozen.
+        compiled: the task is compiled, which is refused where there are gates of MAE.
         mode: "bcd"; or "joint": gates and all experts learn at once through the mixture (the paper's NoBCD).
         period: epochs from one with G phases to the next.
         gate_lr: of the gates' SGD, which has no momentum, weight decay, schedule or clipping: with a momentum, the paper
             saw one expert win over all others (appendix A).
-        compiled: the task is compiled, which is refused where there are gates of MAE.
 
     Attributes:
         task: what to call in the present phase.
@@ -67,10 +67,10 @@ class BlockDescent:
         accelerator,
         model: nn.Module,
         routers: List[nn.Module],
+        compiled: bool,
         mode: str,
         period: int,
         gate_lr: float,
-        compiled: bool = False,
     ):
         if compiled and routers:
             raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")

@@ -60,7 +60,7 @@ class Training:
         self.model = model
         train_only(model, which)
         settings = {**dict(mode="bcd", period=5, gate_lr=1.0), **settings}
-        self.descent = BlockDescent(self.accelerator, model, mae_routers(model), **settings)
+        self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, **settings)
         task = ClassificationTask(model, 0.01).train()
         if compile:
             task.compile(backend=compile)
@@ -261,8 +261,8 @@ def test_a_model_without_gates_has_one_plain_phase():
 def test_fsdp_is_refused_in_turns_only():
     sharded = SimpleNamespace(distributed_type="FSDP")
     with pytest.raises(ValueError, match="block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint"):
-        BlockDescent(sharded, model := vit(), mae_routers(model), "bcd", 5, 1.0)
-    BlockDescent(sharded, model, mae_routers(model), "joint", 5, 1.0)
+        BlockDescent(sharded, model := vit(), mae_routers(model), False, "bcd", 5, 1.0)
+    BlockDescent(sharded, model, mae_routers(model), False, "joint", 5, 1.0)
 
 
 # ---------------------------------------------------------------- fine-tuning sets
