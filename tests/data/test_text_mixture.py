@@ -108,7 +108,8 @@ def inputs(folder, sources, **more):
 def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path):
     weights = (dict(weight=5), dict(weight=3, name="second"), dict(weight=2))
     sources = [
-        {**write_ids(tmp_path, f"s{i}", 8 * count, 100 * i), **more} for i, (count, more) in enumerate(zip((5, 9, 3), weights))
+        {**write_ids(tmp_path, f"s{i}", 8 * count, 100 * i), **more}
+        for i, (count, more) in enumerate(zip((5, 9, 3), weights))
     ]
     text, said = inputs(tmp_path, sources)
     assert text.train.names == ["s0", "second", "s2"] and len(text.train) == 17

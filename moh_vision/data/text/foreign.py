@@ -65,6 +65,8 @@ class ForeignVocabulary:
                 f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it"
             )
 
+        self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
+
     @classmethod
     def load(cls, path: Path) -> ForeignVocabulary:
         """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
@@ -90,7 +92,7 @@ class ForeignVocabulary:
     def encode(self, texts: Sequence[str]) -> List[List[int]]:
         """Ids of each text, with the tokenizer's own first tokens, without eos."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
-        return [ids[:-1] if ids and ids[-1] == self.eos else ids for ids in found]
+        return [ids[:-1] for ids in found] if self._ends_with_eos else found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens."""
