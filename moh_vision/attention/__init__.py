@@ -15,6 +15,7 @@ from moh_vision.attention.losses import head_usage, load_balance_loss, moa_balan
 from moh_vision.attention.model_heads import attention_layers, head_budget, init_routers, set_routed_heads
 from moh_vision.attention.routers import ROUTERS, runs_all_heads
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
+from moh_vision.attention.separate import SeparateHeadMixtureAttention
 
 __all__ = [
     "EXECUTORS",
@@ -26,6 +27,7 @@ __all__ = [
     "KeyValueCache",
     "Routing",
     "RoutingStats",
+    "SeparateHeadMixtureAttention",
     "all_heads",
     "attention_layers",
     "head_budget",

@@ -1,6 +1,6 @@
 """`HeadMixtureAttention`: a router and an executor around one set of projections."""
 
-from typing import Any, Optional, Tuple, Type
+from typing import Any, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class HeadMixtureAttention(nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
+        nn.Module.__init__(self)  # not super(): a subclass may have a second base, whose __init__ takes other arguments
         for what, value, allowed in (
             ("router", router, ROUTERS),
             ("executor", executor, EXECUTORS),
@@ -75,6 +75,7 @@ class HeadMixtureAttention(nn.Module):
         if kv_heads < 1 or budget.heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads} does not divide the {budget.heads} heads")
         dd = {"device": device, "dtype": dtype}
+        self.dim = dim
         self.budget = budget
         self.num_heads = budget.heads
         self.head_dim = budget.head_dim
@@ -88,7 +89,7 @@ class HeadMixtureAttention(nn.Module):
         self.q_dim = budget.heads * budget.head_dim
         self.needs_query = ROUTERS[router].needs_query
 
-        self.qkv = nn.Linear(dim, self.q_dim + 2 * kv_heads * budget.head_dim, bias=qkv_bias, **dd)
+        self.add_inputs(dim, qkv_bias, **dd)
         self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.router = ROUTERS[router](dim, budget, **(router_kwargs or {}), **dd)
@@ -97,8 +98,21 @@ class HeadMixtureAttention(nn.Module):
                 f"route_by 'context' needs a router that chooses once for a sequence, which {router!r} "
                 f"with scope {scope!r} and {router_kwargs or 'its defaults'} does not: give mae with pool 'sequence'"
             )
-        self.proj = nn.Linear(self.q_dim, dim, bias=proj_bias, **dd)
+        self.add_output(dim, proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def add_inputs(self, dim: int, bias: bool, **dd) -> None:
+        """Make the modules that project tokens to queries, keys and values."""
+        self.qkv = nn.Linear(dim, self.q_dim + 2 * self.kv_heads * self.head_dim, bias=bias, **dd)
+
+    def add_output(self, dim: int, bias: bool, **dd) -> None:
+        self.proj = nn.Linear(self.q_dim, dim, bias=bias, **dd)
+
+    @torch.jit.unused
+    @property
+    def projections(self) -> Tuple[nn.Module, ...]:
+        """The modules whose weights `packed` reads."""
+        return self.qkv, self.proj
 
     def forward(
         self,
@@ -161,7 +175,7 @@ class HeadMixtureAttention(nn.Module):
         dropout_p = self.attn_drop if self.training else 0.0
         if torch.jit.is_scripting():
             q, k, v = self.project(x, context, queries, rotary, None)
-            y = self.proj(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
+            y = self.project_out(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
         else:
             execute = EXECUTORS[self.executor]
             if self.executor in CHOOSES and is_captured(x):
@@ -190,8 +204,7 @@ class HeadMixtureAttention(nn.Module):
             assert context is not None
             return self.router(context, None, context_padding), queries
         if self.needs_query:
-            q_weight, _, q_bias, _ = self.split_qkv()
-            queries = F.linear(x, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         if self.scope == "sample":
             mean_q = None if queries is None else masked_mean(queries, padded)  # [B, H, 1, D]
             read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
@@ -223,6 +236,25 @@ class HeadMixtureAttention(nn.Module):
             return q_weight, kv_weight, None, None
         q_bias, kv_bias = self.qkv.bias.split(rows)
         return q_weight, kv_weight, q_bias, kv_bias
+
+    def row_blocks(self, together: bool) -> List[Tuple[Tensor, Optional[Tensor], int]]:
+        """The weights in the blocks that they lie in: (weight [n * heads * D, C], bias, n) for queries, keys, values.
+
+        together: queries may share a block with keys and values.
+        """
+        if together:
+            return [(self.qkv.weight, self.qkv.bias, 3)]
+        q_weight, kv_weight, q_bias, kv_bias = self.split_qkv()
+        return [(q_weight, q_bias, 1), (kv_weight, kv_bias, 2)]
+
+    def project_queries(self, x: Tensor) -> Tensor:
+        """x [B, N, C] -> [B, N, H*D], before norm and rotation."""
+        q_weight, _, q_bias, _ = self.split_qkv()
+        return F.linear(x, q_weight, q_bias)
+
+    def project_out(self, o: Tensor) -> Tensor:
+        """o [B, N, H*D] -> [B, N, C]."""
+        return self.proj(o)
 
     def project(
         self,

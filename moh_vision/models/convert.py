@@ -1,5 +1,6 @@
-"""A dense, trained ViT or DiT becomes one with routed heads, in place and without changing its output."""
+"""A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
+import sys
 from typing import Iterable, List, Optional, Sequence, Union
 
 import torch
@@ -20,6 +21,7 @@ from moh_vision.attention import (
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.head_strength import output_gram, output_lengths
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
 ROUTERS = (
@@ -29,19 +31,23 @@ ROUTERS = (
 )  # those that can be plain attention: MoA's experts share keys, which a ViT's do not
 
 
-Batch = Union[Tensor, Sequence[Tensor]]  # what a model is called with
+Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
 
 
 def convert(
     model: nn.Module,
     head_budget: Optional[BudgetSpec] = None,
-    router: str = "moh",
+    router: Optional[str] = None,
     scope: str = "token",
     executor: str = "auto",
     router_kwargs: Optional[dict] = None,
     calibrate: Optional[Iterable[Batch]] = None,
+    group: bool = False,
 ) -> nn.Module:
-    """Turn a dense ViT or DiT into one with routed heads, in place.
+    """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
+
+    transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are handed to `convert_llama` in
+    `moh_vision.models.convert_llama`, which says where they differ. For the others:
 
     A timm VisionTransformer becomes a `MoHVisionTransformer`; `dit_*`, and `moh_vit_*` with the router "dense", keep their
     class. diffusers' DiT is the exception: the result is a new `MoHDiTTransformer2DModel` with its weights and outputs.
@@ -54,14 +60,15 @@ def convert(
 
     Args:
         model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling), one
-            of our dense models, or diffusers' DiTTransformer2DModel.
+            of our dense models, diffusers' DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared.
-        router: "moh", "query_norm" or "mae".
+        router: "moh", "query_norm" or "mae"; None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
             (noisy latents, timesteps, class labels). The heads of every layer
             are then ordered by how much they contribute (see `head_contributions`), so that the shared heads are the
             strongest ones; without it they are the first. The dense output stays, up to the order of its sums.
+        group: for language models, see `convert_llama`.
 
     Returns:
         the model. timm saves a converted VisionTransformer under the name "moh_vit" with its arguments.
@@ -70,6 +77,17 @@ def convert(
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
             unchanged then.
     """
+    theirs = sys.modules.get("transformers.modeling_utils")  # an extra; whoever has such a model has imported it
+    if theirs is not None and isinstance(model, theirs.PreTrainedModel):
+        from moh_vision.models.convert_llama import convert_llama
+
+        if scope != "token":
+            raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
+        router = "query_norm" if router is None else router
+        return convert_llama(model, head_budget, router, executor, router_kwargs, group, calibrate)
+    if group:
+        raise ValueError("group=True is for language models with key-value heads that several query heads share")
+    router = "moh" if router is None else router
     if router not in ROUTERS:
         raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
     if is_diffusers_dit(model):
@@ -123,7 +141,8 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
         return attentions
     if type(model) is not VisionTransformer:
         raise ValueError(
-            f"convert takes timm's VisionTransformer, diffusers' DiTTransformer2DModel and our own dense models, not {type(model).__name__}"
+            "convert takes timm's VisionTransformer, diffusers' DiTTransformer2DModel, transformers' Llama-, Qwen2- and "
+            f"Qwen3ForCausalLM and our own dense models, not {type(model).__name__}"
         )
     attentions = []
     for i, block in enumerate(model.blocks):
@@ -219,13 +238,10 @@ def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tenso
     images = 0
 
     def watch(attn: nn.Module, total: Tensor):
-        # |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
-        w = attn.proj.weight.float().unflatten(1, (attn.num_heads, attn.head_dim))  # [C, H, D]
-        gram = torch.einsum("chd,che->hde", w, w)
+        gram = output_gram(attn.proj.weight, attn.num_heads)
 
         def hook(module, args):
-            o = args[0].float().unflatten(-1, (attn.num_heads, attn.head_dim))  # [B, N, H, D]
-            length = torch.einsum("bnhd,hde,bnhe->bnh", o, gram, o).clamp_min(0).sqrt()
+            length = output_lengths(args[0], gram)  # [B, N, H]
             total.add_(length.sum((0, 1)).double().cpu())
 
         return attn.proj.register_forward_pre_hook(hook)

@@ -26,9 +26,11 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
 
 
 def record_head_budget(model: nn.Module) -> None:
-    """Write the budget into what timm's or diffusers' saving takes the model's arguments from."""
+    """Write the budget into what timm's, diffusers' or transformers' saving takes the model's arguments from."""
     pairs = [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
     if hasattr(model, "register_to_config"):
         model.register_to_config(head_budget=pairs)
     elif hasattr(model, "pretrained_cfg"):
         update_model_args(model, head_budget=pairs)
+    elif getattr(getattr(model, "config", None), "moh", None) is not None:
+        model.config.moh = dict(model.config.moh, head_budget=pairs)

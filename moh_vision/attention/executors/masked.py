@@ -59,4 +59,4 @@ def masked(call: Call) -> Tensor:
     layer = call.layer
     q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
     o = attend(q, k, v, call.routing.weights, call.attn_mask, call.is_causal, call.dropout_p, layer.grouped)
-    return layer.proj(o)
+    return layer.project_out(o)

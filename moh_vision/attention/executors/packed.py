@@ -12,7 +12,7 @@ from moh_vision.attention.routing import Call
 
 def plain(layer: nn.Module) -> bool:
     """Whether the projections are linear layers that nothing intercepts."""
-    for linear in (layer.qkv, layer.proj):
+    for linear in layer.projections:
         hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
         if (
             type(linear) is not nn.Linear
@@ -27,7 +27,7 @@ def plain(layer: nn.Module) -> bool:
 def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
     """Compute what runs and nothing else. Its gradients cannot be differentiated again.
 
-    It reads the weights of layer.qkv and layer.proj; where these carry hooks or are not plain linear layers (an adapter,
+    It reads the weights of layer.projections; where these carry hooks or are not plain linear layers (an adapter,
     pruning, offloading), it is `masked`, which calls them.
 
     Args:

@@ -6,7 +6,7 @@ lies, neighbouring heads in one product; where the chosen heads are scattered th
 all sequences chose the same heads (a DiT at one timestep) the batch is one long sequence to the products.
 """
 
-from typing import List, Optional, Tuple
+from typing import List, Tuple
 
 import torch
 from torch import Tensor
@@ -164,24 +164,32 @@ def by_sample(call: Call) -> Tensor:
     runs = runs_of(groups)
     weights = routing.weights.gather(-1, heads.unsqueeze(1))  # [B, 1, K]
 
-    def project(tokens: Tensor, weight: Tensor, bias: Optional[Tensor], parts: int) -> Tuple[Tensor, ...]:
-        weight = weight.to(x.dtype).view(parts, H, D, C)
-        bias = None if bias is None else bias.to(x.dtype).view(parts, H, D)
-        rows = ProjectSamples.apply(tokens.reshape(len(groups), -1, C), weight, bias, groups, runs)
-        return rows.view(*tokens.shape[:2], parts, K, D).unbind(2)  # [B, N, K, D]
+    def project(tokens: Tensor, blocks: list) -> List[Tensor]:
+        """Queries, keys or values [B, N, K, D] of every part of every block of weights."""
+        result: List[Tensor] = []
+        for weight, bias, parts in blocks:
+            weight = weight.to(x.dtype).view(parts, H, D, C)
+            bias = None if bias is None else bias.to(x.dtype).view(parts, H, D)
+            rows = ProjectSamples.apply(tokens.reshape(len(groups), -1, C), weight, bias, groups, runs)
+            result.extend(rows.view(*tokens.shape[:2], parts, K, D).unbind(2))
+        return result
 
-    q_weight, kv_weight, q_bias, kv_bias = layer.split_qkv()
     chosen = torch.arange(B, device=x.device).unsqueeze(1), heads
-    if q is None and context is None and G == H:
-        q, k, v = project(x, layer.qkv.weight, layer.qkv.bias, 3)
+    together = q is None and context is None and G == H
+    blocks = layer.row_blocks(together)
+    if together:
+        q, k, v = project(x, blocks)
     else:
-        q = project(x, q_weight, q_bias, 1)[0] if q is None else q[chosen].transpose(1, 2)
+        q = project(x, blocks[:1])[0] if q is None else q[chosen].transpose(1, 2)
+        tokens = x if context is None else context
         if G == H:
-            k, v = project(x if context is None else context, kv_weight, kv_bias, 2)
+            k, v = project(tokens, blocks[1:])
         else:
-            kv = F.linear(x if context is None else context, kv_weight, kv_bias)
-            kv = kv.unflatten(-1, (2, G, D)).transpose(1, 3)  # [B, G, 2, M, D]
-            k, v = kv[chosen[0], heads * G // H].transpose(1, 3).unbind(2)  # [B, M, K, D]
+            read: List[Tensor] = []
+            for weight, bias, parts in blocks[1:]:
+                kv = F.linear(tokens, weight, bias).unflatten(-1, (parts, G, D)).transpose(1, 3)  # [B, G, parts, M, D]
+                read.extend(kv[chosen[0], heads * G // H].transpose(1, 3).unbind(2))  # [B, M, K, D]
+            k, v = read
     q, k = layer.prepare_queries(q, rotary), layer.prepare_keys(k, rotary)
     if has_head_masks(attn_mask):
         attn_mask = attn_mask.expand(B, -1, -1, -1)[chosen]

@@ -1,0 +1,181 @@
+"""A dense LLaMA-style model of transformers becomes one with routed heads, in place."""
+
+from typing import Iterable, List, Optional, Union
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention import BudgetSpec
+from moh_vision.attention.routers import MoHRouter
+from moh_vision.models.head_strength import output_gram, output_lengths
+from moh_vision.models.moh_llama import FAMILIES
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+TextBatch = Union[Tensor, dict]  # input_ids [B, N], or a dict with input_ids and perhaps attention_mask
+
+
+def convert_llama(
+    model: nn.Module,
+    head_budget: Optional[BudgetSpec] = None,
+    router: str = "query_norm",
+    executor: str = "auto",
+    router_kwargs: Optional[dict] = None,
+    group: bool = False,
+    calibrate: Optional[Iterable[TextBatch]] = None,
+) -> nn.Module:
+    """Give a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM routed heads, in place.
+
+    Its class and that of its config become ours (`MoHLlamaForCausalLM`, ...), its modules and weights stay the same
+    objects. "query_norm" adds no parameters; those of "moh" start at zero. Either way, with all heads active the output
+    is that of the dense model, bit for bit.
+
+    Args:
+        model: of transformers, or one of ours that is dense.
+        head_budget: a share such as 0.75, which as everywhere rises with depth, "uniform:0.75", or one (shared, routed)
+            per layer; None: all heads active. Of a share, "query_norm" makes the first min(half of all heads, half of the
+            active ones) of each layer shared, "moh" 40 % of the active ones. The released MoH-LLaMA3-8B is
+            [(16, 8)] * 32.
+        router: "query_norm" (Jin 2024, section 4.4) or "moh" (its eq. 5 and 6).
+        executor: a name in `moh_vision.attention.EXECUTORS`.
+        router_kwargs: gate_scale and two_stage of "moh".
+        group: choose whole groups of the query heads that share a key-value head, by the norm of their queries together.
+            Only so does decoding read fewer keys and values: a key-value head is skipped where its whole group is off.
+        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask. The heads of every layer are
+            then ordered by how much they contribute, so that the shared heads are the strongest; without it they are the
+            first. Key-value heads move with all their query heads, the strongest group first, and within a group the
+            strongest head. The dense output stays, up to the order of its sums.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: for another kind of model, one that has routed heads already, projections that are not plain linear
+            layers, or an impossible budget; the model is unchanged then.
+    """
+    ours = family_of(model)
+    moh = dict(
+        router=router, head_budget=head_budget, executor=executor, group=group, router_kwargs=router_kwargs or None
+    )
+    config = model.config
+    probe = ours.config_class(**{**config.to_dict(), "moh": moh})  # checks; the model's own config is left as it is
+    if calibrate is not None:
+        order_heads(model, calibrate)
+    for each in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        if type(each) is type(config):
+            each.__class__ = ours.config_class
+            each.moh, each.head_dim = probe.moh, probe.head_dim
+    model.__class__ = ours
+    model.route_heads()
+    for layer in model.model.layers:
+        if isinstance(layer.self_attn.router, MoHRouter):
+            for p in layer.self_attn.router.parameters():
+                nn.init.zeros_(p)
+    return model
+
+
+def family_of(model: nn.Module) -> type:
+    """Our class for a dense model.
+
+    Raises:
+        ValueError: if it is of no known family, routed already, or its projections are not plain linear layers.
+    """
+    ours = FAMILIES.get(type(model))
+    if type(model) in FAMILIES.values():
+        ours = type(model)
+        if model.config.moh is not None:
+            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+    if ours is None:
+        raise ValueError(
+            f"convert takes {', '.join(family.__name__ for family in FAMILIES)} of transformers, not {type(model).__name__}"
+        )
+    for i, layer in enumerate(model.model.layers):
+        attn = layer.self_attn
+        if type(attn) not in (ours.attention_class, ours.attention_class.__bases__[1]):
+            raise ValueError(f"model.layers.{i}.self_attn is a {type(attn).__name__}, whose heads are not known")
+        for name in PROJECTIONS:
+            linear = getattr(attn, name)
+            if type(linear) is not nn.Linear:
+                raise ValueError(
+                    f"model.layers.{i}.self_attn.{name} is a {type(linear).__name__}: convert takes plain linear layers, "
+                    "so convert first and quantise or add adapters afterwards"
+                )
+    return ours
+
+
+def order_heads(model: nn.Module, batches: Iterable[TextBatch]) -> None:
+    """Put the heads of a dense model in order, in every layer what contributes most first.
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    for layer, strength in zip(model.model.layers, head_contributions(model, batches)):
+        permute_heads(layer.self_attn, strength)
+
+
+@torch.no_grad()
+def head_contributions(model: nn.Module, batches: Iterable[TextBatch]) -> List[Tensor]:
+    """How much each head of a dense model adds to the residual stream.
+
+    Args:
+        batches: see `convert_llama`.
+
+    Returns:
+        for every layer [H]: the mean over tokens, without padding, of |W_O^h o_h|.
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    heads = model.config.num_attention_heads
+    totals = [torch.zeros(heads, dtype=torch.float64) for _ in model.model.layers]
+    real: Optional[Tensor] = None  # [B, N], of the present batch
+
+    def watch(proj: nn.Linear, total: Tensor):
+        gram = output_gram(proj.weight, heads)
+
+        def hook(module, args):
+            length = output_lengths(args[0], gram)  # [B, N, H]
+            if real is not None:
+                length = length * real.unsqueeze(-1)
+            total.add_(length.sum((0, 1)).double().cpu())
+
+        return proj.register_forward_pre_hook(hook)
+
+    hooks = [watch(layer.self_attn.o_proj, total) for layer, total in zip(model.model.layers, totals)]
+    mode, tokens = model.training, 0.0
+    try:
+        model.eval()
+        for batch in batches:
+            inputs = (
+                {k: v for k, v in batch.items() if k != "labels"} if hasattr(batch, "items") else dict(input_ids=batch)
+            )
+            real = inputs.get("attention_mask")
+            tokens += float(inputs["input_ids"].numel() if real is None else real.sum())
+            model.model(**inputs, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(mode)
+    if tokens == 0:
+        raise ValueError("calibrate holds no batch")
+    return [(total / tokens).float() for total in totals]
+
+
+@torch.no_grad()
+def permute_heads(attn: nn.Module, strength: Tensor) -> None:
+    """Groups of query heads by their summed strength [H], with their key-value heads; in each, heads by their own."""
+    size, D = attn.num_key_value_groups, attn.head_dim
+    by_group = strength.view(-1, size)  # [G, heads of a group]
+    groups = by_group.sum(1).argsort(descending=True, stable=True)
+    inside = by_group[groups].argsort(dim=1, descending=True, stable=True)
+    heads = (groups.unsqueeze(1) * size + inside).flatten()
+
+    def rows(order: Tensor) -> Tensor:
+        places = order.unsqueeze(1) * D + torch.arange(D)
+        return places.flatten().to(attn.q_proj.weight.device)
+
+    for linear, order in ((attn.q_proj, heads), (attn.k_proj, groups), (attn.v_proj, groups)):
+        linear.weight.copy_(linear.weight[rows(order)])
+        if linear.bias is not None:
+            linear.bias.copy_(linear.bias[rows(order)])
+    attn.o_proj.weight.copy_(attn.o_proj.weight[:, rows(heads)])

@@ -1,0 +1,221 @@
+"""LLaMA's and Qwen's attention with routed heads, called as transformers calls its own."""
+
+from typing import List, Optional, Tuple
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+from moh_vision.attention import EXECUTORS, HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
+from moh_vision.attention.executors import choose
+from moh_vision.attention.layer import is_captured
+from moh_vision.attention.routing import Call
+
+# What transformers' attention has beside its projections, in one family or another.
+ATTRIBUTES = (
+    "config",
+    "layer_idx",
+    "layer_type",
+    "sliding_window",
+    "num_key_value_groups",
+    "scaling",
+    "attention_dropout",
+    "is_causal",
+)
+# Implementations whose masks our executors understand: a tensor [B or 1, H or 1, N, M], or None.
+TENSOR_MASKS = ("sdpa", "eager")
+
+
+class LayerCache:
+    """One layer of a transformers cache, as our executors use it.
+
+    Args:
+        cache: any of transformers' caches; its beams and rows are transformers' business.
+        layer: index.
+        length: how many keys come before the new ones, unfilled room of a static cache with them.
+        keep: hand out the first so many keys only; None: all.
+    """
+
+    def __init__(self, cache, layer: int, length: int, keep: Optional[int] = None):
+        self.cache, self.layer, self.length, self.keep = cache, layer, length, keep
+
+    def update(self, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+        """Append k and v [B, kv_heads, N, D]; returns what is attended to, [B, kv_heads, M, D]."""
+        k, v = self.cache.update(k, v, self.layer)
+        return (k, v) if self.keep is None else (k[:, :, : self.keep], v[:, :, : self.keep])
+
+
+class RoutedAttention(SeparateHeadMixtureAttention):
+    """A transformers attention layer whose heads a router chooses; its modules are taken over as they are.
+
+    Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights, or
+    an executor leaves the heads out: `packed` for many tokens (reading the weights of the projections, so not where an
+    adapter wraps them), `decode` for one token with a cache, both only where no gradient is recorded and the attention
+    implementation is "sdpa" or "eager".
+
+    "query_norm" reads the queries as they come from q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3
+    before its norm, behind which every query of a head has nearly the same length.
+
+    Args:
+        attn: transformers' attention, or another of these.
+        budget: heads, shared and routed.
+        router, executor, router_kwargs: see `HeadMixtureAttention`.
+        group: choose whole groups of the query heads of one key-value head.
+    """
+
+    def __init__(
+        self,
+        attn: nn.Module,
+        budget: HeadBudget,
+        router: str,
+        executor: str = "auto",
+        group: bool = False,
+        router_kwargs: Optional[dict] = None,
+    ):
+        weight = attn.q_proj.weight
+        kv_heads = budget.heads // attn.num_key_value_groups
+        if group:
+            router_kwargs = dict(router_kwargs or {}, group=attn.num_key_value_groups)
+        super().__init__(
+            attn.q_proj.in_features, budget, router=router, executor=executor, kv_heads=kv_heads,
+            attn_drop=attn.attention_dropout, router_kwargs=router_kwargs, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
+        if hasattr(attn, "q_norm"):
+            self.qk_norm, self.q_norm, self.k_norm = True, attn.q_norm, attn.k_norm
+        for name in ATTRIBUTES:
+            if hasattr(attn, name):
+                setattr(self, name, getattr(attn, name))
+        self._forward_hooks.update(attn._forward_hooks)  # by which transformers records attention matrices
+        self.train(attn.training)
+
+    def add_inputs(self, dim: int, bias: bool, **dd) -> None:
+        """They are those of the dense layer."""
+
+    def add_output(self, dim: int, bias: bool, **dd) -> None:
+        """It is that of the dense layer."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is chosen or weighed: no router, or one of 0/1 weights that leaves no head out."""
+        return self.router.all_heads or (self.needs_query and self.budget.active == self.num_heads)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tuple[Tensor, Tensor],
+        attention_mask: Optional[Tensor] = None,
+        past_key_values=None,
+        stats: Optional[List[RoutingStats]] = None,
+        padded: Optional[Tensor] = None,
+        **kwargs,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """As transformers' attention.
+
+        Args:
+            hidden_states: [B, N, C].
+            position_embeddings: cosines and sines [B or 1, N, D].
+            attention_mask: as the attention implementation has it; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
+                (attend) or additive, or None.
+            past_key_values: a transformers cache.
+            stats: list to which the statistics of layer i are appended when it holds i entries. So nothing is appended
+                where a layer is computed again, as under activation checkpointing.
+            padded: [B, N], True where a token is padding, which is left out of the statistics.
+
+        Returns:
+            output [B, N, C], and the attention matrix if the implementation has it.
+        """
+        x, rotary, cache = hidden_states, position_embeddings, past_key_values
+        collects = stats is not None and len(stats) == self.layer_idx
+        queries: Optional[Tensor] = None
+        routing: Optional[Routing] = None
+        if collects or not self.is_dense:
+            if self.needs_query:
+                queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            routing = self.router(x, queries, padded)
+            if collects:
+                stats.append(routing.stats)
+        if self.is_dense:
+            routing = None
+        execute = None if routing is None else self.executor_of(x, routing, attention_mask, rotary, cache, **kwargs)
+        if execute is not None:
+            name, call = execute
+            return EXECUTORS[name](call._replace(q=queries)), None
+
+        q, k, v = self.rotated(x, queries, rotary)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        if hasattr(self, "sliding_window"):
+            kwargs["sliding_window"] = self.sliding_window
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_forward)
+        o, matrix = interface(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.attn_drop if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )  # o [B, N, H, D]
+        if routing is not None:
+            o = o * routing.weights.unsqueeze(-1).to(o.dtype)
+        return self.o_proj(o.reshape(*x.shape[:-1], -1).contiguous()), matrix
+
+    def rotated(
+        self, x: Tensor, queries: Optional[Tensor], rotary: Tuple[Tensor, Tensor]
+    ) -> Tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' own functions."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        return *self.rotate_pair(q, k, *rotary), v
+
+    def executor_of(
+        self, x: Tensor, routing: Routing, mask: Optional[Tensor], rotary: Tuple[Tensor, Tensor], cache, **kwargs
+    ) -> Optional[Tuple[str, Call]]:
+        """The executor that takes the call, and the call; None: transformers' attention with weights."""
+        implementation = self.config._attn_implementation
+        if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(x):
+            return None
+        if kwargs.get("output_attentions") or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
+            return None
+        if routing.active is None and self.executor != "reference":
+            return None
+        N = x.shape[1]
+        causal = kwargs.get("is_causal")
+        # Without a mask transformers' "sdpa" takes many tokens as the first ones, also in a longer static cache.
+        first = mask is None and N > 1 and implementation == "sdpa" and (self.is_causal if causal is None else causal)
+        kept = None
+        if cache is not None:
+            # With a mask there are as many keys as it has columns; without one a cache holds what it was given.
+            before = int(cache.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
+            kept = LayerCache(cache, self.layer_idx, before, N if first else None)
+        dropout_p = self.attn_drop if self.training else 0.0
+        call = Call(self, x, routing, None, None, mask, first, dropout_p, rotary, kept)
+        name = choose(call)[0] if self.executor == "auto" else self.executor
+        return None if name == "masked" else (name, call)
+
+
+class MoHLlamaAttention(RoutedAttention, modeling_llama.LlamaAttention):
+    """LLaMA's. It is a LlamaAttention too, by which transformers finds the layers whose attention matrices it records."""
+
+    eager_forward = staticmethod(modeling_llama.eager_attention_forward)
+    rotate_pair = staticmethod(modeling_llama.apply_rotary_pos_emb)
+
+
+class MoHQwen2Attention(RoutedAttention, modeling_qwen2.Qwen2Attention):
+    """Qwen2's."""
+
+    eager_forward = staticmethod(modeling_qwen2.eager_attention_forward)
+    rotate_pair = staticmethod(modeling_qwen2.apply_rotary_pos_emb)
+
+
+class MoHQwen3Attention(RoutedAttention, modeling_qwen3.Qwen3Attention):
+    """Qwen3's."""
+
+    eager_forward = staticmethod(modeling_qwen3.eager_attention_forward)
+    rotate_pair = staticmethod(modeling_qwen3.apply_rotary_pos_emb)
