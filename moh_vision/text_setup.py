@@ -45,7 +45,10 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
         arguments = config.model_arguments(text.model_arguments())
         model = create_text_model(m.name, **arguments)
     config.check_model(model.config)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(text, CausalInputs):
+        if positions is not None and config.data.block > positions:
+            raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for name, number in text.special_tokens().items():
             for about in (model.config, getattr(model, "generation_config", None)):
                 if about is not None:
