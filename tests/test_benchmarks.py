@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 
+import torch
 from conftest import ROOT
 
 
@@ -70,3 +71,39 @@ def test_mae_benchmark(tmp_path, monkeypatch, capsys):
     assert report["to dense"]["dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
     assert all(ratio["median"] > 0 for ratio in report["to dense"].values())
     assert "MAE-7, five epochs" in capsys.readouterr().out
+
+
+def test_decode_benchmark(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
+    spec = importlib.util.spec_from_file_location("benchmark_decode", ROOT / "benchmarks" / "decode.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    output, threads = tmp_path / "result.json", torch.get_num_threads()
+    sizes = ["--keys", "32", "--rounds", "2", "--megabytes", "1", "--threads", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *sizes])
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+    cases = json.loads(output.read_text())["cases"]
+    assert len(cases) == 3 * 3 * 2 * 2
+    for case in cases:
+        assert case["dense_milliseconds"] > 0 and case["ratio"]["chosen"]["median"] > 0
+        if case["kind"] == "grouped":  # a key-value head of four is seldom left out, and no goal is set
+            assert case["read"] >= case["share"] and "goal" not in case
+        else:
+            assert case["read"] == case["share"] and ("goal" in case) == (case["share"] < 1)
+    assert "whole groups  bfloat16" in capsys.readouterr().out
+
+
+def test_heads_of_the_decode_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import decode
+
+    for share in (0.5, 0.75, 1.0):
+        for group in (1, 4):
+            active = decode.draw(5, share, group)
+            assert active.shape == (5, 1, 32) and active.sum(-1).flatten().tolist() == [32 * share] * 5
+            assert active[..., : int(16 * share)].all()
+            assert torch.equal(active[..., ::group].repeat_interleave(group, -1), active)
+            assert share == 1 or not (active == active[:1]).all()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
+from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, RoutingStats
 from moh_vision.models.foveal_attention import CosineAttention
 from moh_vision.models.text_adaptive import AdaptiveVocabulary
 
@@ -72,7 +72,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
     def note(name: str):
         def hook(layer: HeadMixtureAttention, args: tuple, kwargs: dict, output: tuple) -> None:
-            x = args[0] if args else kwargs["x"]
+            x = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "x"]
             context = args[1] if len(args) > 1 else kwargs.get("context")
             layers.append(
                 _attention_macs(name, layer, x.shape[1], (x if context is None else context).shape[1], output)
@@ -93,8 +93,9 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
 
 def _attention_macs(name: str, layer: HeadMixtureAttention, N: int, M: int, output: tuple) -> AttentionMacs:
-    b, dim = layer.budget, layer.qkv.in_features
-    choices = output[1].probs.shape[1]  # N, or 1 for a whole sequence
+    b, dim = layer.budget, layer.dim
+    # N, or 1 for a whole sequence. A LLaMA-style layer hands its statistics elsewhere, and routes every token.
+    choices = output[1].probs.shape[1] if isinstance(output[1], RoutingStats) else N
     noise = getattr(layer.router, "noise", None)  # of MoA, in training only
     gates = [m for m in layer.router.modules() if isinstance(m, nn.Linear) and m is not noise]
     routing = choices * sum(m.weight.numel() for m in gates)

@@ -27,7 +27,8 @@ TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
 # Zhang's parameters are those of a dictionary of about 37,000 words, its MACs of 32,000 to choose from.
 MACS_WORDS = {"mt": 32_000}
 
-# (parameters, MACs) in millions as the papers print them: Zhang 2022, tables 1 to 3; Peng 2020, tables 2 and 4.
+# (parameters, MACs) in millions as the papers print them: Zhang 2022, tables 1 to 3; Peng 2020, tables 2 and 4; Jin 2024,
+# appendix A.
 PAPERS = {
     "mt_transformer_base": (61, 604),
     "mt_transformer_big": (210, 2090),
@@ -54,6 +55,12 @@ PAPERS = {
     "clm_wt103_mae_7": (249, None),
     "clm_wt103_uni_mae_7": (247, None),
     "clm_wt103_nobcd": (249, None),
+    "clm_small": (186, None),
+    "clm_moh_small_75": (186, None),
+    "clm_moh_small_50": (186, None),
+    "clm_base": (881, None),
+    "clm_moh_base_75": (882, None),
+    "clm_moh_base_50": (882, None),
 }
 
 

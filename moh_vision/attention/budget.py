@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Sequence, Union
+from typing import Callable, Optional, Sequence, Union
 
 BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
 
@@ -64,6 +64,7 @@ def resolve_budget(
     depth: int,
     heads: Union[int, Sequence[int]],
     head_dim: Union[int, Sequence[int]],
+    group: int = 1,
 ) -> tuple[HeadBudget, ...]:
     """Turn what a user writes into one `HeadBudget` per layer.
 
@@ -80,12 +81,21 @@ def resolve_budget(
         depth: layers.
         heads: heads per layer, one number or one per layer.
         head_dim: width of a head, one number or one per layer.
+        group: heads that are chosen together (see QueryNormRouter): a share is then rounded to whole groups, and pairs
+            must be whole groups.
 
     Raises:
         ValueError: naming the layer and the numbers.
     """
     heads = _per_layer("heads", heads, depth)
     head_dim = _per_layer("head_dim", head_dim, depth)
+    if group != 1:
+        full = [HeadBudget(h, d, h, 0) for h, d in zip(heads, head_dim)]
+
+        def resolve(spec, wide: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
+            return resolve_budget(spec, depth, [b.heads for b in wide], [b.head_dim for b in wide])
+
+        return _in_groups(resolve, spec, full, [group] * depth)
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, depth)
     else:
@@ -121,16 +131,22 @@ def all_heads(heads: Sequence[int]) -> list[list[int]]:
     return [[s, h - s] for s, h in zip(shared, heads)]
 
 
-def change_routed(spec: BudgetSpec, budgets: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
+def change_routed(
+    spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Optional[Sequence[int]] = None
+) -> tuple[HeadBudget, ...]:
     """Other numbers of routed heads for layers that exist: their shared heads stay.
 
     Args:
         spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
         budgets: what the layers have.
+        groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
 
     Raises:
-        ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change.
+        ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change, or what a list
+            asks for is not whole groups.
     """
+    if groups is not None and any(group != 1 for group in groups):
+        return _in_groups(change_routed, spec, budgets, groups)
     heads = [b.heads for b in budgets]
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, len(budgets))
@@ -165,6 +181,49 @@ def change_routed(spec: BudgetSpec, budgets: Sequence[HeadBudget]) -> tuple[Head
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
+
+
+def check_groups(budget: HeadBudget, group: int) -> None:
+    """Refuse a budget that is not made of whole groups of `group` heads.
+
+    Raises:
+        ValueError: naming the number.
+    """
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
+        raise ValueError(f"group={group!r} is not a number of heads, 1 or more")
+    for what in ("heads", "shared", "routed"):
+        count = getattr(budget, what)
+        if count % group:
+            raise ValueError(f"{what}={count} is not a multiple of group={group}: heads are chosen in whole groups")
+
+
+def _in_groups(
+    decide: Callable, spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int]
+) -> tuple[HeadBudget, ...]:
+    """`decide(spec, budgets)` where every group of heads counts as one wide head."""
+    wide = []
+    for layer, (b, group) in enumerate(zip(budgets, groups)):
+        try:
+            check_groups(b, group)
+        except ValueError as error:
+            raise ValueError(f"head_budget, layer {layer}: {error}") from None
+        wide.append(HeadBudget(b.heads // group, b.head_dim * group, b.shared // group, b.routed // group))
+    if isinstance(spec, (list, tuple)):
+        for layer, (pair, group) in enumerate(zip(_explicit_pairs(spec, len(budgets)), groups)):
+            if pair[0] % group or pair[1] % group:
+                raise ValueError(
+                    f"head_budget, layer {layer}: {pair} is not a pair of multiples of group={group}: heads are chosen "
+                    "in whole groups"
+                )
+        spec = [(shared // group, routed // group) for (shared, routed), group in zip(spec, groups)]
+    try:
+        decided = decide(spec, wide)
+    except ValueError as error:
+        raise ValueError(f"{error} (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)") from None
+    return tuple(
+        HeadBudget(b.heads, b.head_dim, new.shared * group, new.routed * group)
+        for b, new, group in zip(budgets, decided, groups)
+    )
 
 
 def _per_layer(name: str, value, depth: int) -> list[int]:

@@ -17,7 +17,7 @@ from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
-CHOOSES = ("packed", "auto")  # executors whose work depends on the routing
+CHOOSES = ("packed", "decode", "auto")  # executors whose work depends on the routing
 
 
 class HeadMixtureAttention(nn.Module):
@@ -29,13 +29,14 @@ class HeadMixtureAttention(nn.Module):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled or exported, "packed" and "auto"
-            are "masked": which heads run is known only at run time.
+        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled or exported, "packed", "decode"
+            and "auto" are "masked": which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
         attn_drop, proj_drop: dropout of the attention matrix and of the output.
-        router_kwargs: passed to the router, such as dict(two_stage=False).
+        router_kwargs: passed to the router, such as dict(two_stage=False); dict(group=heads // kv_heads) makes
+            "query_norm" choose whole key-value heads.
         route_by: "query": the router reads x; "context": what x attends to, for cross-attention with a router that
             chooses once for a sequence (MAE with pool "sequence", which in a decoder may not pool the queries).
 
@@ -93,6 +94,11 @@ class HeadMixtureAttention(nn.Module):
         self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.router = ROUTERS[router](dim, budget, **(router_kwargs or {}), **dd)
+        if getattr(self.router, "group", 1) not in (1, budget.heads // kv_heads):
+            raise ValueError(
+                f"router_kwargs: group={self.router.group} is neither 1 nor {budget.heads // kv_heads}, the query heads of one "
+                f"key-value head ({budget.heads} heads, kv_heads={kv_heads})"
+            )
         if self.by_context and (self.router.reads != "sequence" or scope != "token"):
             raise ValueError(
                 f"route_by 'context' needs a router that chooses once for a sequence, which {router!r} "

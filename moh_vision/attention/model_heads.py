@@ -23,7 +23,8 @@ def attention_layers(model: nn.Module) -> List[HeadMixtureAttention]:
 def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
     """Change how many routed heads run, see `change_routed`. All layers or, if one refuses, none."""
     layers = attention_layers(model)
-    for layer, budget in zip(layers, change_routed(spec, [layer.budget for layer in layers])):
+    groups = [getattr(layer.router, "group", 1) for layer in layers]
+    for layer, budget in zip(layers, change_routed(spec, [layer.budget for layer in layers], groups)):
         layer.budget = budget
         if budget.candidates > 0:
             layer.router.num_routed = budget.routed

@@ -5,9 +5,15 @@ They need the packages of the extra "text", so that nothing else imports this mo
 
 from typing import List
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
-from moh_vision.models.text_base import TextModel
+from moh_vision.models.moh_llama import MoHLlamaForCausalLM
 from moh_vision.models.text_causal_lm import CausalLMModel
 from moh_vision.models.text_configs import CausalLMConfig, MaskedLMConfig, TranslationConfig
 from moh_vision.models.text_masked_lm import MaskedLMModel
@@ -34,6 +40,7 @@ for auto, model in (
 ):
     AutoConfig.register(model.config_class.model_type, model.config_class)
     auto.register(model.config_class, model)
+MODELS[MoHLlamaForCausalLM.config_class] = MoHLlamaForCausalLM  # which registers itself
 
 
 def list_text_presets() -> List[str]:
@@ -51,13 +58,18 @@ def task_of(preset: str) -> str:
     return preset.partition("_")[0]
 
 
-def create_text_model(preset: str, **overrides) -> TextModel:
+def create_text_model(preset: str, **overrides) -> PreTrainedModel:
     """A text model with new weights.
+
+    It has `forward_routed` and `routed_loss`, see `moh_vision.models.text_base.TextModel`.
 
     Args:
         preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
+            clm_{small,base} are LLaMA-style (`moh_vision.models.moh_llama`), clm_moh_{small,base}_{75,50} the same with
+            MoH's routers and so many percent of the heads active in every layer (Jin 2024, section 4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
-            cross_attention=dict(router="dense").
+            cross_attention=dict(router="dense"); of LLaMA-style models also router, head_budget, executor, group and
+            router_kwargs, see `moh_vision.models.llama_configs.MoHLlamaConfig`.
 
     Raises:
         ValueError: for an unknown preset or field, naming the nearest; or for a value out of its range.

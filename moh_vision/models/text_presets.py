@@ -3,6 +3,10 @@
 import re
 from typing import Dict, List, Tuple
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig, PreTrainedConfig
+
+from moh_vision.models.llama_configs import MOH_FIELDS, MoHLlamaConfig
 from moh_vision.models.text_configs import CausalLMConfig, MaskedLMConfig, TextConfig, TranslationConfig
 from moh_vision.models.text_names import closest
 
@@ -41,6 +45,18 @@ WT103 = dict(
     attention_dropout=0.1,
     activation_dropout=0.1,
 )
+# Jin 2024, appendix A: LLaMA's architecture, output embedding of its own. The paper says neither the epsilon of the norms
+# (here LLaMA 2's) nor the first weights (here transformers' normal distribution of deviation 0.02).
+LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
+LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA_SIZES = {
+    "small": dict(
+        LLAMA, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+    ),
+    "base": dict(
+        LLAMA, hidden_size=1536, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+    ),
+}  # fmt: skip
 
 
 def moa(name: str, bias: bool) -> dict:
@@ -66,6 +82,13 @@ def presets() -> Dict[str, Tuple[type, dict]]:
         named[f"mt_moa_{name}"] = (TranslationConfig, dict(MOA_MT, attention=moa(name, bias=False)))
     for name in MOA_MASKED:
         named[f"mlm_moa_{name}"] = (MaskedLMConfig, {"attention": moa(name, bias=True)})
+    for size, fields in LLAMA_SIZES.items():
+        named[f"clm_{size}"] = (MoHLlamaConfig, fields)
+        for percent in (75, 50):
+            # The paper gives the share of active heads, neither how it is spread over layers nor how many are shared: here
+            # the same in every layer, and 40 % of the active ones (its section 5).
+            routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}")
+            named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
     for name in ("nobcd", "mae_7", "uni_mae_7"):
         named[f"clm_wt103_{name}"] = (CausalLMConfig, dict(WT103, attention=MAE[name]))
     return named
@@ -75,8 +98,10 @@ def preset_names() -> List[str]:
     return sorted(presets())
 
 
-def preset_config(preset: str, **overrides) -> TextConfig:
+def preset_config(preset: str, **overrides) -> PreTrainedConfig:
     """The config of a preset, with other values for some fields.
+
+    Those of clm_small and its like are the fields of LlamaConfig and of its `moh`: router, head_budget and so on.
 
     Raises:
         ValueError: for an unknown preset or field, naming the nearest.
@@ -90,9 +115,30 @@ def preset_config(preset: str, **overrides) -> TextConfig:
         fields = dict(fields, attention=moa(tail, bias=fields["attention"]["bias"]))
     else:
         raise ValueError(f"there is no text model {preset!r}: {closest(preset, named)}")
+    if config_class is MoHLlamaConfig:
+        return llama_config(preset, fields, overrides)
     ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
     allowed = [name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"]
     for name in overrides:
         if name not in allowed:
             raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")
     return config_class(**{**fields, **overrides})
+
+
+def llama_config(preset: str, fields: dict, overrides: dict) -> MoHLlamaConfig:
+    """`preset_config` of a LLaMA-style model."""
+    allowed = [name for name in (*LlamaConfig.__annotations__, *MOH_FIELDS) if not name.startswith("_")]
+    for name in overrides:
+        if name not in allowed:
+            raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")
+    fields = {**fields, **overrides}
+    moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
+    if moh and moh.get("router") is None:
+        given = ", ".join(name for name in moh if name != "router")
+        if given:
+            raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
+        moh = {}
+    try:
+        return MoHLlamaConfig(**fields, moh=moh or None)
+    except StrictDataclassError as error:  # transformers' own checks, in several lines
+        raise ValueError(f"{preset}: {' '.join(str(error).split())}") from None

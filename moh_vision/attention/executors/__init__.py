@@ -5,6 +5,7 @@ queries, keys, values, attention and the output projection. It knows nothing of 
 """
 
 from moh_vision.attention.executors.auto import auto, choose
+from moh_vision.attention.executors.decode import attend_chosen, decode
 from moh_vision.attention.executors.masked import masked
 from moh_vision.attention.executors.packed import packed
 from moh_vision.attention.executors.reference import reference
@@ -13,7 +14,8 @@ EXECUTORS = {
     "reference": reference,
     "masked": masked,
     "packed": packed,
+    "decode": decode,
     "auto": auto,
 }
 
-__all__ = ["EXECUTORS", "auto", "choose", "masked", "packed", "reference"]
+__all__ = ["EXECUTORS", "attend_chosen", "auto", "choose", "decode", "masked", "packed", "reference"]

@@ -1,12 +1,15 @@
 """`auto`: skip heads where that was measured to pay, and compute all of them where not."""
 
 import logging
+import math
 from functools import lru_cache
 from typing import Tuple
 
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention.cache import ContextCache
+from moh_vision.attention.executors.decode import decode, pieces, running_groups
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed, plain
 from moh_vision.attention.executors.samples import alike
@@ -41,24 +44,33 @@ CROSSOVER = {
 # Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 600_000
 SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
+# `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
+# its attention calls. Measured with attend_chosen against attention of all heads, 32 to 4096 keys of 12 to 32 heads,
+# batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16, on one thread of 2 busy EPYC cores
+# (AVX2): medians of 24 to 60 interleaved rounds. Every case above these has a ratio below 1; those just below gain little.
+UNREAD, UNREAD_PER_CALL = 1_000_000, 125_000
 
 
 def choose(call: Call) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call, "packed" or "masked", and why."""
+    """The executor that `auto` takes for a call, "packed", "decode" or "masked", and why."""
     layer, x, routing = call.layer, call.x, call.routing
     active = routing.active
     if active is None:
         return "masked", "every head may run"
     if x.device.type != "cpu":
         return "masked", f"packed has not been measured on {x.device.type}"
-    if not plain(layer):
-        return "masked", "the projections carry hooks or are not plain linear layers"
-    if call.cache is not None:
-        return "masked", "a cache needs the keys of all heads"
-    scope = "sample" if active.shape[1] == 1 else "token"
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     train = layer.training or torch.is_grad_enabled()
+    if call.cache is not None:
+        if train or x.shape[1] > 1 or isinstance(call.cache, ContextCache):
+            return "masked", "a cache needs the keys of all heads"
+        if decoding_pays(call):
+            return "decode", "one token, and much of the cache need not be read"
+        return "masked", "one token, but little of the cache could be left unread"
+    if not plain(layer):
+        return "masked", "the projections carry hooks or are not plain linear layers"
+    scope = "sample" if active.shape[1] == 1 else "token"
     smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST
     if x.shape[0] * x.shape[1] * layer.q_dim < smallest:
         return "masked", f"fewer than {smallest:,} numbers in the queries of all heads: packing would cost more"
@@ -84,6 +96,19 @@ def choose(call: Call) -> Tuple[str, str]:
     return "packed", reason
 
 
+def decoding_pays(call: Call) -> bool:
+    """Whether `decode` leaves enough of the cache unread, see UNREAD; for one token in self-attention with a cache."""
+    layer, active = call.layer, call.routing.active
+    heads, threads = active.shape[0] * layer.num_heads, torch.get_num_threads()
+    numbers = (call.cache.length + 1) * layer.head_dim  # keys of one head
+    if heads * numbers < threads * UNREAD:
+        return False
+    parts = pieces(running_groups(active, layer.kv_heads), threads)
+    # A thread that has no head while another has takes as long. All heads at once read a shared key for each query.
+    read = sum(threads * math.ceil(len(range(p.start, p.stop, p.step)) / threads) for p in parts)
+    return (heads - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
+
+
 def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
     """The share of all queries that packing computes, counts [B, H]: it pads every key-value head to the fullest one."""
     S, G = layer.budget.shared, layer.kv_heads
@@ -95,6 +120,9 @@ def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
     return (S * tokens + longest * groups) / (layer.num_heads * tokens)
 
 
+AMONG = {"packed": packed, "decode": decode, "masked": masked}
+
+
 @lru_cache(maxsize=256)
 def say(picked: str, reason: str) -> None:
     """Log a decision the first time it is made."""
@@ -102,11 +130,11 @@ def say(picked: str, reason: str) -> None:
 
 
 def auto(call: Call) -> Tensor:
-    """`packed` or `masked`, whichever `choose` says.
+    """`packed`, `decode` or `masked`, whichever `choose` says.
 
     What was picked and why is logged once at level INFO under "moh_vision.attention".
     """
     picked, reason = choose(call)
     if log.isEnabledFor(logging.INFO):
         say(picked, reason)
-    return packed(call) if picked == "packed" else masked(call)
+    return AMONG[picked](call)

@@ -6,7 +6,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.budget import HeadBudget, check_groups
 from moh_vision.attention.routers.common import active_heads, heads_last, select_top_k, top_k_stats
 from moh_vision.attention.routing import Routing
 
@@ -20,6 +20,20 @@ class QueryNormRouter(nn.Module):
     by its standard deviation over those heads, is softmaxed to p, and the k largest run. The gradient of the 0/1
     weight goes straight through to p (eq. 10), for every head, so heads are skipped only where no gradient is recorded;
     the released file leaves that gradient out, so nothing there is trained by it.
+
+    With `group` > 1 whole groups of neighbouring heads are chosen, as if each were one wide head: by the norm of their
+    queries taken together, with one gate for all of them. Not in the paper; it is what lets grouped-query attention
+    leave keys and values unread, which it can only where all query heads of a key-value head are off. Statistics stay
+    per head: a group's probability is shared out evenly among its heads, so that every token's still sum to 1, the
+    balance loss is still the number of routed heads at balance, and its gradient has the size it has without groups.
+
+    Args:
+        dim: C, not used.
+        budget: in heads, also with groups.
+        group: heads in a group, those of one key-value head; 1: heads are chosen one by one, as released.
+
+    Raises:
+        ValueError: if the heads, the shared or the routed ones are not whole groups.
     """
 
     needs_query = True
@@ -27,8 +41,10 @@ class QueryNormRouter(nn.Module):
     all_heads = False
     aux_loss = "moh"
 
-    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
+    def __init__(self, dim: int, budget: HeadBudget, group: int = 1, device=None, dtype=None):
         super().__init__()
+        check_groups(budget, group)
+        self.group = group
         self.num_shared = budget.shared
         self.num_candidates = budget.candidates
         self.num_routed = budget.routed
@@ -39,15 +55,21 @@ class QueryNormRouter(nn.Module):
             raise ValueError("router 'query_norm' needs the queries")
         dtype = torch.promote_types(q.dtype, torch.float32)
         norms = torch.linalg.vector_norm(q[:, self.num_shared :].to(dtype), dim=-1).transpose(0, 1)  # [E, B, N]
-        if self.num_candidates > 1:
+        if self.group > 1:  # from here on E / group groups; the norm of what is put together is the norm of the norms
+            norms = torch.linalg.vector_norm(norms.unflatten(0, (self.num_candidates // self.group, self.group)), dim=1)
+        if self.num_candidates > self.group:
             # Equal norms have no spread; any positive divisor gives them equal scores.
             logits = norms / norms.std(0, keepdim=True).clamp_min(1e-6)
         else:
             logits = norms
         probs = logits.softmax(0)
-        chosen = select_top_k(norms, self.num_routed)  # as probs, without their rounding
+        chosen = select_top_k(norms, self.num_routed // self.group)  # as probs, without their rounding
         selected = chosen.to(dtype)
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
+        if self.group > 1:  # and back to E heads
+            probs, logits = probs.repeat_interleave(self.group, 0) / self.group, logits.repeat_interleave(self.group, 0)
+            chosen, selected = chosen.repeat_interleave(self.group, 0), selected.repeat_interleave(self.group, 0)
+            gate = gate.repeat_interleave(self.group, 0)
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.

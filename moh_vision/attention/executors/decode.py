@@ -1,0 +1,132 @@
+"""One new token: of the cached keys and values, only those of the heads that run are read.
+
+A decoding step reads the whole cache and does little with it, so its time is what it reads. Heads are therefore read
+where they lie, through views: a copy of the chosen heads costs several times what leaving the others out saves.
+"""
+
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moh_vision.attention.executors.masked import has_head_masks, masked
+from moh_vision.attention.routing import Call
+
+# How many others a head is tried with when evenly spaced heads are looked for; two always are, whatever they be.
+PARTNERS = 4
+
+
+def pieces(heads: Sequence[int], threads: int) -> List[slice]:
+    """Sorted heads as slices, each of which is one attention call on a view.
+
+    A call hands whole heads to threads. On one thread a slice is a run of neighbours. On more, a run is cut to a multiple
+    of the threads, and what is left over is put together by even spacing, up to `threads` heads in one slice (any two
+    heads are evenly spaced), for a call with one head would leave the other threads idle.
+    """
+    runs: List[List[int]] = []  # [first, end]
+    for h in heads:
+        if runs and runs[-1][1] == h:
+            runs[-1][1] = h + 1
+        else:
+            runs.append([h, h + 1])
+    result, left = [], []
+    for first, end in runs:
+        cut = end - (end - first) % threads
+        if cut > first:
+            result.append(slice(first, cut, 1))
+        left += range(cut, end)
+    while left:
+        among, best = set(left), left[:1]
+        for second in left[1 : 1 + PARTNERS]:
+            line = list(range(left[0], left[-1] + 1, second - left[0]))[:threads]
+            count = next((i for i, h in enumerate(line) if h not in among), len(line))
+            if count > len(best):
+                best = line[:count]
+        step = best[1] - best[0] if len(best) > 1 else 1
+        result.append(slice(best[0], best[-1] + 1, step))
+        left = sorted(among.difference(best))
+    return result
+
+
+def running_groups(active: Tensor, kv_heads: int) -> List[int]:
+    """Which key-value heads are read: active [B, 1, H] -> those of sequence b counted from b * kv_heads."""
+    needed = active[:, 0].unflatten(-1, (kv_heads, active.shape[-1] // kv_heads)).any(-1)  # [B, G]
+    return needed.flatten().nonzero().flatten().tolist()
+
+
+def attend_chosen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Optional[Tensor],
+    active: Tensor,
+    attn_mask: Optional[Tensor] = None,
+) -> Tensor:
+    """Weighted attention of one token that reads only the keys and values of the heads that run. For inference.
+
+    Query heads of one key-value head are computed together, so a key-value head is left out only where all of them are
+    off; under grouped-query attention with heads chosen one by one that is rare.
+
+    Args:
+        q: queries [B, H, 1, D], ready for attention.
+        k, v: [B, G, M, D], G a divisor of H; what they hold for heads that are not read may be anything, also NaN.
+        weights: [B, 1, H], 0 where a head is off; None: 1 for those that run.
+        active: [B, 1, H], True where a head runs; sequences may run different ones and different numbers of them.
+        attn_mask: [B or 1, H or 1, 1, M], True (attend) or additive; None: all keys.
+
+    Returns:
+        o [B, 1, H * D], 0 for heads that do not run.
+    """
+    B, H, _, D = q.shape
+    G, M = k.shape[1:3]
+    if B > 1 and not (one_list(k) and one_list(v)):
+        rows = []
+        for b in range(B):
+            mask = attn_mask if attn_mask is None or len(attn_mask) == 1 else attn_mask[b : b + 1]
+            w = None if weights is None else weights[b : b + 1]
+            rows.append(attend_chosen(*(t[b : b + 1] for t in (q, k, v)), w, active[b : b + 1], mask))
+        return torch.cat(rows)
+
+    q = q.reshape(1, B * G, H // G, D)
+    k, v = k.view(1, B * G, M, D), v.view(1, B * G, M, D)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # once, and not again in every call
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        rows = H if has_head_masks(attn_mask) else G
+        attn_mask = attn_mask.expand(B, rows, 1, M).reshape(1, B * G, rows // G, M)
+    parts = pieces(running_groups(active, G), torch.get_num_threads())
+    o = torch.zeros_like(q)  # [1, B*G, H/G, D]
+    if parts:
+        order = [list(range(part.start, part.stop, part.step)) for part in parts]
+        index = torch.tensor([h for heads in order for h in heads], device=q.device)
+        # Queries and outputs are small: gathered once, they cost less than a view and a write for every call.
+        queries = q.index_select(1, index).split([len(heads) for heads in order], 1)
+        outputs = []
+        for part, qp in zip(parts, queries):
+            mask = None if attn_mask is None else attn_mask[:, part]
+            outputs.append(F.scaled_dot_product_attention(qp, k[:, part], v[:, part], attn_mask=mask))
+        o.index_copy_(1, index, torch.cat(outputs, 1))
+    o = o.view(B, 1, H, D)
+    if weights is None and H > G:
+        weights = active  # heads that are off beside heads of their group that run
+    if weights is not None:
+        o = o * weights.unsqueeze(-1).to(o.dtype)
+    return o.flatten(2)
+
+
+def one_list(x: Tensor) -> bool:
+    """Whether the heads of all sequences lie evenly spaced, so that x [B, G, M, D] has a view [B*G, M, D]."""
+    return x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def decode(call: Call) -> Tensor:
+    """`attend_chosen` for one query token where no gradient is recorded; anything else is `masked`.
+
+    The keys and values of the new token are computed for all heads, for later tokens may choose others.
+    """
+    layer, active = call.layer, call.routing.active
+    if active is None or call.x.shape[1] != 1 or call.is_causal or call.dropout_p > 0 or torch.is_grad_enabled():
+        return masked(call)
+    q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
+    return layer.proj(attend_chosen(q, k, v, call.routing.weights, active, call.attn_mask))
