@@ -55,7 +55,10 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
                     setattr(about, name, number)
     if config.checkpointing:
         # Not reentrant: that kind loses what is not a plain tensor, such as routing statistics.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )  # by transformers' age
+        enable(dict(use_reentrant=False))
     return model, arguments
 
 

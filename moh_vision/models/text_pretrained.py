@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Callable, Dict, Optional, Union
+import sys
+from typing import Callable, Dict, Iterator, Optional, Union
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from moh_vision.models.convert_llama import convert_llama
 from moh_vision.models.moh_llama import FAMILIES
@@ -37,9 +40,10 @@ def pretrained_model(
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_KEYS)}")
     config, ours = _config(source)
     try:
-        model, found = ours.from_pretrained(
-            source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-        )
+        with _quiet():
+            model, found = ours.from_pretrained(
+                source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+            )
     except (OSError, RuntimeError) as error:
         raise ValueError(f"model.pretrained {source}: {' '.join(str(error).split())[:300]}") from None
     lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
@@ -55,7 +59,8 @@ def pretrained_model(
             raise ValueError(f"model.convert: {error}") from None
     had = model.get_input_embeddings().num_embeddings
     if vocab_size is not None and vocab_size > had:
-        model.resize_token_embeddings(vocab_size, mean_resizing=True)
+        with _quiet():
+            model.resize_token_embeddings(vocab_size, mean_resizing=True)
         tied = model.config.tie_word_embeddings
         say(
             f"the vocabulary grows from {had:,} to {vocab_size:,} tokens: new rows of the embedding"
@@ -95,6 +100,21 @@ def _config(source: Path):
             about.pop(name, None)  # auto_map names code, which is not needed
         config = ours.config_class(**about)
     return config, ours
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars where nobody sees them, and its words on what is said here."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _pairs(value):
