@@ -27,6 +27,7 @@ from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only
@@ -35,11 +36,11 @@ from moh_vision.tasks import LanguageTask
 NAME = "train_text.py"
 
 try:
-    from moh_vision.data.text.inputs import TOKENIZER, open_text
+    from moh_vision.data.text.open import open_text, tokenizer_of
     from moh_vision.evaluation.perplexity import summary
-    from moh_vision.models.moh_text import create_text_model, task_of
     from moh_vision.models.text_weights import init_text
-    from moh_vision.text_scores import BEST, final_scores, make_judge
+    from moh_vision.text_scores import BEST, final_scores, final_weights, make_judge
+    from moh_vision.text_setup import build_model, save_configs, task_for
     from moh_vision.translation import check_gate_modes
 except ModuleNotFoundError as error:
     print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
@@ -52,19 +53,14 @@ def train(argv, signals: StopSignals) -> None:
         config, flags = parse_config(TextConfig, argv, NAME)
         o, d = config.optim, config.data
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
-        if accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("train_text.py does not shard weights (FSDP): launch it with DDP")
+        if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError(f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1")
         resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
-        tokenizer = config.output if resumed else d.tokenizer
-        if not tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
-            tokenizer = config.init_from
-        cache = str(Path(index_dir(config.output), "text"))
+        cache, tokenizer = str(Path(index_dir(config.output), "text")), tokenizer_of(config, bool(resumed))
         with accelerator.main_process_first():
-            text = open_text(task_of(config.model.name), d, cache, config.seed, tokenizer, accelerator.print)
-        arguments = config.model_arguments(text.model_arguments())
+            text = open_text(task_for(config.model), d, cache, config.seed, tokenizer, accelerator.print)
         torch.manual_seed(config.seed)
-        model = create_text_model(config.model.name, **arguments)
-        config.check_model(model.config)
+        model, arguments = build_model(config, text, bool(resumed), accelerator.print)
         check_gate_modes(model, config.generate.gate_modes)
         if flags.dry_run:
             print(describe(config.model.name, model, **text.example()))
@@ -87,7 +83,7 @@ def train(argv, signals: StopSignals) -> None:
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
     if accelerator.is_main_process and not resumed:
         text.save(run, micro_batches)
-        model.config.save_pretrained(run)  # with model.safetensors what from_pretrained reads
+        save_configs(model, run)  # with model.safetensors what from_pretrained reads
 
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     if config.compile:
@@ -116,7 +112,7 @@ def train(argv, signals: StopSignals) -> None:
         architecture=config.model.name, arguments=arguments, vocabularies=fingerprints, config=config.tree()
     )
     descent.announce(log, start)
-    judge = make_judge(text, model, accelerator, log)
+    judge = make_judge(text, task, accelerator, log)
 
     # ---------------------------------------------------------------- the loop
     stream = text.stream(batches)
@@ -126,10 +122,11 @@ def train(argv, signals: StopSignals) -> None:
         lr = learning_rate(step, o.lr, o.schedule, o.warmup_steps, config.max_steps, o.min_lr, o.warmup_lr)
         set_learning_rate(optimizer, lr)
         task.train()
-        own = [
-            {k: v.to(accelerator.device, non_blocking=True) for k, v in batch.items()}
-            for batch in islice(stream, o.accumulation)
-        ]
+        with user_errors(NAME, every_rank=True, code=1):  # text that has changed, or ids that are none
+            own = [
+                {k: v.to(accelerator.device, non_blocking=True) for k, v in batch.items()}
+                for batch in islice(stream, o.accumulation)
+            ]
         # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
         # step's loss is the mean over all its labels.
         labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
@@ -158,8 +155,8 @@ def train(argv, signals: StopSignals) -> None:
             with user_errors(NAME, code=1):  # a loss that is not finite
                 scores = judge(text.val, "validation")
             log.event(step, {"validation": scores}, f"validation after {done} steps: {summary(scores)}")
-            if patience(done, scores["loss"]) and config.patience and accelerator.is_main_process:
-                export_weights(model, run / BEST, dict(metadata, step=done))
+            if patience(done, scores["loss"]) and config.patience:
+                export_weights(model, run / BEST, dict(metadata, step=done), write=accelerator.is_main_process)
             enough = patience.exhausted
         if done % config.save_every == 0 or done == config.max_steps or update.stop or enough:
             with user_errors(NAME, (SaveError,), code=1):
@@ -179,7 +176,9 @@ def train(argv, signals: StopSignals) -> None:
                 f"stopped after {done} steps: {patience.waited} validations without a lower loss than {patience.best:.4f}"
             )
         with user_errors(NAME):
-            results = final_scores(config, text, model, run, judge, accelerator, log, metadata)
+            results = final_weights(config, model, run, accelerator, log, metadata)
+            with whole_weights(task):
+                results.update(final_scores(config, text, model, run, judge, accelerator, log))
         if accelerator.is_main_process:
             results = dict(results, step=done, **patience.about(), **descent.about())
             (run / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

@@ -15,7 +15,7 @@ import yaml
 
 from moh_vision.config import FREE_KEYS, LATER_KEYS, ClsConfig, Flags, RunConfig
 
-FREE_FORM = ("model.kwargs", "model.router_kwargs")  # mappings whose keys are the model's
+FREE_FORM = ("model.kwargs", "model.router_kwargs", "model.convert")  # mappings whose keys are the model's
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20
 

@@ -9,9 +9,11 @@ from typing import Callable, Dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moh_vision.data.text.inputs import CausalInputs, TextInputs, TranslationInputs
+from moh_vision.data.text.causal_inputs import CausalInputs
+from moh_vision.data.text.inputs import TextInputs, TranslationInputs
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation import bleu
 from moh_vision.evaluation.perplexity import perplexity, summary
@@ -22,18 +24,18 @@ from moh_vision.translation import gate_mode, score_translations, translate
 AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
 
 
-def make_judge(text: TextInputs, model: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
+def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
     """A function (data set, title) -> loss and perplexity of the model's present weights, exact over processes.
 
     Args:
         text: whose data sets are judged.
-        model: not wrapped: DistributedDataParallel would wait for processes with fewer batches.
+        task: as accelerate wraps it. Its model is called by itself: what wraps it would wait for processes with fewer batches.
         accelerator: accelerate's Accelerator.
         log: the run's, which shows the progress and leaves the time out of its rate.
     """
 
     def judge(dataset, title: str) -> dict:
-        judged = LanguageTask(model, 0.0).eval()
+        judged = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
         own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
 
         def losses(batch: dict) -> Tensor:
@@ -41,56 +43,63 @@ def make_judge(text: TextInputs, model: nn.Module, accelerator, log) -> Callable
                 return judged(**batch)[0]
 
         total = total_over_processes(accelerator)
-        scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
+        with whole_weights(task):
+            scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
         log.pause()
         return scores
 
     return judge
 
 
-def final_scores(
-    config,
-    text: TextInputs,
-    model: nn.Module,
-    run: Path,
-    judge: Callable[[object, str], dict],
-    accelerator,
-    log,
-    metadata,
-) -> Dict:
-    """Scores of the average of the last checkpoints, with patience of the best weights, or of those as they are; every
-    process calls it.
+def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadata) -> Dict:
+    """Load what is scored at the end: the average of the last checkpoints' weights, with patience the best ones, or leave the
+    last; every process calls it. Writes the averaged weights.
 
-    Writes the averaged weights, what `report_gates` does, and OUTPUT/translations.txt with a line for every pair that is
+    Args:
+        config: a `TextConfig`.
+        metadata: of exported weights.
+
+    Returns:
+        dict(weights: the name of their file in the run, averaged_steps).
+    """
+    if config.average > 1:
+        accelerator.wait_for_everyone()
+        state, steps = average_checkpoints(run, config.average)
+        load_whole(model, state)
+        if accelerator.is_main_process:
+            export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
+        log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
+        return dict(weights=AVERAGED, averaged_steps=steps)
+    if config.patience and (run / BEST).exists():
+        load_whole(model, load_file(run / BEST))
+        return dict(weights=BEST)
+    return dict(weights="model.safetensors")
+
+
+def final_scores(
+    config, text: TextInputs, model: nn.Module, run: Path, judge: Callable[[object, str], dict], accelerator, log
+) -> Dict:
+    """Scores of the model's present weights, which are whole; every process calls it.
+
+    Writes what `report_gates` does, and OUTPUT/translations.txt with a line for every pair that is
     scored (of another use of the gates: translations.MODE.txt).
 
     Args:
         config: a `TextConfig`.
         judge: (data set, title) -> scores of `evaluation.perplexity`.
-        metadata: of exported weights.
 
     Returns:
-        dict(weights, validation, test, gate_entropy of each layer, and for translation bleu: mode of the gates -> scores).
+        dict(validation, test, gate_entropy of each layer, and for translation bleu: mode of the gates -> scores).
 
     Raises:
         ValueError: for a loss that is not finite, or gates that the model does not have.
     """
-    results: Dict = dict(weights="model.safetensors")
-    if config.average > 1:
-        accelerator.wait_for_everyone()
-        state, steps = average_checkpoints(run, config.average)
-        model.load_state_dict(state, strict=False)  # tied weights stand there once
-        results.update(weights=AVERAGED, averaged_steps=steps)
-        if accelerator.is_main_process:
-            export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
-        log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
-    elif config.patience and (run / BEST).exists():
-        model.load_state_dict(load_file(run / BEST), strict=False)
-        results.update(weights=BEST)
+    results: Dict = {}
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
         results[title] = judge(dataset, title)
-        if isinstance(text, CausalInputs):  # of byte pairs, to compare with others' vocabularies
+        # Of byte pairs, to compare with others' vocabularies; text that comes as ids may not say how many words it has.
+        if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")

@@ -52,6 +52,7 @@ def translate(
                 do_sample=False,
                 length_penalty=options.length_penalty,
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
+                synced_gpus=False,  # where weights are sharded they are whole here, and others may have fewer batches
             )
         found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
     return [text for _, text in sorted(gather_object(found))]

@@ -113,6 +113,33 @@ def test_shipped_configs_are_valid(path):
     assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("moh_ll*.yaml")), ids=lambda p: p.stem)
+def test_the_schedules_of_language_models(path):
+    """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
+    config = parse("--config", str(path), kind=TextConfig)[0]
+    o, d = config.optim, config.data
+    tokens = o.batch_size * d.block
+    billions = {"100b": 100, "200b": 200, "stage1": 300, "stage2": 100}[path.stem.rpartition("_")[2]]
+    assert (
+        tokens == (2**24 if d.block == 8192 else 2**22) and 0 <= config.max_steps * tokens - billions * 10**9 < tokens
+    )
+    assert (o.schedule, o.weight_decay, o.clip_norm, o.warmup_lr) == ("cosine", 0.1, 1.0, 1e-7)
+    assert o.batch_size % (o.accumulation * 8) == 0 and config.output.endswith(path.stem)
+    if config.model.pretrained:
+        stages = {300: (6e-5, 6e-6, 0.0, None), 100: (2e-5, 1e-6, 0.01, [[16, 8]] * 32)}
+        budget = (config.model.convert or {}).get("head_budget")
+        assert (o.lr, o.min_lr, config.balance_weight, budget) == stages[billions] and o.warmup_steps == 50
+    else:
+        small = "_small_" in path.stem
+        assert o.lr == (3e-4 if small else 5e-4) and o.min_lr == pytest.approx(o.lr / 10)
+        assert o.warmup_steps == (2000 if small else 500) and config.balance_weight == 0.01
+        assert sum(source["weight"] for source in d.sources) == pytest.approx(100)
+        kind = path.stem.split("_")[3]
+        assert config.model.name == "clm_" + ("" if kind == "dense" else "moh_") + path.stem.split("_")[2] + (
+            "" if kind == "dense" else f"_{kind}"
+        )
+
+
 def test_print_config_prints_a_config(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse("--max-steps", "7", "--print_config")

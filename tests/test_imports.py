@@ -18,6 +18,7 @@ ALLOWED = {
     "sample_scores": {"analysis", "data", "engine", "evaluation", "models"},
     "translation": {"data", "evaluation", "models"},
     "gate_report": {"analysis", "attention", "data", "engine"},
+    "text_setup": {"data", "models"},
     "text_scores": {"data", "engine", "evaluation", "gate_report", "tasks", "translation"},
     "config": set(),
     "command_line": {"config"},

@@ -195,6 +195,7 @@ FREE_KEYS = (
     "generate",
     "average",
     "patience",
+    "checkpointing",
 )
 
 # Keys that the config.yaml of earlier runs does not have, and what those did.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Literal, Optional, Tuple
 
 from moh_vision.config.checks import check
@@ -18,10 +20,28 @@ class TextModelConfig:
     Args:
         name: a preset of moh_vision.models.moh_text.
         kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
+        pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name on the
+            Hugging Face hub. Its sizes then count, and of name only clm_*. Its vocabulary grows to that of data.tokenizer.
+        convert: arguments of moh_vision.convert for it, such as {head_budget: 0.75, router: query_norm}; left out: it stays
+            as it is.
     """
 
     name: str = "mt_transformer_base"
     kwargs: Optional[Dict[str, Any]] = None
+    pretrained: Optional[str] = None
+    convert: Optional[Dict[str, Any]] = None
+
+    def __post_init__(self):
+        if self.pretrained is None:
+            if self.convert is not None:
+                raise ValueError("model.convert is for model.pretrained, which is not set; clm_moh_* have routed heads")
+            return
+        if not self.name.startswith("clm_"):
+            raise ValueError(f"model.name {self.name}: with model.pretrained only its task counts: allowed is clm_*")
+        if self.kwargs:
+            raise ValueError(
+                f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"
+            )
 
 
 @dataclass
@@ -30,14 +50,22 @@ class TextDataConfig:
 
     Args:
         root: a folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the
-            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set.
+            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set. For causal
+            language models also with token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document.
+        sources: causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
+            drawn, a source has the share weight / sum of weights. A root that is not absolute is inside data.root, where
+            val and test are.
         source: language translated from.
         target: language translated into.
         train: name of the training split.
         val: name of the one that is looked at while training.
         test: name of the one that is scored at the end too; left out: none.
         tokenizer: take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split.
-            Left out with init_from of a run: that run's.
+            Left out with init_from of a run: that run's. Causal language models also take a foreign tokenizer.json, or
+            the folder of a transformers tokenizer.
+        vocab_size: causal language models: tokens of the model; without data.tokenizer all that is known of token ids, with it
+            at least as many as it has.
+        bin_dtype: of SPLIT.bin files that have no SPLIT.json which says it.
         merges: of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens.
         target_merges: a vocabulary of its own for the target, with so many; left out: one for both languages.
         words: causal language models: the so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all.
@@ -55,12 +83,15 @@ class TextDataConfig:
     """
 
     root: str = "data/text"
+    sources: Optional[List[Dict[str, Any]]] = None
     source: str = "en"
     target: str = "de"
     train: str = "train"
     val: str = "val"
     test: Optional[str] = None
     tokenizer: Optional[str] = None
+    vocab_size: Optional[int] = None
+    bin_dtype: Optional[Literal["uint16", "uint32"]] = None
     merges: int = 32000
     target_merges: Optional[int] = None
     words: Optional[int] = None
@@ -82,6 +113,9 @@ class TextDataConfig:
         for name in ("merges", "target_merges", "words"):
             value = getattr(self, name)
             check(f"data.{name}", value, value is None or value >= 0, "0 or more")
+        check("data.vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size >= 2, "at least 2")
+        if self.sources is not None:
+            self.sources = checked_sources(self.sources)
         ratio = self.max_ratio
         check("data.max_ratio", ratio, ratio is None or ratio > 1, "above 1")
         check("data.share", self.share, 0 < self.share <= 1, "0 < share <= 1")
@@ -93,6 +127,36 @@ class TextDataConfig:
                 f"data.max_length {self.max_length} and its end are more than data.max_tokens {self.max_tokens}: "
                 "such a pair fits in no batch"
             )
+
+    def source_root(self, root: str) -> str:
+        """Where a source is: its root as it stands, or inside data.root."""
+        return root if root.startswith("hfds/") else str(Path(self.root, root))
+
+
+def checked_sources(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """data.sources with a name for each: the last part of its root where it has none.
+
+    Raises:
+        ValueError: naming number and key.
+    """
+    if not sources:
+        raise ValueError("data.sources is empty; leave it out to train on data.root")
+    found = []
+    for number, source in enumerate(sources):
+        where = f"data.sources {number}"
+        for key in source:
+            if key not in ("root", "weight", "name"):
+                raise ValueError(f"{where}: unknown key {key!r}; allowed are root, weight and name")
+        root, weight = source.get("root"), source.get("weight")
+        if not isinstance(root, str) or not root:
+            raise ValueError(f"{where}: root {root!r}; expected a folder")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            raise ValueError(f"{where}: weight {weight!r}; expected a number above 0")
+        name = source.get("name", root.rstrip("/").rpartition("/")[2])
+        if not isinstance(name, str) or name in [other["name"] for other in found]:
+            raise ValueError(f"{where}: name {name!r}; expected a text that no other source has")
+        found.append(dict(root=root, weight=weight, name=name))
+    return found
 
 
 @dataclass
@@ -190,6 +254,8 @@ class TextConfig(RunConfig):
         label_smoothing: of the cross-entropy, inside the task, so that the auxiliary losses stay.
         eval_every: steps between looks at the val split; 0: only at the end.
         patience: stop after so many of them in a row without a lower loss; 0: never.
+        checkpointing: keep only what goes into each layer, and compute the rest again for its gradient: less memory, a third
+            more time.
         average: the final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
             weights of lowest loss (best.safetensors), else of the last ones.
         generate: how test sentences are translated.
@@ -198,6 +264,7 @@ class TextConfig(RunConfig):
     label_smoothing: float = 0.1
     eval_every: int = 0
     patience: int = 0
+    checkpointing: bool = False
     average: int = 1
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
@@ -216,6 +283,10 @@ class TextConfig(RunConfig):
             raise ValueError(
                 f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
             )
+        if not self.model.name.startswith("clm_"):
+            for key in ("sources", "vocab_size", "bin_dtype"):
+                if getattr(self.data, key) is not None:
+                    raise ValueError(f"data.{key} is for causal language models, not for {self.model.name}")
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
             raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
 

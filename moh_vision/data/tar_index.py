@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
 import tarfile
 from pathlib import Path
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from safetensors import safe_open
@@ -20,6 +22,43 @@ NO_MEMBER = bytes(tarfile.BLOCKSIZE)  # ends a tar file
 ShardStat = Tuple[str, int, int]  # name, bytes, time of change in ns
 
 
+Index = Tuple[dict, Dict[str, np.ndarray]]  # meta: shards, and samples of each; arrays
+
+
+def indexed(
+    folder: Path,
+    name: str,
+    index_dir: Optional[str],
+    stats: List[ShardStat],
+    build: Callable[[], Tuple[Dict[str, np.ndarray], List[int]]],
+    wrong: Callable[[Dict[str, np.ndarray], List[int], List[int]], str],
+) -> Index:
+    """The index of a folder's shards: read where there is one, else made and kept.
+
+    Args:
+        folder: of the shards; the index goes there if it can.
+        name: of the index.
+        index_dir: where it goes if the folder is read-only; None: nowhere.
+        stats: the shards as they are now.
+        build: makes (arrays, samples of each shard).
+        wrong: see `read_index`.
+    """
+    places = [folder / f".{name}.safetensors"]
+    if index_dir is not None:
+        which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
+        places.append(Path(index_dir) / f"{folder.name}-{which}.{name}.safetensors")
+    for place in places:
+        if place.exists():
+            return read_index(place, stats, wrong)
+    arrays, samples = build()
+    meta = dict(shards=stats, samples=samples)
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
+    if writable or index_dir is not None:
+        write_index(places[0] if writable else places[-1], meta, arrays)
+    return meta, arrays
+
+
 def write_index(place: Path, meta: dict, arrays: Dict[str, np.ndarray]) -> None:
     """Write an index, whole or not at all."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -29,12 +68,13 @@ def write_index(place: Path, meta: dict, arrays: Dict[str, np.ndarray]) -> None:
     hidden.rename(place)
 
 
-def read_index(place: Path, stats: List[ShardStat]) -> Tuple[dict, Dict[str, np.ndarray]]:
-    """(meta: shards and samples of each; arrays of ARRAYS) of an index.
+def read_index(place: Path, stats: List[ShardStat], wrong: Callable) -> Index:
+    """(meta: shards and samples of each; arrays) of an index.
 
     Args:
         place: the file.
         stats: the shards as they are now.
+        wrong: (arrays, samples of each shard, bytes of each) -> what cannot be so; "" if nothing. See `contradiction`.
 
     Raises:
         ValueError: naming the file, if it is damaged or of other shards.
@@ -60,14 +100,14 @@ def read_index(place: Path, stats: List[ShardStat]) -> Tuple[dict, Dict[str, np.
         raise ValueError(
             f"shard {next(iter(recorded))} of the index {place} is gone; delete the index to build it again"
         )
-    wrong = _contradiction(arrays, meta.get("samples"), [size for _, size, _ in stats])
-    if wrong:
-        raise ValueError(f"{place}: not an index that can be right ({wrong}); {again}")
+    why = wrong(arrays, meta.get("samples"), [size for _, size, _ in stats])
+    if why:
+        raise ValueError(f"{place}: not an index that can be right ({why}); {again}")
     return meta, arrays
 
 
-def _contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
-    """What cannot be so in an index; "" if nothing."""
+def contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
+    """What cannot be so in an index of labelled samples; "" if nothing."""
     if set(arrays) != set(ARRAYS) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
         return f"expected {', '.join(ARRAYS)} as vectors of int64"
     if len({len(a) for a in arrays.values()}) > 1 or not len(arrays["shard"]):
@@ -101,8 +141,8 @@ def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[
     rows, samples = [], []
     for number, path in enumerate(paths):
         found: dict = {}
-        with _open(path) as tar:
-            for member in _members(tar, path):
+        with open_tar(path) as tar:
+            for member in members(tar, path):
                 parent, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
                 kind = what if extension.lower() in extensions else "label" if extension == "cls" else None
@@ -125,7 +165,8 @@ def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[
     return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(ARRAYS)}, samples
 
 
-def _open(path: Path) -> tarfile.TarFile:
+def open_tar(path: Path) -> tarfile.TarFile:
+    """A shard; raises ValueError, naming it."""
     try:
         # Not compressed: the offsets would not be those of the file.
         return tarfile.open(path, "r:")
@@ -133,7 +174,7 @@ def _open(path: Path) -> tarfile.TarFile:
         raise ValueError(f"{path}: not a readable tar file, uncompressed ({error})") from None
 
 
-def _members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
+def members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
     """The regular files of a shard; tarfile itself takes a damaged header for the end."""
     size, count = path.stat().st_size, 0
     while True:

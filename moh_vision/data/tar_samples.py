@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import stat
-from collections import OrderedDict
 from pathlib import Path
 from typing import Iterator, Optional, Sequence
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.tar_index import read_index, scan, write_index
-
-MAX_OPEN_SHARDS = 16
+from moh_vision.data.shard_files import ShardFiles
+from moh_vision.data.tar_index import contradiction, indexed, scan
 
 
 class TarSamples:
@@ -47,8 +42,11 @@ class TarSamples:
         for path in self.paths:
             if not path.is_file():
                 raise ValueError(f"{path}: not a file, expected a shard")
-        self._stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in self.paths]
-        meta, arrays = self._index(folder, split, Path(index_dir) if index_dir else None)
+        self._files = ShardFiles(self.paths, UnreadableImage)
+        meta, arrays = indexed(
+            folder, f"{split}.index", index_dir, self._files.stats,
+            lambda: scan(self.paths, self.extensions, self.what), contradiction,
+        )  # fmt: skip
         self.shard_sizes = tuple(meta["samples"])
         self.shard, self.offset, self.bytes, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
         names = folder / "classes.txt"
@@ -61,7 +59,6 @@ class TarSamples:
                 )
         else:
             self.classes = [str(c) for c in range(int(self.labels.max()) + 1)]
-        self._files: OrderedDict = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -74,7 +71,7 @@ class TarSamples:
         """
         shard, size = int(self.shard[index]), int(self.bytes[index])
         try:
-            data = os.pread(self._file(shard), size, int(self.offset[index]))
+            data = self._files.read(shard, size, int(self.offset[index]))
         except OSError as error:
             raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
         if len(data) != size:
@@ -90,38 +87,6 @@ class TarSamples:
         shards = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths]
         for shard, offset, size in zip(self.shard.tolist(), self.offset.tolist(), self.bytes.tolist()):
             yield repr((shards[shard], offset, size)).encode()
-
-    def _file(self, shard: int) -> int:
-        """An open descriptor, among the last few: there may be more shards than a process may open."""
-        if shard in self._files:
-            self._files.move_to_end(shard)
-        else:
-            if len(self._files) >= MAX_OPEN_SHARDS:
-                os.close(self._files.popitem(last=False)[1])
-            descriptor = os.open(self.paths[shard], os.O_RDONLY)
-            found = os.fstat(descriptor)
-            if (found.st_size, found.st_mtime_ns) != self._stats[shard][1:]:
-                os.close(descriptor)
-                raise UnreadableImage(f"{self.paths[shard]}: the shard has changed since its index was made")
-            self._files[shard] = descriptor
-        return self._files[shard]
-
-    def _index(self, folder: Path, split: str, index_dir: Optional[Path]):
-        places = [folder / f".{split}.index.safetensors"]
-        if index_dir is not None:
-            which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
-            places.append(index_dir / f"{folder.name}-{which}.{split}.index.safetensors")
-        for place in places:
-            if place.exists():
-                return read_index(place, self._stats)
-        arrays, samples = scan(self.paths, self.extensions, self.what)
-        meta = dict(shards=self._stats, samples=samples)
-        # The mode is asked too, because root may write into folders that are meant to be read-only.
-        writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
-        place = places[0] if writable else places[-1]
-        if writable or index_dir is not None:
-            write_index(place, meta, arrays)
-        return meta, arrays
 
 
 def _class_names(file: Path) -> list:

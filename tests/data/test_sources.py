@@ -91,7 +91,7 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     source = Shards(str(write_shards(tmp_path / "d", count=40, per_shard=1)), "train")
     for i in (*range(40), 0, 39):
         assert source.image(i).getpixel((0, 0))[0] == i
-    assert len(source._files) == 16
+    assert len(source._files.opened) == 16
 
 
 def test_class_names(tmp_path):

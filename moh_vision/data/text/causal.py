@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moh_vision.data.text.token_cache import TokenCache
+from moh_vision.data.text.token_files import refuse_ids
 from moh_vision.data.text.translation import IGNORE, padded
 from moh_vision.data.text.vocabulary import EOS, PAD
 
@@ -16,8 +16,8 @@ from moh_vision.data.text.vocabulary import EOS, PAD
 class CausalWindows(Dataset):
     """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
 
-    The text is one stream, eos behind every line, empty ones too (which is how WikiText's words are counted). A
-    window's labels are a piece of it, its inputs the same piece one token earlier, with eos before the first token. Windows
+    The text is one stream, eos behind every line, empty ones too (which is how WikiText's words are counted); or the
+    documents of a text that comes as ids. A window's labels are a piece of it, its inputs the same piece one token earlier, with eos before the first token. Windows
     advance by `stride`, and label only what none before them did, so that every token of the stream is predicted exactly
     once. The last ends with the stream: it begins less than a stride after the one before, rather than being short.
 
@@ -25,22 +25,26 @@ class CausalWindows(Dataset):
     Evaluation "512/480" takes width 512 and stride 32: each token but the first 480 has 480 to 511 before it.
 
     Args:
-        tokens: encoded with empty lines.
+        tokens: a `TokenCache` encoded with empty lines, `TokenFiles` or `TokenShards`.
         width: tokens of a window, W.
         stride: 1 <= stride <= width; left out: width.
+        eos: id before the first token; None: not known, and then the first token is not predicted.
+        size: of the vocabulary, to check ids as they are read; None: they are known to be right.
 
     Raises:
-        ValueError: if the text is shorter than a window, or the stride is none.
+        ValueError: if the text is shorter than a window, or the stride is none; when read, naming file and value, for an
+            id that the vocabulary does not have.
     """
 
-    def __init__(self, tokens: TokenCache, width: int, stride: Optional[int] = None):
+    def __init__(
+        self, tokens, width: int, stride: Optional[int] = None, eos: Optional[int] = EOS, size: Optional[int] = None
+    ):
         self.tokens, self.width, self.stride = tokens, width, width if stride is None else stride
+        self.eos, self.size = eos, size
         if not 1 <= self.stride <= width:
             raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
         if len(tokens.ids) < width:
-            raise ValueError(
-                f"{tokens.path.name.partition('.')[0]}: {len(tokens.ids)} tokens, fewer than a block of {width}"
-            )
+            raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
 
     def __len__(self) -> int:
         return 1 - (self.width - len(self.tokens.ids)) // self.stride
@@ -49,8 +53,12 @@ class CausalWindows(Dataset):
         _, number = item
         first = min(number * self.stride, len(self.tokens.ids) - self.width)
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
-        piece = piece if first else np.concatenate([[EOS], piece])
+        if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
+            refuse_ids(self.tokens.where(first), int(piece.min()), int(piece.max()), self.size)
+        piece = piece if first else np.concatenate([piece[:1] if self.eos is None else [self.eos], piece])
         labels = piece[1:].copy()
+        if not first and self.eos is None:
+            labels[0] = IGNORE
         if number:
             done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
             labels[: done - first] = IGNORE

@@ -9,7 +9,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 from torch import Tensor
 
 from moh_vision.data.text.buckets import TokenBatches, length_slices
-from moh_vision.data.text.causal import CausalWindows
+from moh_vision.data.text.foreign import AnyVocabulary
 from moh_vision.data.text.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.data.text.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
 from moh_vision.data.text.sources import open_parallel, open_plain
@@ -40,8 +40,9 @@ class TextInputs:
         ValueError, FileNotFoundError: in one line, naming file or key.
     """
 
-    vocabularies: Tuple[Vocabulary, Vocabulary]
+    vocabularies: Tuple[AnyVocabulary, AnyVocabulary]
     first: object  # what the data set calls its first sample
+    load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
 
     def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str], say: Callable[[str], None]):
         self.data, self.cache_dir, self.seed, self.tokenizer, self.say = data, cache_dir, seed, tokenizer, say
@@ -109,8 +110,8 @@ class TextInputs:
         file = place / TOKENIZER if place.is_dir() else place
         if not file.is_file():
             raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
-        source, target = Vocabulary.load(file), file.with_name(TARGET_TOKENIZER)
-        return source, (Vocabulary.load(target) if target.is_file() else source)
+        source, target = self.load(file), file.with_name(TARGET_TOKENIZER)
+        return source, (self.load(target) if target.is_file() else source)
 
 
 class TranslationInputs(TextInputs):
@@ -170,11 +171,15 @@ class BlockInputs(TextInputs):
     first = (0, 0)
     mask = False
 
-    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+    def training_texts(self) -> list:
+        """The lines that a vocabulary is made from."""
+        return [open_plain(self.data.root, self.data.train)]
+
+    def find_vocabularies(self) -> Tuple[AnyVocabulary, AnyVocabulary]:
         d, given = self.data, self.given()
         if given:
             return given
-        texts = [open_plain(d.root, d.train)]
+        texts = self.training_texts()
         if d.words is None:
             options = dict(merges=d.merges, mask=self.mask, lowercase=d.lowercase)
             made = trained_vocabulary(texts, self.cache_dir, "bpe", self.say, **options)
@@ -187,8 +192,9 @@ class BlockInputs(TextInputs):
         """Of the training text."""
         return open_plain(self.data.root, self.data.train).fingerprint()
 
-    def tokens(self, split: str, skip_empty: bool):
-        lines = open_plain(self.data.root, split)
+    def tokens(self, root: str, split: str, skip_empty: bool):
+        """The encoded text of a split."""
+        lines = open_plain(root, split)
         return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty, say=self.say)
 
     def batches(self, batch_size: int, **arguments) -> BlockBatches:
@@ -206,32 +212,9 @@ class MaskedInputs(BlockInputs):
 
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
         d, seed = self.data, self.seed if training else EVALUATION_SEED
-        tokens = self.tokens(split, skip_empty=True)
+        tokens = self.tokens(d.root, split, skip_empty=True)
         return MaskedBlocks(tokens, d.block, self.vocabularies[0], seed, d.mask_prob)
 
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
         return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
-
-
-class CausalInputs(BlockInputs):
-    """For causal language models."""
-
-    def dataset(self, split: str, training: bool = False) -> CausalWindows:
-        d = self.data
-        stride = d.block if training else d.block - d.context
-        return CausalWindows(self.tokens(split, skip_empty=False), d.block, stride)
-
-    def model_arguments(self) -> dict:
-        """Sizes that the model must have."""
-        return dict(vocab_size=len(self.vocabularies[0]))
-
-
-INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}
-
-
-def open_text(
-    kind: str, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, say: Callable[[str], None] = print
-) -> TextInputs:
-    """The inputs of a task: "mt", "mlm" or "clm"; see `TextInputs`."""
-    return INPUTS[kind](data, cache_dir, seed, tokenizer, say)

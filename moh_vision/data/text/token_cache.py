@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 from tqdm import tqdm
 
-from moh_vision.data.text.vocabulary import EOS, Vocabulary
+from moh_vision.data.text.vocabulary import Vocabulary
 from moh_vision.data.text.whole_file import whole_file
 
 FORMAT = "1"
@@ -74,6 +74,14 @@ class TokenCache:
     def __reduce__(self):
         return TokenCache, (self.path,)  # a pickled memory map would be a copy
 
+    @property
+    def name(self) -> str:
+        return self.path.name.partition(".")[0]
+
+    def where(self, place: int) -> str:
+        """Names the token at a place, in errors."""
+        return f"{self.path}, token {place}"
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -97,7 +105,10 @@ def encoded(
         skip_empty: leave empty lines out.
         say: told of a cache that is made again.
     """
-    made_from = json.dumps([FORMAT, lines.fingerprint(), vocabulary.fingerprint, skip_empty])
+    made_by = vocabulary.fingerprint
+    if vocabulary.kind == "foreign":  # whose tokenizer.json does not say which token ends a text
+        made_by += f" eos {vocabulary.eos}"
+    made_from = json.dumps([FORMAT, lines.fingerprint(), made_by, skip_empty])
     key = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     place = Path(cache_dir, f"{_plain_name(lines.name)}.{key}.tokens.safetensors")
     if place.exists():
@@ -124,7 +135,7 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
         while texts := list(islice(rest, LINES_AT_ONCE)):
             bar.update(len(texts))
             texts = [text for text in texts if text or not skip_empty]
-            rows = [ids + [EOS] for ids in vocabulary.encode(texts)]
+            rows = [ids + [vocabulary.eos] for ids in vocabulary.encode(texts)]
             lengths += map(len, rows)
             words += sum(len(text.split()) + 1 for text in texts)
             data = np.array([i for row in rows for i in row], DTYPES[kind]).tobytes()

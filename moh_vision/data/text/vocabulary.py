@@ -39,10 +39,13 @@ class Vocabulary:
         lowercase: whether texts are.
         specials: ids below this are no text: 4, or 5 with a mask.
         fingerprint: sha256 of the file, which checkpoints keep.
+        bos, eos, pad: ids.
 
     Raises:
         ValueError: naming the file, if it is damaged or not one of ours.
     """
+
+    bos, eos, pad = BOS, EOS, PAD
 
     def __init__(self, data: bytes, where: str):
         self.data, self.fingerprint = data, hashlib.sha256(data).hexdigest()

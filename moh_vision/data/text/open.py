@@ -1,0 +1,33 @@
+"""From a task's name to its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Optional
+
+from moh_vision.data.text.causal_inputs import CausalInputs
+from moh_vision.data.text.inputs import TOKENIZER, MaskedInputs, TextInputs, TranslationInputs
+
+INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}
+
+
+def open_text(
+    kind: str, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, say: Callable[[str], None] = print
+) -> TextInputs:
+    """The inputs of a task: "mt", "mlm" or "clm"; see `TextInputs`."""
+    return INPUTS[kind](data, cache_dir, seed, tokenizer, say)
+
+
+def tokenizer_of(config, resumed: bool) -> Optional[str]:
+    """Where a run's vocabulary is: in its own folder if it goes on, as data.tokenizer says, or with init_from's weights.
+
+    Args:
+        config: a `TextConfig`.
+        resumed: whether there is a run to go on with.
+    """
+    d = config.data
+    if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
+        return config.output
+    if not d.tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
+        return config.init_from
+    return d.tokenizer

@@ -1,0 +1,46 @@
+"""Weights that FSDP2 shards, whole for a while: for validation, generation, and weights that come from a file."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Dict, Iterator, List
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a process holds only parts of the weights at present."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def whole_weights(task: nn.Module) -> Iterator[None]:
+    """Gather all weights, so that any module inside can be called by itself; every process enters and leaves.
+
+    A forward of what FSDP wraps gathers them too, but waits for all processes: with fewer batches than the others one
+    would be waited for for ever. Without FSDP, or inside another such context, nothing is done.
+
+    Args:
+        task: what accelerate wraps, or anything that holds it.
+    """
+    units: List[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+def load_whole(model: nn.Module, state: Dict[str, Tensor]) -> None:
+    """Load whole weights into a model that may be sharded; tied weights stand in `state` once. Every process calls it."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_sharded(model):
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+    else:
+        with torch.no_grad():
+            model.load_state_dict(state, strict=False)

@@ -1,0 +1,46 @@
+"""Run train_text.py as accelerate does with configs/accelerate/fsdp2.yaml, on two gloo processes: accelerate shards on GPUs only."""
+
+import contextlib
+import os
+import sys
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from conftest import ROOT
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def sharding(make):
+    """`make_accelerator`, with its state set to what it would be on GPUs."""
+
+    def made(*args, **kwargs):
+        accelerator = make(*args, **kwargs)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        return accelerator
+
+    return made
+
+
+def run(rank, port, argvs, folder):
+    """Call train_text.main with each of some argument lists, as one of two processes; standard error goes to a file."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true",
+    )  # fmt: skip
+    import train_text
+    from moh_vision.engine import script
+
+    train_text.make_accelerator = sharding(script.make_accelerator)
+    with open(folder / f"stderr.{rank}", "w") as file, contextlib.redirect_stderr(file):
+        for argv in argvs:
+            train_text.main(argv)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState._reset_state()

@@ -1,0 +1,111 @@
+"""train_text.py with sharded weights (FSDP2), on two gloo processes."""
+
+import json
+import socket
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import sharded_on_cpu  # noqa: E402
+from small_text import write_pairs, write_plain  # noqa: E402
+
+import train_text  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 48 --model.kwargs.num_attention_heads 4 "
+CLM = WIDTH + (
+    "--model.kwargs.num_hidden_layers 2 --model.name clm_moh_small_50 --data.merges 30 --data.block 16 "
+    "--label_smoothing 0 --optim.batch_size 8 --optim.clip_norm 1 --checkpointing true"
+)
+MT = WIDTH + (
+    "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.source de --data.target en --data.merges 60 "
+    "--data.max_tokens 200 --data.max_length 60 --generate.beam 2 --generate.max_length 4"
+)
+
+
+def arguments(kind, data, run, steps, *more):
+    common = (
+        f"--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5 --max-steps {steps} --output {run} --data.root {data}"
+    )
+    return [*kind.split(), *common.split(), *map(str, more)]
+
+
+def sharded(folder, argv):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    torch.multiprocessing.spawn(sharded_on_cpu.run, args=(port, [argv], folder), nprocs=2)
+
+
+def test_a_causal_model(tmp_path):
+    """It learns what one process learns, stops and goes on to the same bits, and leaves a whole model."""
+    data = write_plain(tmp_path / "plain", val=37)
+    options = ["--eval-every", 3, "--patience", 9, "--balance_weight", 0]
+    train_text.main(arguments(CLM, data, tmp_path / "alone", 6, *options, "--optim.accumulation", 4))
+    options += ["--optim.accumulation", 2]
+    sharded(tmp_path, arguments(CLM, data, tmp_path / "whole", 6, *options))
+    sharded(tmp_path, arguments(CLM, data, tmp_path / "run", 4, *options))
+    assert list((tmp_path / "run" / "checkpoints" / "step_4").rglob("__1_0.distcp"))  # a shard of the second process
+    sharded(tmp_path, arguments(CLM, data, tmp_path / "run", 6, *options))
+    alone, whole, run = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "whole", "run"))
+    assert whole.keys() == run.keys() == alone.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, run[name]), name
+        if ".router." not in name:  # whose gradients are next to nothing, and Adam takes full steps
+            torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=2e-4)
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "whole")
+    ]
+    for one, two in zip(*logs, strict=True):
+        assert all(one[key] == pytest.approx(two[key], rel=1e-3) for key in ("nll", "grad_norm") if key in one)
+        if "validation" in one:  # 37 lines do not divide by two: each token counts once
+            assert one["validation"] == pytest.approx(two["validation"], rel=1e-3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in run.items())
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert results["weights"] == "best.safetensors" and results["best_step"] == 6
+    assert load_file(tmp_path / "whole" / "best.safetensors").keys() == whole.keys()
+
+
+def test_the_best_weights_are_scored_at_the_end(tmp_path):
+    """What is learned of numbers in their order is wrong for numbers in the opposite one, from some step on."""
+    data = write_plain(tmp_path / "plain", val=37)
+    lines = (data / "valid.txt").read_text().splitlines()
+    (data / "valid.txt").write_text("".join(" ".join(reversed(line.split())) + "\n" for line in lines))
+    options = ["--eval-every", 6, "--patience", 9, "--optim.lr", 0.02, "--optim.weight_decay", 0]
+    sharded(tmp_path, arguments(CLM, data, tmp_path / "run", 30, *options))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    looks = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {e["step"] + 1: e["validation"]["loss"] for e in looks if "validation" in e}
+    assert results["best_step"] == min(losses, key=losses.get) < 30
+    assert results["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
+
+
+def test_a_translation_model_with_tied_weights(tmp_path):
+    data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
+    sharded(tmp_path, arguments(MT, data, tmp_path / "run", 3, "--model.name", "mt_moh_50", "--data.test", "test"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["bleu_pairs"] == 4 and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--model.name", "mt_mae_7"], "block_descent.mode bcd does not work with FSDP"),
+        (["--model.name", "mt_moh_50", "--average", 2], "average 2: weights that are sharded .FSDP. are not averaged"),
+    ],
+)
+def test_what_cannot_be_sharded(tmp_path, more, words):
+    import re
+
+    data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
+    with pytest.raises(torch.multiprocessing.ProcessExitedException):
+        sharded(tmp_path, arguments(MT, data, tmp_path / "run", 3, *more))
+    assert re.search(words, (tmp_path / "stderr.0").read_text()) and not (tmp_path / "run").exists()
