@@ -73,7 +73,8 @@ def train(argv, signals: StopSignals) -> None:
         if config.init_from and not resumed:
             config.check_calibration(init_from(model, config.init_from, accelerator.print))
         train_only(model, config.train_only)
-        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
+        routers = mae_routers(model)
+        descent = BlockDescent(accelerator, model, routers, compiled=config.compile, **asdict(config.block_descent))
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
             accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,

@@ -66,7 +66,8 @@ def train(argv, signals: StopSignals) -> None:
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         train_only(model, config.train_only)
-        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
+        routers = mae_routers(model)
+        descent = BlockDescent(accelerator, model, routers, compiled=config.compile, **asdict(config.block_descent))
         draws = config.preview.every or config.score.every
         if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")

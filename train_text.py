@@ -72,7 +72,8 @@ def train(argv, signals: StopSignals) -> None:
         if config.init_from and not resumed:
             init_text(model, config.init_from, fingerprints, accelerator.print)
         train_only(model, config.train_only)
-        descent = BlockDescent(accelerator, model, mae_routers(model), **asdict(config.block_descent))
+        routers = mae_routers(model)
+        descent = BlockDescent(accelerator, model, routers, compiled=config.compile, **asdict(config.block_descent))
         start = resumed[0] if resumed else 0
         batches = text.batches(
             batch_size=o.batch_size, accumulation=o.accumulation, rank=accelerator.process_index,
@@ -88,8 +89,8 @@ def train(argv, signals: StopSignals) -> None:
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     if config.compile:
         task.compile()
-    routers = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
-    groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=routers)
+    undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
+    groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=undecayed)
     if o.name == "adam":
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     else:

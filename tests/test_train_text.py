@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import pytest
@@ -167,7 +168,32 @@ def test_mistakes(data, tmp_path, capsys):
     assert "another vocabulary" in error
     assert "set block_descent.mode joint" in refused("mt", preset="mt_nobcd")
     assert "no gates of MAE" in refused("mt", "--generate.gate_modes", "[soft, argmax]", preset="mt_transformer_base")
+    assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
     assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, preset, option",
+    [
+        ("mt", "mt_mae_7", "--mixed_precision=bf16"),
+        ("mlm", "mlm_moa_2K4E16D", "--mixed_precision=bf16"),
+        ("clm", "clm_wt103_mae_7", "--mixed_precision=bf16"),
+        ("mt", "mt_moh_75", "--compile=true"),
+        ("mlm", "mlm_moa_2K4E16D", "--compile=true"),
+    ],
+)
+def test_bfloat16_and_compiled_runs_learn_alike(kind, preset, option, data, tmp_path):
+    losses = []
+    for name, more in (("plain", []), ("other", [option])):
+        # With a process of its own, because accelerate's precision is that of the first Accelerator.
+        argv = arguments(kind, data, tmp_path / name, 30, "--model.kwargs.dropout", 0, *more, preset=preset)
+        subprocess.run([sys.executable, ROOT / "train_text.py", *argv], check=True, capture_output=True, text=True)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["nll"] for line in lines if "loss" in line])
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02) and losses[1] != losses[0]
+    assert sum(losses[1][-5:]) == pytest.approx(sum(losses[0][-5:]), rel=0.15)
+    assert sum(losses[1][-5:]) < 0.85 * sum(losses[1][:5])
 
 
 def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, capsys):

@@ -51,16 +51,29 @@ class BlockDescent:
         period: epochs from one with G phases to the next.
         gate_lr: of the gates' SGD, which has no momentum, weight decay, schedule or clipping: with a momentum, the paper
             saw one expert win over all others (appendix A).
+        compiled: the task is compiled, which is refused where there are gates of MAE.
 
     Attributes:
         task: what to call in the present phase.
         batches: iterator over its micro-batches.
 
     Raises:
-        ValueError: for "bcd" with FSDP, where weights cannot be frozen from phase to phase.
+        ValueError: for "bcd" with FSDP, where weights cannot be frozen from phase to phase; or for a compiled task: with
+            torch 2.15's inductor (not with its other backends) the loss then has no gradient.
     """
 
-    def __init__(self, accelerator, model: nn.Module, routers: List[nn.Module], mode: str, period: int, gate_lr: float):
+    def __init__(
+        self,
+        accelerator,
+        model: nn.Module,
+        routers: List[nn.Module],
+        mode: str,
+        period: int,
+        gate_lr: float,
+        compiled: bool = False,
+    ):
+        if compiled and routers:
+            raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
         self.accelerator, self.period = accelerator, period
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]

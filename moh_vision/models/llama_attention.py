@@ -24,6 +24,7 @@ ATTRIBUTES = (
     "attention_dropout",
     "is_causal",
 )
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 # Implementations whose masks our executors understand: a tensor [B or 1, H or 1, N, M], or None.
 TENSOR_MASKS = ("sdpa", "eager")
 
@@ -52,8 +53,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
     Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights, or
     an executor leaves the heads out: `packed` for many tokens (reading the weights of the projections, so not where an
-    adapter wraps them), `decode` for one token with a cache, both only where no gradient is recorded and the attention
-    implementation is "sdpa" or "eager".
+    adapter wraps them), `decode` for one token with a cache, both only where the attention implementation is "sdpa" or
+    "eager", and with "query_norm" only where no gradient is recorded. "packed" means both, "auto" what was measured to pay.
 
     "query_norm" reads the queries as they come from q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3
     before its norm, behind which every query of a head has nearly the same length.
@@ -82,9 +83,12 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attn.q_proj.in_features, budget, router=router, executor=executor, kv_heads=kv_heads,
             attn_drop=attn.attention_dropout, router_kwargs=router_kwargs, device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
-        if hasattr(attn, "q_norm"):
-            self.qk_norm, self.q_norm, self.k_norm = True, attn.q_norm, attn.k_norm
+        self.qk_norm = hasattr(attn, "q_norm")
+        theirs = {name: module for name, module in attn.named_children() if name in MODULES}
+        rest = {name: module for name, module in self.named_children() if name not in theirs}
+        self._modules.clear()
+        for name, module in {**theirs, **rest}.items():  # in the dense layer's order, and what is new behind it
+            self.add_module(name, module)
         for name in ATTRIBUTES:
             if hasattr(attn, name):
                 setattr(self, name, getattr(attn, name))
@@ -197,7 +201,10 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         dropout_p = self.attn_drop if self.training else 0.0
         call = Call(self, x, routing, None, None, mask, first, dropout_p, rotary, kept)
         name = choose(call)[0] if self.executor == "auto" else self.executor
-        return None if name == "masked" else (name, call)
+        one = N == 1 and cache is not None
+        if name == "packed" and one:
+            name = "decode"
+        return None if name == "masked" or (name == "decode" and not one) else (name, call)
 
 
 class MoHLlamaAttention(RoutedAttention, modeling_llama.LlamaAttention):

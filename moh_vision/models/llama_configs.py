@@ -29,28 +29,18 @@ def budget_pairs(spec: Optional[BudgetSpec], router: str, group: bool, config: P
         spec: see `moh_vision.attention.resolve_budget`; None: all heads active. A list of pairs is kept as it is. Of a
             share, "query_norm" makes the first min(half of all, half of the active) heads of each layer shared, rounded
             down; "moh" 40 % of the active ones.
-        group: heads are counted in whole groups of one key-value head.
+        group: heads are counted in whole groups, those of one key-value head.
 
     Raises:
         ValueError: naming the layer and the numbers.
     """
-    depth, heads = config.num_hidden_layers, config.num_attention_heads
+    heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
-    if isinstance(spec, (list, tuple)):
-        pairs = [[b.shared, b.routed] for b in resolve_budget(spec, depth, heads, config.head_dim)]
-        for layer, (shared, routed) in enumerate(pairs):
-            if shared % size or routed % size:
-                raise ValueError(
-                    f"head_budget, layer {layer}: with group=True whole groups of {size} heads run, "
-                    f"which ({shared}, {routed}) are not"
-                )
-        return pairs
-    units = heads // size
-    budgets = resolve_budget(1.0 if spec is None else spec, depth, units, config.head_dim * size)
-    if router == "moh":
+    budgets = resolve_budget(1.0 if spec is None else spec, config.num_hidden_layers, heads, config.head_dim, size)
+    if router == "moh" or isinstance(spec, (list, tuple)):
         return [[b.shared, b.routed] for b in budgets]
-    shared = [min(units // 2, b.active // 2) for b in budgets]
-    return [[s * size, (b.active - s) * size] for s, b in zip(shared, budgets)]
+    shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
+    return [[s, b.active - s] for s, b in zip(shared, budgets)]
 
 
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
@@ -129,6 +119,7 @@ class MoHLlamaConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         finish(self)
+        self.validate_architecture()  # LLaMA's own check, which a subclass is not put to
 
 
 class MoHQwen2Config(Qwen2Config):

@@ -198,7 +198,8 @@ def load_moh_llama3(path: Union[str, os.PathLike], executor: str = "auto", **kwa
     """
     from moh_vision.models.convert_llama import convert_llama
 
-    about, _ = PreTrainedConfig.get_config_dict(path)
+    where = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+    about, _ = PreTrainedConfig.get_config_dict(path, **{name: kwargs[name] for name in where if name in kwargs})
     if about.get("model_type") != "llama" or about.get("moh") is not None:
         raise ValueError(
             f"{path}: config.json has model_type {about.get('model_type')!r}"

@@ -1,7 +1,6 @@
 """`auto`: skip heads where that was measured to pay, and compute all of them where not."""
 
 import logging
-import math
 from functools import lru_cache
 from typing import Tuple
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.executors.decode import decode, pieces, running_groups
+from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed, plain
 from moh_vision.attention.executors.samples import alike
@@ -44,11 +43,6 @@ CROSSOVER = {
 # Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 600_000
 SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
-# `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
-# its attention calls. Measured with attend_chosen against attention of all heads, 32 to 4096 keys of 12 to 32 heads,
-# batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16, on one thread of 2 busy EPYC cores
-# (AVX2): medians of 24 to 60 interleaved rounds. Every case above these has a ratio below 1; those just below gain little.
-UNREAD, UNREAD_PER_CALL = 1_000_000, 125_000
 
 
 def choose(call: Call) -> Tuple[str, str]:
@@ -65,7 +59,7 @@ def choose(call: Call) -> Tuple[str, str]:
     if call.cache is not None:
         if train or x.shape[1] > 1 or isinstance(call.cache, ContextCache):
             return "masked", "a cache needs the keys of all heads"
-        if decoding_pays(call):
+        if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
             return "decode", "one token, and much of the cache need not be read"
         return "masked", "one token, but little of the cache could be left unread"
     if not plain(layer):
@@ -94,19 +88,6 @@ def choose(call: Call) -> Tuple[str, str]:
     if scope == "token" and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
         return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
-
-
-def decoding_pays(call: Call) -> bool:
-    """Whether `decode` leaves enough of the cache unread, see UNREAD; for one token in self-attention with a cache."""
-    layer, active = call.layer, call.routing.active
-    heads, threads = active.shape[0] * layer.num_heads, torch.get_num_threads()
-    numbers = (call.cache.length + 1) * layer.head_dim  # keys of one head
-    if heads * numbers < threads * UNREAD:
-        return False
-    parts = pieces(running_groups(active, layer.kv_heads), threads)
-    # A thread that has no head while another has takes as long. All heads at once read a shared key for each query.
-    read = sum(threads * math.ceil(len(range(p.start, p.stop, p.step)) / threads) for p in parts)
-    return (heads - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
 
 
 def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:

@@ -4,6 +4,7 @@ A decoding step reads the whole cache and does little with it, so its time is wh
 where they lie, through views: a copy of the chosen heads costs several times what leaving the others out saves.
 """
 
+import math
 from typing import List, Optional, Sequence
 
 import torch
@@ -15,6 +16,16 @@ from moh_vision.attention.routing import Call
 
 # How many others a head is tried with when evenly spaced heads are looked for; two always are, whatever they be.
 PARTNERS = 4
+
+# `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
+# its attention calls. Measured with attend_chosen against attention of all heads, 32 to 4096 keys of 12 to 32 heads,
+# batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16, on one thread of 2 busy EPYC cores
+# (AVX2): medians of 16 to 60 interleaved rounds. Above these numbers the ratios were 0.12 to 0.92, but for one case on
+# the border that was 0.89, 0.96 and 1.09 in three runs; well below them `decode` took up to four times as long.
+UNREAD, UNREAD_PER_CALL = 1_000_000, 125_000
+# Up to so many threads. More have been measured only beside other work on the same cores, where the threads' waiting for
+# each other in every call cost more than was saved (two threads: 1.2 to 2.1 times the dense call).
+DECODE_THREADS = 1
 
 
 def pieces(heads: Sequence[int], threads: int) -> List[slice]:
@@ -118,6 +129,25 @@ def attend_chosen(
 def one_list(x: Tensor) -> bool:
     """Whether the heads of all sequences lie evenly spaced, so that x [B, G, M, D] has a view [B*G, M, D]."""
     return x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def decoding_pays(active: Tensor, kv_heads: int, keys: int, head_dim: int) -> bool:
+    """Whether `attend_chosen` is known to take less time than attention of all heads, on a CPU.
+
+    Args:
+        active: [B, 1, H], True where a head runs.
+        kv_heads, keys, head_dim: G, M and D of the cache.
+    """
+    B, _, H = active.shape
+    numbers, threads = keys * head_dim, torch.get_num_threads()  # numbers of one head
+    # All heads at once read a shared key again for each of its queries, from the processor's cache: counted as half.
+    dense = B * (kv_heads + H) / 2
+    if threads > DECODE_THREADS or dense * numbers < threads * UNREAD:
+        return False
+    parts = pieces(running_groups(active, kv_heads), threads)
+    # A thread that has no head while another has one takes as long.
+    read = sum(threads * math.ceil(len(range(p.start, p.stop, p.step)) / threads) for p in parts)
+    return (dense - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
 
 
 def decode(call: Call) -> Tensor:

@@ -1,0 +1,111 @@
+"""LLaMA-style models small enough for tests, and a slow rewrite of them that shares no code with what is tested."""
+
+import torch
+from torch.nn import functional as F
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+WORDS, DEPTH, HEADS, GROUPS = 40, 2, 8, 4
+SIZES = dict(
+    vocab_size=WORDS, hidden_size=32, intermediate_size=24, num_hidden_layers=DEPTH, max_position_embeddings=64
+)
+SIZES.update(num_attention_heads=HEADS, num_key_value_heads=GROUPS, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(head_dim=6)),  # not hidden_size / heads
+}
+
+
+def dense(family="llama", dtype=torch.float32, seed=0, attention="sdpa", **overrides):
+    """A transformers model with weights that make heads differ."""
+    torch.manual_seed(seed)
+    config, model, fields = FAMILIES[family]
+    model = model(config(**{**SIZES, **fields, **overrides})).to(dtype).eval()
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim > 1:
+                p.normal_(std=0.25)
+            else:
+                p.normal_(1.0 if "norm" in name else 0.0, std=0.2)
+    return model
+
+
+def words(rows=2, length=9, seed=1):
+    return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows=2, length=9, padding=3):
+    """Tokens of which the last row begins with padding, and the attention mask."""
+    ids, mask = words(rows, length), torch.ones(rows, length, dtype=torch.long)
+    ids[-1, :padding], mask[-1, :padding] = 0, 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def norm_of(x, weight, eps):
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def turned(x, position, theta):
+    """A query or key [D] as D / 2 complex numbers, each turned by its own angle."""
+    half = len(x) // 2
+    angles = position * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag])
+
+
+def slow(model, ids, gates):
+    """Logits [N, V] of one sequence of tokens [N], a token and a head at a time; float64.
+
+    gates(layer, queries [H, D] as projected) -> weight of each head [H].
+    """
+    c, w = model.config, dict(model.named_parameters())
+    H, G, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    theta = c.rope_parameters["rope_theta"]
+    x = w["model.embed_tokens.weight"][ids]  # [N, C]
+    for i in range(c.num_hidden_layers):
+        at = f"model.layers.{i}."
+
+        def linear(y, name, at=at):
+            return F.linear(y, w[f"{at}{name}.weight"], w.get(f"{at}{name}.bias"))
+
+        y = norm_of(x, w[at + "input_layernorm.weight"], c.rms_norm_eps)
+        raw = linear(y, "self_attn.q_proj").view(-1, H, D)
+        k, v = (linear(y, f"self_attn.{p}_proj").view(-1, G, D) for p in "kv")
+        q = raw
+        if at + "self_attn.q_norm.weight" in w:
+            q, k = (norm_of(t, w[f"{at}self_attn.{n}_norm.weight"], c.rms_norm_eps) for t, n in ((q, "q"), (k, "k")))
+        rows = []
+        for n in range(len(ids)):
+            weights, heads = gates(i, raw[n]), []
+            for h in range(H):
+                g = h // (H // G)
+                query = turned(q[n, h], n, theta)
+                scores = torch.stack([query @ turned(k[m, g], m, theta) for m in range(n + 1)]) / D**0.5
+                heads.append(weights[h] * (scores.softmax(0) @ v[: n + 1, g]))
+            rows.append(torch.cat(heads))
+        x = x + linear(torch.stack(rows), "self_attn.o_proj")
+        y = norm_of(x, w[at + "post_attention_layernorm.weight"], c.rms_norm_eps)
+        x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+    return F.linear(norm_of(x, w["model.norm.weight"], c.rms_norm_eps), w["lm_head.weight"])
+
+
+def by_norm(pairs, straight_through=False):
+    """Gates of the longest queries (Jin 2024, eq. 9), with the gradient of its eq. 10 if asked."""
+
+    def gates(layer, queries):
+        shared, routed = pairs[layer]
+        norms = queries[shared:].pow(2).sum(-1).sqrt()
+        p = (norms / norms.std()).softmax(0)
+        hard = torch.zeros_like(p)
+        hard[norms.detach().topk(routed).indices] = 1
+        return torch.cat([torch.ones(shared, dtype=p.dtype), hard + (p - p.detach() if straight_through else 0)])
+
+    return gates
