@@ -94,7 +94,7 @@ def main():
         from moh_vision.analysis.gate_figures import draw_learning_curves
 
         runs = {name: args.runs / f"mt_{name}_0" / "metrics.jsonl" for name in ("base", "nobcd", "mae_7")}
-        draw_learning_curves(runs, args.curves, "Multi30k DE-EN", train="nll", first_step=100)
+        draw_learning_curves(runs, args.curves, "Multi30k DE-EN", train="nll", first_step=150, window=15)
 
 
 if __name__ == "__main__":

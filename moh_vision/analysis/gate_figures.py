@@ -111,7 +111,13 @@ def read_curves(path: str, train: str = "loss", dev: str = "loss") -> Tuple[Curv
 
 
 def draw_learning_curves(
-    runs: Dict[str, str], path: str, title: str, train: str = "loss", dev: str = "loss", first_step: int = 0
+    runs: Dict[str, str],
+    path: str,
+    title: str,
+    train: str = "loss",
+    dev: str = "loss",
+    first_step: int = 0,
+    window: int = 1,
 ) -> None:
     """Write a PNG: training loss (thin) and validation loss (marked) of several runs over steps (Peng 2020, figure 3).
 
@@ -121,6 +127,8 @@ def draw_learning_curves(
         title: above the figure.
         train, dev: see `read_curves`; they should be the same quantity, so both with or both without smoothed labels.
         first_step: what lies before is left out, so that the high losses at the start do not flatten the rest.
+        window: every training loss is the mean of so many logged ones, the last of them at its step: batches of sentences
+            of one length differ more than the models.
 
     Raises:
         ValueError: as `read_curves`.
@@ -128,7 +136,9 @@ def draw_learning_curves(
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for number, (name, metrics) in enumerate(runs.items()):
         looks = (dict(linewidth=1, alpha=0.7, linestyle=":"), dict(linewidth=1.8, marker="o", markersize=3.5))
-        for (steps, losses), kind, look in zip(read_curves(metrics, train, dev), ("train", "dev"), looks):
+        (logged, raw), judged = read_curves(metrics, train, dev)
+        means = [float(np.mean(raw[max(0, i + 1 - window) : i + 1])) for i in range(len(raw))]
+        for (steps, losses), kind, look in zip(((logged, means), judged), ("train", "dev"), looks):
             shown = [i for i, step in enumerate(steps) if step >= first_step]
             x, y = [steps[i] for i in shown], [losses[i] for i in shown]
             axes.plot(x, y, color=f"C{number}", label=f"{name}, {kind}", **look)

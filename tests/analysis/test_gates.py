@@ -289,6 +289,8 @@ def test_learning_curves(drawn, tmp_path):
     assert got["NoBCD, train"] == [(11, 3), (21, 2.5), (31, 2.0)]
     assert got["NoBCD, dev"] == [(30, 4.2), (60, 4.0)]
     assert axes.lines[0].get_color() == axes.lines[1].get_color() != axes.lines[2].get_color()
+    draw_learning_curves(runs, str(tmp_path / "smooth.png"), "learning curves", window=2)
+    assert list(drawn[1].axes[0].lines[0].get_ydata()) == [5, 4.5, 3.75, pytest.approx(3.35)]
 
 
 def test_learning_curves_of_a_wrong_file(tmp_path):
