@@ -1,6 +1,7 @@
 """train_text.py on causal models: token ids, weighted sources, foreign tokenizers, pre-trained models that become routed."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ from small_text import ENGLISH, write_plain  # noqa: E402
 
 import train_text  # noqa: E402
 from moh_vision.data.text import tokenise  # noqa: E402
+from moh_vision.evaluation import lm  # noqa: E402
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]
@@ -108,6 +110,15 @@ def test_the_two_stages(place, tmp_path, capsys):
     )
 
 
+def test_pretrained_brings_its_tokenizer(place, tmp_path):
+    """A new vocabulary would number other tokens than the model has learnt."""
+    llama = tmp_path / "llama"
+    shutil.copytree(place / "llama", llama)
+    shutil.copy(place / "old" / "tokenizer.json", llama)
+    train(tmp_path / "run", 1, "--data.root", place / "plain", *CLM, "--model.pretrained", llama)
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+
 def test_ids_without_a_tokenizer(place, tmp_path):
     """data.vocab_size is all that is known of them; such a run is resumed too."""
     options = ["--data.root", place / "ids", "--data.vocab_size", 24, *CLM, "--model.pretrained", place / "llama"]
@@ -135,6 +146,16 @@ def test_from_scratch(place, tmp_path, preset):
     model, tokenizer = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.vocab_size == len(tokenizer) and (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 2)
     assert tokenizer.decode(tokenizer("one two")["input_ids"]).strip() == "one two"
+    # What stands before the first token in training is eos; bos is in no text.
+    assert tokenizer.bos_token == "</s>" and model.config.bos_token_id == model.generation_config.bos_token_id == 2
+
+    # Scored as it was validated: line by line, behind eos.
+    out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
+    windows = ["--context", "16", "--stride", "16"]
+    assert lm.main(["--model", str(tmp_path / "run"), "--perplexity", str(text), *windows, "--out", str(out)]) == 0
+    validation = json.loads((tmp_path / "run" / "results.json").read_text())["validation"]
+    assert json.loads(out.read_text())["tokens"] == validation["tokens"]
+    assert json.loads(out.read_text())["loss"] == pytest.approx(validation["loss"], rel=1e-4)
 
 
 def test_checkpointing_changes_nothing(place, tmp_path):
@@ -175,7 +196,10 @@ def test_mistakes(place, tmp_path, capsys):
     assert "model.kwargs" in refused(run, capsys, *llama, "--model.kwargs.hidden_size", 8)
     assert "data.block 65: the model has 64 positions" in refused(run, capsys, *llama, "--data.block", 65)
     error = refused(run, capsys, *CLM, "--model.pretrained", place / "llama", "--data.root", place / "ids")
+    assert "no folder with tokenizer.json, so data.tokenizer must say what its tokens are" in error
+    error = refused(run, capsys, "--model.name", "clm_small", "--data.root", place / "ids")
     assert "data.tokenizer must say of which tokenizer, or data.vocab_size" in error
+    assert "no such folder" in refused(run, capsys, *CLM, *ids, "--model.pretrained", tmp_path / "none")
     error = refused(run, capsys, *llama, "--data.vocab_size", 12)
     assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000.bin" in error
     assert "data.sources is for causal" in refused(run, capsys, "--data.sources", "[{root: a, weight: 1}]")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 import moh_vision.models.moh_text  # noqa: F401  registers our model types
 from moh_vision.data.shards.record import sha256_of
+from moh_vision.data.text.foreign import is_ours
 from moh_vision.data.text.lines import TextFile
 from moh_vision.data.text.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
 from moh_vision.models.moh_llama import load_moh_llama3
@@ -62,7 +63,8 @@ def open_tokenizer(folder: str, text: bool):
     if not any((place / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
     own = place / "tokenizer.json"
-    if own.is_file() and not (place / "tokenizer_config.json").is_file():
+    companion = (place / "tokenizer_config.json").is_file()  # causal runs write it too
+    if own.is_file() and (is_ours(own) or not companion):
         vocabulary = Vocabulary.load(own)
         if text:
             return vocabulary

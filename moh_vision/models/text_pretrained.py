@@ -82,6 +82,9 @@ def model_as_saved(source: Path) -> PreTrainedModel:
 
 def _config(source: Path):
     """(config, class) of a model, both ours."""
+    name = os.fspath(source)
+    if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):  # on the hub: NAME or OWNER/NAME
+        raise ValueError(f"model.pretrained {source}: no such folder")
     classes: Dict[str, type] = {}
     for theirs, ours in FAMILIES.items():
         classes[theirs.config_class.model_type] = classes[ours.config_class.model_type] = ours

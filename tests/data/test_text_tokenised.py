@@ -165,6 +165,9 @@ def test_two_forms_are_refused(tmp_path):
     (tmp_path / "valid.txt").rename(tmp_path / "other.txt")
     np.save(tmp_path / "valid.npy", IDS)
     assert [path.name for path in find_tokens(str(tmp_path), "val")] == ["valid.npy"]
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "one.txt").write_text("x\n")
+    assert find_tokens(str(tmp_path), "part/one") is None  # text in a folder below
 
 
 # ---------------------------------------------------------------- webdataset shards

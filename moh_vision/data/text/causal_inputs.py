@@ -17,7 +17,7 @@ from moh_vision.data.text.inputs import BlockInputs
 from moh_vision.data.text.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.data.text.sources import open_plain
 from moh_vision.data.text.tokenised import find_tokens, open_tokens
-from moh_vision.data.text.vocabulary import BOS, EOS, PAD, SPECIALS, Vocabulary
+from moh_vision.data.text.vocabulary import EOS, PAD, SPECIALS, Vocabulary
 
 
 class CausalInputs(BlockInputs):
@@ -115,7 +115,11 @@ class CausalInputs(BlockInputs):
     def special_tokens(self) -> dict:
         """Ids by their names in a transformers config, of those that are known."""
         vocabulary = self.vocabularies[0]
-        known = dict(bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
+        ours = isinstance(
+            vocabulary, Vocabulary
+        )  # it has a bos, which no text holds: eos is what stands before the first
+        first = vocabulary.eos if ours else vocabulary.bos
+        known = dict(bos_token_id=first, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
         if known["eos_token_id"] is None:  # ids without a tokenizer may still say it
             known["eos_token_id"] = getattr(self.val.tokens, "eos", None)
         return {name: number for name, number in known.items() if number is not None}
@@ -124,5 +128,5 @@ class CausalInputs(BlockInputs):
         """Also what transformers' AutoTokenizer asks for."""
         super().save(run, micro_batches)
         if isinstance(self.vocabularies[0], Vocabulary):
-            names = dict(bos_token=SPECIALS[BOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
+            names = dict(bos_token=SPECIALS[EOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
             write_companion(run / COMPANION, names)

@@ -143,11 +143,12 @@ def load_vocabulary(path: Path) -> AnyVocabulary:
     Raises:
         ValueError, FileNotFoundError: naming the file.
     """
-    return (Vocabulary if _is_ours(_read(path)) else ForeignVocabulary).load(path)
+    return (Vocabulary if is_ours(path) else ForeignVocabulary).load(path)
 
 
-def _is_ours(data: bytes) -> bool:
-    """Whether a file begins with the special tokens of this package; what is no JSON is for `Vocabulary` to refuse."""
+def is_ours(path: Path) -> bool:
+    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to refuse."""
+    data = _read(path)
     try:
         content = json.loads(data)
         numbers = content["model"]["vocab"]

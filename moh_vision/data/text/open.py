@@ -19,15 +19,27 @@ def open_text(
 
 
 def tokenizer_of(config, resumed: bool) -> Optional[str]:
-    """Where a run's vocabulary is: in its own folder if it goes on, as data.tokenizer says, or with init_from's weights.
+    """Where a run's vocabulary is: in its own folder if it goes on, as data.tokenizer says, or with the weights that it starts
+    from (init_from, or the folder of model.pretrained).
 
     Args:
         config: a `TextConfig`.
         resumed: whether there is a run to go on with.
+
+    Raises:
+        ValueError: if nothing says what the tokens of model.pretrained are: a new vocabulary would number others.
     """
     d = config.data
     if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
         return config.output
     if not d.tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
         return config.init_from
+    pretrained = config.model.pretrained
+    if pretrained and not d.tokenizer and not d.vocab_size:
+        if not Path(pretrained, TOKENIZER).is_file():
+            raise ValueError(
+                f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
+                "(or, for text that comes as ids, data.vocab_size how many there are)"
+            )
+        return pretrained
     return d.tokenizer

@@ -38,7 +38,7 @@ def find_tokens(root: str, split: str) -> Optional[List[Path]]:
         if len(found) > 1:
             raise ValueError(f"data.root {root}: both {found[0][0].name} and {found[1][0].name}; remove one")
         if found:
-            return None if found[0][0].name.startswith(f"{name}.txt") else found[0]
+            return None if found[0] is forms[f"{name}.txt"] else found[0]
     return None
 
 
