@@ -202,6 +202,10 @@ def test_mistakes(place, tmp_path, capsys):
     assert "no such folder" in refused(run, capsys, *CLM, *ids, "--model.pretrained", tmp_path / "none")
     error = refused(run, capsys, *llama, "--data.vocab_size", 12)
     assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000.bin" in error
+    broken = tmp_path / "broken"
+    shutil.copytree(place / "llama", broken)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
+    assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
     assert "data.sources is for causal" in refused(run, capsys, "--data.sources", "[{root: a, weight: 1}]")
 
 

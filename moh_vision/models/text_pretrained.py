@@ -8,6 +8,7 @@ import sys
 from typing import Callable, Dict, Iterator, Optional, Union
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -44,7 +45,7 @@ def pretrained_model(
             model, found = ours.from_pretrained(
                 source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {' '.join(str(error).split())[:300]}") from None
     lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
     if lost or found["mismatched_keys"]:
