@@ -35,11 +35,12 @@ def tokenizer_of(config, resumed: bool) -> Optional[str]:
     if not d.tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
         return config.init_from
     pretrained = config.model.pretrained
-    if pretrained and not d.tokenizer and not d.vocab_size:
-        if not Path(pretrained, TOKENIZER).is_file():
+    if pretrained and not d.tokenizer:
+        if Path(pretrained, TOKENIZER).is_file():
+            return pretrained
+        if not d.vocab_size:
             raise ValueError(
                 f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
                 "(or, for text that comes as ids, data.vocab_size how many there are)"
             )
-        return pretrained
     return d.tokenizer
