@@ -13,6 +13,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import yaml
+
 # Peng 2020, tables 1 and 4 (UNI-MAE-7, NoBCD: section 4.2); Zhang 2022, tables 1 and 2: WMT14 EN-DE, WikiText-103.
 PAPER = {
     ("mt", "base"): "27.6", ("mt", "uni_mae_7"): "27.7", ("mt", "nobcd"): "27.5", ("mt", "mae_7"): "28.4",
@@ -80,10 +82,48 @@ def perplexities(found, task):
             print(f"| {model} | {values} | {PAPER.get((task, model), '')} |")
 
 
+def looks(run, tokens_before=0):
+    """([tokens seen], [validation perplexity])"""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    tokens = config["optim"]["batch_size"] * config["data"]["block"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"] + 1, line["validation"]["perplexity"]) for line in lines if "validation" in line]
+    return [tokens_before + step * tokens for step, _ in found], [value for _, value in found]
+
+
+def draw_tuning(folder, path):
+    """Dense, dense with routed heads trained on, and MoH from scratch (Jin 2024, figure 2, has accuracy)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    dense = looks(folder / "llama_dense_0")
+    for name, label in (("dense", "dense"), ("moh_75", "MoH 75 % from scratch"), ("moh_50", "MoH 50 % from scratch")):
+        axis.plot(*looks(folder / f"llama_{name}_0"), label=label, linewidth=1.6)
+    for name, label in (
+        ("continued_dense", "dense, trained on"),
+        ("converted_75", "converted, 75 %"),
+        ("converted_50", "converted, 50 %"),
+    ):
+        axis.plot(
+            *looks(folder / f"llama_{name}_0", dense[0][-1]), label=label, linewidth=1.2, marker=".", markersize=4
+        )
+    axis.set(xlabel="tokens", ylabel="validation perplexity", yscale="log", title="WikiText-2", ylim=(80, 400))
+    ticks = [80, 90, 100, 120, 150, 200, 300, 400]
+    axis.set_yticks(ticks, [str(t) for t in ticks])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--curves", type=Path, help="PNG of MAE's figure 3: losses of base, nobcd and mae_7, seed 0")
+    parser.add_argument("--tuning", type=Path, help="PNG of MoH's figure 2: perplexity of llama_* over tokens, seed 0")
     args = parser.parse_args()
     found = read_runs(args.runs)
     translation(found)
@@ -95,6 +135,8 @@ def main():
 
         runs = {name: args.runs / f"mt_{name}_0" / "metrics.jsonl" for name in ("base", "nobcd", "mae_7")}
         draw_learning_curves(runs, args.curves, "Multi30k DE-EN", train="nll", first_step=150, window=15)
+    if args.tuning:
+        draw_tuning(args.runs, args.tuning)
 
 
 if __name__ == "__main__":
