@@ -107,3 +107,28 @@ def test_heads_of_the_decode_benchmark(monkeypatch):
             assert active[..., : int(16 * share)].all()
             assert torch.equal(active[..., ::group].repeat_interleave(group, -1), active)
             assert share == 1 or not (active == active[:1]).all()
+
+
+def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
+    spec = importlib.util.spec_from_file_location("benchmark_llm_speed", ROOT / "benchmarks" / "llm_speed.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    output, threads = tmp_path / "result.json", torch.get_num_threads()
+    sizes = ["--prompt", "12", "--tokens", "2", "--rounds", "2", "--width", "32", "--heads", "16", "--head-dim", "4"]
+    sizes += ["--mlp", "16", "--vocabulary", "20", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["llm_speed.py", *sizes])
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+    report = json.loads(output.read_text())
+    assert report["prompt"] == 12 and "cpu" in report["machine"]
+    cases = report["cases"]
+    assert len(cases) == 2 * (1 + 3) * (1 + 2 * 2)  # kinds; prefill and decoding with three caches; models
+    for case in cases:
+        assert case["tokens_per_second"] > 0 and case["speed_to_dense"]["median"] > 0
+        assert case["share_of_heads"] == case["share"]
+        if case["executor"] == "dense":
+            assert case["speed_to_dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
+    assert "decode   growing  whole groups" in capsys.readouterr().out

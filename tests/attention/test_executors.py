@@ -403,7 +403,7 @@ def test_auto_skips_most_of_moas_experts():
     [
         (dict(tokens=17, budget=(2, 4), batch=1), "fewer than 700,000 numbers"),
         (dict(tokens=17, budget=(2, 4), batch=1, training=True), "fewer than 600,000 numbers"),
-        (dict(tokens=1024, budget=(2, 4), is_causal=True), "the mask of every query"),
+        (dict(tokens=1024, budget=(2, 4), is_causal=True, training=True), "the mask of every query"),
         (dict(tokens=197, budget=(4, 5)), "75% of the heads run, packed pays up to 62% .token, 197 keys"),
     ],
 )

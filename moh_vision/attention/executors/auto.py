@@ -12,6 +12,7 @@ from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed, plain
 from moh_vision.attention.executors.samples import alike
+from moh_vision.attention.executors.tokens import by_blocks
 from moh_vision.attention.routing import Call
 
 log = logging.getLogger("moh_vision.attention")
@@ -25,6 +26,8 @@ CROSSOVER = {
     ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.80},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
     ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
+    # Many tokens of a language model at once, no gradients; with CAUSAL_THREADS. Measured by benchmarks/llm_speed.py.
+    ("token, causal", False, False): {1: 0.0, 2048: 0.55, 4096: 0.76},
     # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
     ("one key-value head", False, False): {1: 0.60},
     ("one key-value head", False, True): {1: 0.60},
@@ -43,6 +46,8 @@ CROSSOVER = {
 # Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
 SMALLEST = 600_000
 SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
+# Blocks of packed queries are one attention call each: with more threads they have not been measured on idle cores.
+CAUSAL_THREADS = 1
 
 
 def choose(call: Call) -> Tuple[str, str]:
@@ -56,9 +61,9 @@ def choose(call: Call) -> Tuple[str, str]:
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     train = layer.training or torch.is_grad_enabled()
-    if call.cache is not None:
-        if train or x.shape[1] > 1 or isinstance(call.cache, ContextCache):
-            return "masked", "a cache needs the keys of all heads"
+    if call.cache is not None and (train or isinstance(call.cache, ContextCache)):
+        return "masked", "a cache needs the keys of all heads"
+    if call.cache is not None and x.shape[1] == 1:
         if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
             return "decode", "one token, and much of the cache need not be read"
         return "masked", "one token, but little of the cache could be left unread"
@@ -68,15 +73,21 @@ def choose(call: Call) -> Tuple[str, str]:
     smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST
     if x.shape[0] * x.shape[1] * layer.q_dim < smallest:
         return "masked", f"fewer than {smallest:,} numbers in the queries of all heads: packing would cost more"
-    if scope == "token" and (call.attn_mask is not None or call.is_causal):
+    if scope == "sample" and call.cache is not None:
+        return "masked", "a cache needs the keys of all heads"
+    short = is_short(autocast(x[:1]).dtype)
+    blocks = by_blocks(call) and layer.kv_heads > 1 and not short and torch.get_num_threads() <= CAUSAL_THREADS
+    if scope == "token" and not blocks and (call.attn_mask is not None or call.is_causal):
         return "masked", "packed would have to write out the mask of every query"
     keys = (x if call.context is None else call.context).shape[1]
     kind = scope
-    if scope == "token" and layer.kv_heads == 1:
+    if scope == "token" and blocks:
+        kind = "token, causal"
+    elif scope == "token" and layer.kv_heads == 1:
         kind = "one key-value head"
     elif scope == "sample" and alike(active):
         kind = "sample, alike"
-    limits = CROSSOVER[kind, is_short(autocast(x[:1]).dtype), train]
+    limits = CROSSOVER[kind, short, train]
     limit = limits[max(least for least in limits if least <= keys)]
     if scope == "sample":
         share = active[0].sum().item() / layer.num_heads
@@ -85,7 +96,7 @@ def choose(call: Call) -> Tuple[str, str]:
     reason = f"{share:.0%} of the heads run, packed pays up to {limit:.0%} ({kind}, {keys} keys)"
     if share > limit:
         return "masked", reason
-    if scope == "token" and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
+    if scope == "token" and not blocks and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
         return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from moh_vision.attention.executors.causal import attend_causal
 from moh_vision.attention.executors.masked import attend, autocast, has_head_masks
 from moh_vision.attention.routing import Call
 
@@ -220,22 +221,32 @@ def by_token(call: Call, sparse: bool) -> Tensor:
     if packing is not None and packing.length > 0:
         token, head, slot, per_head, L, groups = packing
         rows = B * L * groups
+        in_blocks = by_blocks(call)
+        if in_blocks:  # nothing is padded: the pairs lie as they are sorted
+            rows = len(slot)
+            slot = torch.arange(rows, device=slot.device)
         if q is None:
             (_, w), (_, b) = cut(q_weight), cut(q_bias)
             w, b = w.to(x.dtype), None if b is None else b.to(x.dtype)
             q = ProjectRows.apply(x.flatten(0, 1), w, b, token, head, slot, per_head, rows, sparse)
         else:
             q = GatherRows.apply(q[:, :, first:].reshape(-1, D), token, head, slot, R, rows)
-        o = F.scaled_dot_product_attention(
-            q.view(B, L, groups, D).transpose(1, 2),
-            k[:, first // size :],
-            v[:, first // size :],
-            attn_mask=packed_mask(attn_mask, is_causal, packing, (B, H, N, k.shape[2]), first),
-            dropout_p=dropout_p,
-        )  # [B, G', L, D]
+        if in_blocks:
+            counts = torch.bincount(head * B + token // N, minlength=R * B).tolist()
+            segments = [(i % B, (first + i // B) // size, count) for i, count in enumerate(counts)]
+            o = attend_causal(q, k, v, token % N, segments)  # [P, D]
+        else:
+            o = F.scaled_dot_product_attention(
+                q.view(B, L, groups, D).transpose(1, 2),
+                k[:, first // size :],
+                v[:, first // size :],
+                attn_mask=packed_mask(attn_mask, is_causal, packing, (B, H, N, k.shape[2]), first),
+                dropout_p=dropout_p,
+            )  # [B, G', L, D]
+            o = o.transpose(1, 2).reshape(rows, D)
         y = CombineRows.apply(
             y,
-            o.transpose(1, 2).reshape(rows, D),
+            o,
             weights[..., first:].flatten(0, 1).contiguous(),
             packed_out.to(y.dtype),
             token,
@@ -245,6 +256,12 @@ def by_token(call: Call, sparse: bool) -> Tensor:
             sparse,
         )
     return y.view(B, N, C)
+
+
+def by_blocks(call: Call) -> bool:
+    """Whether `attend_causal` takes the packed queries: it has no gradient, no dropout and no other mask."""
+    free = call.attn_mask is None and call.context is None and call.dropout_p == 0
+    return call.is_causal and free and not torch.is_grad_enabled() and call.x.device.type == "cpu"
 
 
 def packed_mask(
