@@ -156,7 +156,7 @@ def test_auto_packs_long_prompts(cached, threads):
     assert chosen(2048, (4, 4), cached=cached)[0] == "packed"
     assert chosen(2048, (6, 6), cached=cached)[0] == "masked"
     assert chosen(1024, (4, 4), cached=cached)[0] == "masked"
-    assert chosen(4096, (6, 6), cached=cached)[0] == "packed"
+    assert chosen(4096, (4, 4), cached=cached)[0] == "packed"
 
 
 def test_auto_packs_causal_calls_where_that_was_measured(threads):
