@@ -8,7 +8,8 @@ from typing import Callable, Tuple
 from torch import nn
 
 from moh_vision.data.text.causal_inputs import CausalInputs
-from moh_vision.data.text.inputs import TextInputs
+from moh_vision.data.text.foreign import NumberedVocabulary, load_vocabulary
+from moh_vision.data.text.inputs import TOKENIZER, TextInputs
 from moh_vision.models.moh_text import create_text_model, task_of
 
 
@@ -38,6 +39,8 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
     if m.pretrained:
         from moh_vision.models.text_pretrained import model_as_saved, pretrained_model
 
+        if not resumed:
+            check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
         arguments = dict(pretrained=m.pretrained, convert=m.convert, vocab_size=size)
         model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.convert, size, say)
@@ -60,6 +63,21 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
         )  # by transformers' age
         enable(dict(use_reentrant=False))
     return model, arguments
+
+
+def check_same_tokens(vocabulary, config) -> None:
+    """Raise ValueError if a token of the vocabulary has another number than in the folder of model.pretrained, as far as that
+    has a tokenizer: the model would read other words than it learnt."""
+    file = Path(config.model.pretrained, TOKENIZER)
+    if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
+        return
+    learnt = load_vocabulary(file)
+    for number in range(min(len(vocabulary), len(learnt))):
+        if vocabulary.token(number) != learnt.token(number):
+            raise ValueError(
+                f"data.tokenizer {config.data.tokenizer}: token {number} is {vocabulary.token(number)!r}, "
+                f"in {file} {learnt.token(number)!r}; expected that one, or one that adds tokens behind it"
+            )
 
 
 def save_configs(model: nn.Module, run: Path) -> None:

@@ -110,13 +110,20 @@ def test_the_two_stages(place, tmp_path, capsys):
     )
 
 
-def test_pretrained_brings_its_tokenizer(place, tmp_path):
+def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     """A new vocabulary would number other tokens than the model has learnt."""
     llama = tmp_path / "llama"
     shutil.copytree(place / "llama", llama)
     shutil.copy(place / "old" / "tokenizer.json", llama)
     train(tmp_path / "run", 1, "--data.root", place / "plain", *CLM, "--model.pretrained", llama)
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+    # Another may add tokens, not move them.
+    options = ["--data.root", place / "plain", *CLM, "--model.pretrained", llama, "--data.tokenizer"]
+    train(tmp_path / "grown", 1, *options, place / "new")
+    other = words(tmp_path / "other", ENGLISH[::-1])
+    error = refused(tmp_path / "moved", capsys, *options, other)
+    assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
 
 
 def test_ids_without_a_tokenizer(place, tmp_path):
