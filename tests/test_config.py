@@ -133,7 +133,7 @@ def test_the_schedules_of_language_models(path):
         small = "_small_" in path.stem
         assert o.lr == (3e-4 if small else 5e-4) and o.min_lr == pytest.approx(o.lr / 10)
         assert o.warmup_steps == (2000 if small else 500) and config.balance_weight == 0.01
-        assert sum(source["weight"] for source in d.sources) == pytest.approx(100)
+        assert sum(source["weight"] for source in d.mixture) == pytest.approx(100)
         kind = path.stem.split("_")[3]
         assert config.model.name == "clm_" + ("" if kind == "dense" else "moh_") + path.stem.split("_")[2] + (
             "" if kind == "dense" else f"_{kind}"

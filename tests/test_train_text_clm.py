@@ -75,7 +75,7 @@ def test_the_two_stages(place, tmp_path, capsys):
         (tmp_path / name).symlink_to(place / name)
     (tmp_path / "val.txt").write_text((place / "plain" / "valid.txt").read_text())
     sources = [dict(root="plain", weight=1), dict(root="ids", weight=3)]
-    data = ["--data.root", tmp_path, "--data.sources", json.dumps(sources), "--data.tokenizer", place / "new", *CLM]
+    data = ["--data.root", tmp_path, "--data.mixture", json.dumps(sources), "--data.tokenizer", place / "new", *CLM]
     first = tmp_path / "one"
     lines = train(first, 20, *data, "--model.pretrained", place / "llama", "--optim.accumulation", 2)
     out = capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_mistakes(place, tmp_path, capsys):
     shutil.copytree(place / "llama", broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
-    assert "data.sources is for causal" in refused(run, capsys, "--data.sources", "[{root: a, weight: 1}]")
+    assert "data.mixture is for causal" in refused(run, capsys, "--data.mixture", "[{root: a, weight: 1}]")
 
 
 def test_dry_run(place, tmp_path, capsys):

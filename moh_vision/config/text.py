@@ -52,7 +52,7 @@ class TextDataConfig:
         root: a folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the
             other, or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set. For causal
             language models also with token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document.
-        sources: causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
+        mixture: causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
             drawn, a source has the share weight / sum of weights. A root that is not absolute is inside data.root, where
             val and test are.
         source: language translated from.
@@ -83,7 +83,7 @@ class TextDataConfig:
     """
 
     root: str = "data/text"
-    sources: Optional[List[Dict[str, Any]]] = None
+    mixture: Optional[List[Dict[str, Any]]] = None
     source: str = "en"
     target: str = "de"
     train: str = "train"
@@ -114,8 +114,8 @@ class TextDataConfig:
             value = getattr(self, name)
             check(f"data.{name}", value, value is None or value >= 0, "0 or more")
         check("data.vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size >= 2, "at least 2")
-        if self.sources is not None:
-            self.sources = checked_sources(self.sources)
+        if self.mixture is not None:
+            self.mixture = checked_mixture(self.mixture)
         ratio = self.max_ratio
         check("data.max_ratio", ratio, ratio is None or ratio > 1, "above 1")
         check("data.share", self.share, 0 < self.share <= 1, "0 < share <= 1")
@@ -133,17 +133,17 @@ class TextDataConfig:
         return root if root.startswith("hfds/") else str(Path(self.root, root))
 
 
-def checked_sources(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """data.sources with a name for each: the last part of its root where it has none.
+def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """data.mixture with a name for each: the last part of its root where it has none.
 
     Raises:
         ValueError: naming number and key.
     """
     if not sources:
-        raise ValueError("data.sources is empty; leave it out to train on data.root")
+        raise ValueError("data.mixture is empty; leave it out to train on data.root")
     found = []
     for number, source in enumerate(sources):
-        where = f"data.sources {number}"
+        where = f"data.mixture {number}"
         for key in source:
             if key not in ("root", "weight", "name"):
                 raise ValueError(f"{where}: unknown key {key!r}; allowed are root, weight and name")
@@ -284,7 +284,7 @@ class TextConfig(RunConfig):
                 f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
             )
         if not self.model.name.startswith("clm_"):
-            for key in ("sources", "vocab_size", "bin_dtype"):
+            for key in ("mixture", "vocab_size", "bin_dtype"):
                 if getattr(self.data, key) is not None:
                     raise ValueError(f"data.{key} is for causal language models, not for {self.model.name}")
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":

@@ -286,7 +286,8 @@ def test_auto_decodes_where_enough_stays_unread(monkeypatch):
     assert pick(half, 16384, threads=16) == "masked"  # 16 heads at once take as long as one
 
 
-def test_auto_decodes_for_one_token_without_gradients_only():
+def test_auto_decodes_for_one_token_without_gradients_only(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # more are masked
     layer = big((4, 4))
     call = cached_call(layer, 1)
     call.cache.length = 16384
@@ -300,7 +301,8 @@ def test_auto_decodes_for_one_token_without_gradients_only():
     assert choose(call)[0] == "masked"
 
 
-def test_auto_equals_masked_and_says_so_once(caplog):
+def test_auto_equals_masked_and_says_so_once(caplog, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     layer = big((2, 4), kv_heads=16)
     say.cache_clear()
     with torch.no_grad(), caplog.at_level(logging.INFO, logger="moh_vision.attention"):

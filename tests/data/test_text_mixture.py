@@ -60,7 +60,7 @@ def test_odd_weights_are_never_a_block_from_their_share():
         drawn = mixture.drawn(rounds * LONGEST_ROUND)
         assert sum(drawn) == rounds * LONGEST_ROUND
         assert all(abs(n - w / sum(weights) * sum(drawn)) < 1 for n, w in zip(drawn, weights))
-    with pytest.raises(ValueError, match="data.sources 1: weight 1 is 1e-07 of all"):
+    with pytest.raises(ValueError, match="data.mixture 1: weight 1 is 1e-07 of all"):
         Mixture([1e7, 1], [10, 10], seed=0)
 
 
@@ -98,7 +98,7 @@ def write_ids(folder, name, count, first):
 
 
 def inputs(folder, sources, **more):
-    options = dict(root=str(folder), sources=sources, block=8, vocab_size=1000, val="train")
+    options = dict(root=str(folder), mixture=sources, block=8, vocab_size=1000, val="train")
     data = TextDataConfig(**{**options, **more})
     (folder / "train.npy").exists() or np.save(folder / "train.npy", np.arange(40))
     said = []
@@ -149,9 +149,9 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     count_words(["a b c d"]).save(tmp_path / "tokenizer.json")
     sources = [dict(root="lines", weight=1), dict(write_ids(tmp_path, "ids", 64, 0), weight=1)]
     with pytest.raises(ValueError, match=r"ids/train.npy: token id 63, but the vocabulary has 8 tokens, 0 to 7"):
-        data = TextDataConfig(root=str(tmp_path), sources=sources, block=8, tokenizer=str(tmp_path), val="train")
+        data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="train")
         CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
-    data = TextDataConfig(root=str(tmp_path), sources=sources, block=8, tokenizer=str(tmp_path), vocab_size=64)
+    data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), vocab_size=64)
     data.val = "val"
     (tmp_path / "val.txt").write_text("a b\n" * 9)
     text = CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
@@ -167,19 +167,19 @@ def test_text_and_ids_may_be_mixed(tmp_path):
 @pytest.mark.parametrize(
     "sources, words",
     [
-        ([], "data.sources is empty"),
-        ([dict(weight=1)], "data.sources 0: root None"),
-        ([dict(root="a", weight=0)], "data.sources 0: weight 0; expected a number above 0"),
-        ([dict(root="a", weight="much")], "data.sources 0: weight 'much'"),
-        ([dict(root="a", weight=True)], "data.sources 0: weight True"),
-        ([dict(root="a", weight=float("inf"))], "data.sources 0: weight inf"),
-        ([dict(root="a", weight=1, wait=2)], "data.sources 0: unknown key 'wait'; allowed are root, weight and name"),
-        ([dict(root="a", weight=1), dict(root="b/a/", weight=1)], "data.sources 1: name 'a'"),
+        ([], "data.mixture is empty"),
+        ([dict(weight=1)], "data.mixture 0: root None"),
+        ([dict(root="a", weight=0)], "data.mixture 0: weight 0; expected a number above 0"),
+        ([dict(root="a", weight="much")], "data.mixture 0: weight 'much'"),
+        ([dict(root="a", weight=True)], "data.mixture 0: weight True"),
+        ([dict(root="a", weight=float("inf"))], "data.mixture 0: weight inf"),
+        ([dict(root="a", weight=1, wait=2)], "data.mixture 0: unknown key 'wait'; allowed are root, weight and name"),
+        ([dict(root="a", weight=1), dict(root="b/a/", weight=1)], "data.mixture 1: name 'a'"),
     ],
 )
 def test_mistakes(sources, words):
     with pytest.raises(ValueError, match=words) as error:
-        TextDataConfig(sources=sources)
+        TextDataConfig(mixture=sources)
     assert "\n" not in str(error.value)
 
 

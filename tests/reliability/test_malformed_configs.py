@@ -173,6 +173,7 @@ OUT_OF_RANGE = {
     "data.merges": ["-1"],
     "data.target_merges": ["-1"],
     "data.words": ["-1"],
+    "data.vocab_size": ["1", "-1"],
     "data.max_tokens": ["7", "-1"],
     "data.max_length": ["0", "-1"],
     "data.max_ratio": ["1", "-1"],

@@ -26,9 +26,9 @@ class CausalInputs(BlockInputs):
     load = staticmethod(load_vocabulary)
 
     def sources(self) -> List[Tuple[str, str, float]]:
-        """(name, root, weight) of all that is trained on; data.root alone where there are no data.sources."""
+        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
         d = self.data
-        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.sources or ()] or [("text", d.root, 1)]
+        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
 
     def training_texts(self) -> list:
         roots = [root for _, root, _ in self.sources()]
@@ -78,13 +78,13 @@ class CausalInputs(BlockInputs):
         d = self.data
         if not training:
             return self.windows(d.root, split, d.block - d.context)
-        if not d.sources:
+        if not d.mixture:
             return self.windows(d.root, split, d.block)
         names, roots, weights = zip(*self.sources())
         return MixedWindows([self.windows(root, split, d.block) for root in roots], names, weights)
 
     def batches(self, batch_size: int, **arguments):
-        """See `BlockInputs`; with data.sources a `MixedBatches`."""
+        """See `BlockInputs`; with data.mixture a `MixedBatches`."""
         train = self.train
         if not isinstance(train, MixedWindows):
             return super().batches(batch_size, **arguments)

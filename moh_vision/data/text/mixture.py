@@ -57,7 +57,7 @@ class Mixture:
             for number, share in enumerate(self.shares):
                 if share * self.length < 2:
                     raise ValueError(
-                        f"data.sources {number}: weight {weights[number]} is {float(share):.2g} of all; "
+                        f"data.mixture {number}: weight {weights[number]} is {float(share):.2g} of all; "
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks, self.seed = list(blocks), seed
