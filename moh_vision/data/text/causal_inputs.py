@@ -16,6 +16,8 @@ from moh_vision.data.text.foreign import (
 from moh_vision.data.text.inputs import BlockInputs
 from moh_vision.data.text.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.data.text.sources import open_plain
+from moh_vision.data.text.token_files import TokenFiles
+from moh_vision.data.text.token_shards import TokenShards
 from moh_vision.data.text.tokenised import find_tokens, open_tokens
 from moh_vision.data.text.vocabulary import EOS, PAD, SPECIALS, Vocabulary
 
@@ -98,14 +100,12 @@ class CausalInputs(BlockInputs):
         return made
 
     def fingerprint(self) -> str:
+        texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]
         found = []
-        for _, root, _ in self.sources():
-            files = find_tokens(root, self.data.train)
-            found.append(
-                open_tokens(files, self.cache_dir, self.data.bin_dtype).fingerprint()
-                if files
-                else open_plain(root, self.data.train).fingerprint()
-            )
+        for (_, root, _), text in zip(self.sources(), texts, strict=True):
+            # Of ids those that are open already; of text the text, for its cache is made from it.
+            ids = isinstance(text.tokens, (TokenFiles, TokenShards))
+            found.append((text.tokens if ids else open_plain(root, self.data.train)).fingerprint())
         return " ".join(found)
 
     def model_arguments(self) -> dict:
@@ -115,10 +115,8 @@ class CausalInputs(BlockInputs):
     def special_tokens(self) -> dict:
         """Ids by their names in a transformers config, of those that are known."""
         vocabulary = self.vocabularies[0]
-        ours = isinstance(
-            vocabulary, Vocabulary
-        )  # it has a bos, which no text holds: eos is what stands before the first
-        first = vocabulary.eos if ours else vocabulary.bos
+        # Our own has a bos, which no text holds: eos is what stands before the first token.
+        first = vocabulary.eos if isinstance(vocabulary, Vocabulary) else vocabulary.bos
         known = dict(bos_token_id=first, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
         if known["eos_token_id"] is None:  # ids without a tokenizer may still say it
             known["eos_token_id"] = getattr(self.val.tokens, "eos", None)
