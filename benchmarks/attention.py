@@ -259,6 +259,12 @@ def machine():
     )
 
 
+def spread(ratios):
+    """Median and quartiles of the ratios of all rounds [rounds], float64."""
+    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    return dict(median=round(middle, 3), quartiles=[round(low, 3), round(high, 3)])
+
+
 def write_report(path, report):
     """As JSON, with the load of the machine at the end; the other benchmarks' too."""
     report["load_after"] = os.getloadavg()

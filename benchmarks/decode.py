@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from attention import machine, write_report
+from attention import machine, spread, write_report
 from torch.nn import functional as F
 
 from moh_vision.attention.executors import attend_chosen
@@ -74,11 +74,6 @@ def measure(kind, batch, share, keys, dtype, rounds, megabytes):
                 times[way].append(time.perf_counter() - begin)
         read.append(len(running_groups(active, groups)) / (batch * groups))
     return {way: torch.tensor(t, dtype=torch.float64) for way, t in times.items()}, sum(read) / len(read)
-
-
-def spread(ratios):
-    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return dict(median=round(middle, 3), quartiles=[round(low, 3), round(high, 3)])
 
 
 def case(kind, batch, share, keys, dtype, threads, rounds, megabytes):

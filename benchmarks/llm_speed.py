@@ -25,7 +25,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from attention import machine, write_report
+from attention import machine, spread, write_report
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import moh_vision
@@ -75,11 +75,6 @@ def in_turn(jobs, rounds, warm_up=0):
             if number >= 0:
                 times[key].append(time.perf_counter() - begin)
     return {key: torch.tensor(seconds, dtype=torch.float64) for key, seconds in times.items()}
-
-
-def spread(ratios):
-    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return dict(median=round(middle, 3), quartiles=[round(low, 3), round(high, 3)])
 
 
 @torch.inference_mode()

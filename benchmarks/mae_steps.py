@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from attention import machine, write_report
+from attention import machine, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.steps import Updater
@@ -77,11 +77,6 @@ def measure(rounds, words, sentences, tokens):
             if number >= 0:
                 times[name].append(time.perf_counter() - begin)
     return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in times.items()}
-
-
-def spread(ratios):
-    low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
-    return dict(median=round(middle, 3), quartiles=[round(low, 3), round(high, 3)])
 
 
 def main():
