@@ -2,6 +2,7 @@
 
 from typing import List, Optional, Tuple
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -138,7 +139,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if collects or not self.is_dense:
             if self.needs_query:
                 queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            routing = self.router(x, queries, padded)
+            # One token at a time nobody asks for more than the choice.
+            brief = self.needs_query and x.shape[1] == 1 and not (collects or self.training or torch.is_grad_enabled())
+            routing = self.router.choose(queries) if brief else self.router(x, queries, padded)
             if collects:
                 stats.append(routing.stats)
         if self.is_dense:
@@ -204,7 +207,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         one = N == 1 and cache is not None
         if name == "packed" and one:
             name = "decode"
-        return None if name == "masked" or (name == "decode" and not one) else (name, call)
+        # Without a mask transformers' "sdpa" reads a key-value head again for each of its query heads; `masked` does not.
+        rows = one and mask is None and self.grouped and implementation == "sdpa"
+        return None if (name == "masked" and not rows) or (name == "decode" and not one) else (name, call)
 
 
 class MoHLlamaAttention(RoutedAttention, modeling_llama.LlamaAttention):

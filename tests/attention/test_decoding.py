@@ -108,6 +108,24 @@ def test_what_is_not_read_may_be_anything(kv_heads, threads):
     assert attend_chosen(q, k, v, None, active).isnan().any()
 
 
+@pytest.mark.parametrize("mask", [None, (B, 1, 1, M)], ids=["no mask", "mask"])
+def test_one_token_reads_a_shared_key_once(mask, monkeypatch):
+    """`masked` takes the query heads of a key-value head as rows, and says the same as with enable_gqa."""
+    q, k, v = inputs(3)
+    seen = None if mask is None else torch.randn(mask, dtype=q.dtype)
+    weights = torch.rand(B, 1, H, dtype=q.dtype)
+    real, calls = torch.nn.functional.scaled_dot_product_attention, []
+    want = real(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2) * weights.unsqueeze(-1)
+
+    def spy(q, k, v, **kwargs):
+        calls.append((tuple(q.shape), kwargs.get("enable_gqa", False)))
+        return real(q, k, v, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    assert_near(attend(q, k, v, weights, seen, grouped=True), want.flatten(2))
+    assert calls == [((B, 3, 2, D), False)]
+
+
 def test_caches_are_not_copied(monkeypatch):
     """Every call of attention gets views of the cache, and only the heads that run are in them."""
     seen = []
@@ -276,18 +294,20 @@ def test_auto_decodes_where_enough_stays_unread(monkeypatch):
     half, most, all_but_one = big((4, 4)), big((6, 6)), big((7, 8))
     assert pick(half, 64) == "masked"  # a small cache
     assert pick(half, 16384) == pick(most, 16384) == "decode"
-    assert pick(all_but_one, 2048) == "masked" and pick(all_but_one, 2048, batch=8) == "masked"
-    assert pick(half, 16384, threads=2) == "masked"  # not measured to pay
-    # Four query heads read one key-value head together, which is a saving also where none can be left out.
-    assert pick(big((4, 8), kv_heads=4), 4096) == "decode"
+    # One head of 16 is little, and of eight sequences it is eight times as much.
+    assert pick(all_but_one, 1024) == "masked" and pick(all_but_one, 2048, batch=8) == "decode"
+    # A key-value head is left out only if none of its four query heads runs: here all are read.
+    assert pick(big((12, 2), kv_heads=4), 16384) == "masked"
     assert pick(big((4, 4), kv_heads=4, router_kwargs=dict(group=4)), 4096) == "decode"
+    assert pick(half, 16384, threads=2) == "decode" and pick(half, 768, threads=1) == "decode"
+    assert pick(half, 768, threads=2) == "masked"  # two threads have less to gain from the same heads
+    assert pick(half, 16384, threads=3) == "masked"  # not measured
     monkeypatch.setattr(sys.modules["moh_vision.attention.executors.decode"], "DECODE_THREADS", 16)
-    assert pick(half, 16384, threads=2) == "decode"
     assert pick(half, 16384, threads=16) == "masked"  # 16 heads at once take as long as one
 
 
 def test_auto_decodes_for_one_token_without_gradients_only(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # more are masked
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # more are masked
     layer = big((4, 4))
     call = cached_call(layer, 1)
     call.cache.length = 16384

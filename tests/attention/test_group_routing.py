@@ -188,3 +188,15 @@ def test_what_is_refused(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, GROUP])
+def test_the_choice_alone_is_the_same_choice(group, dtype):
+    """Also where queries tie, as those of equal length do."""
+    router = QueryNormRouter(C, BUDGET, group=group).eval()
+    for q in (torch.randn(B, H, N, D).to(dtype), torch.ones(B, H, N, D, dtype=dtype)):
+        with torch.no_grad():
+            want, got = router(torch.randn(B, N, C, dtype=dtype), q), router.choose(q)
+        assert torch.equal(got.active, want.active) and torch.equal(got.weights.to(want.weights), want.weights)
+        assert got.active.sum(-1).unique().tolist() == [BUDGET.active]

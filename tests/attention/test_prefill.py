@@ -164,6 +164,6 @@ def test_auto_packs_causal_calls_where_that_was_measured(threads):
     assert chosen(2048, (4, 4), training=True, cached=True)[0] == "masked"
     assert chosen(2048, (4, 4), dtype=torch.bfloat16)[0] == "masked"
     assert chosen(2048, (0, 4), router="moa", kv_heads=1)[0] == "masked"
-    threads(2)
+    threads(3)
     picked, reason = chosen(2048, (4, 4))
     assert picked == "masked" and "the mask of every query" in reason

@@ -26,9 +26,9 @@ CROSSOVER = {
     ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.80},
     ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
     ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
-    # A prompt of a language model, on CAUSAL_THREADS. Layers of 16 heads with query_norm, one busy EPYC core (AVX2), by
-    # processor time against the dense layer: half of the heads 0.91 and 0.83 at 2048 tokens (heads of 64, 128), three
-    # quarters 1.01 and 1.09 there and 1.06 at 4096, where `masked` takes 1.00 to 1.10.
+    # A prompt of a language model, on up to CAUSAL_THREADS: whole models of 16 heads of 128 and 2048 tokens, speed over dense
+    # by benchmarks/llm_speed.py. At half of the heads `packed` 1.07 to 1.23 and `masked` 0.95 to 1.00, at three quarters
+    # 0.94 to 1.04 and 0.98 to 1.06.
     ("token, causal", False, False): {1: 0.0, 2048: 0.50},
     # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
     ("one key-value head", False, False): {1: 0.60},
@@ -49,7 +49,7 @@ CROSSOVER = {
 SMALLEST = 600_000
 SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
 # A block of packed queries is one small attention call; what more threads make of it has not been measured.
-CAUSAL_THREADS = 1
+CAUSAL_THREADS = 2
 
 
 def choose(call: Call) -> Tuple[str, str]:

@@ -5,7 +5,7 @@ where they lie, through views: a copy of the chosen heads costs several times wh
 """
 
 import math
-from typing import List, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from moh_vision.attention.routing import Call
 PARTNERS = 4
 
 # `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
-# its attention calls. Measured with attend_chosen against attention of all heads, 32 to 4096 keys of 12 to 32 heads,
-# batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16, on one thread of 2 busy EPYC cores
-# (AVX2): medians of 16 to 60 interleaved rounds. Above these numbers the ratios were 0.12 to 0.92, but for one case on
-# the border that was 0.89, 0.96 and 1.09 in three runs; well below them `decode` took up to four times as long.
-UNREAD, UNREAD_PER_CALL = 1_000_000, 125_000
-# Up to so many threads. More have been measured only beside other work on the same cores, where the threads' waiting for
-# each other in every call cost more than was saved (two threads: 1.2 to 2.1 times the dense call).
-DECODE_THREADS = 1
+# its attention calls. Measured with attend_chosen against attention of all heads and their weights on an idle machine of
+# 2 Xeon cores (AVX-512), on one thread and two: 32 to 2048 keys of 12 to 32 heads of 64 and 128, also 4 and 8 key-value
+# heads, batches of 1 and 4, half and three quarters of the heads, float32 and bfloat16; medians of 40 interleaved rounds.
+# Where these limits take it the ratio was 0.53 to 1.01; below them 0.61 to 3.2.
+UNREAD, UNREAD_PER_CALL = 150_000, 30_000
+# More threads have not been measured. In every call they wait for each other.
+DECODE_THREADS = 2
 
 
 def pieces(heads: Sequence[int], threads: int) -> List[slice]:
@@ -60,10 +59,19 @@ def pieces(heads: Sequence[int], threads: int) -> List[slice]:
     return result
 
 
-def running_groups(active: Tensor, kv_heads: int) -> List[int]:
-    """Which key-value heads are read: active [B, 1, H] -> those of sequence b counted from b * kv_heads."""
-    needed = active[:, 0].unflatten(-1, (kv_heads, active.shape[-1] // kv_heads)).any(-1)  # [B, G]
-    return needed.flatten().nonzero().flatten().tolist()
+class Reading(NamedTuple):
+    """What one token reads of a cache."""
+
+    heads: List[int]  # key-value heads, those of sequence b counted from b * kv_heads
+    whole: bool  # all query heads of these run
+
+
+def reading(active: Tensor, kv_heads: int) -> Reading:
+    """active [B, 1, H] -> the key-value heads with a query head that runs."""
+    # In Python, once the numbers are here: there are few, and a tensor operation takes longer than a loop over them.
+    groups = active.reshape(-1, active.shape[-1] // kv_heads).tolist()  # [B*G, H/G]
+    heads = [g for g, on in enumerate(groups) if True in on]
+    return Reading(heads, not any(False in groups[g] for g in heads))
 
 
 def attend_chosen(
@@ -106,20 +114,17 @@ def attend_chosen(
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         rows = H if has_head_masks(attn_mask) else G
         attn_mask = attn_mask.expand(B, rows, 1, M).reshape(1, B * G, rows // G, M)
-    parts = pieces(running_groups(active, G), torch.get_num_threads())
-    o = torch.zeros_like(q)  # [1, B*G, H/G, D]
-    if parts:
-        order = [list(range(part.start, part.stop, part.step)) for part in parts]
-        index = torch.tensor([h for heads in order for h in heads], device=q.device)
-        # Queries and outputs are small: gathered once, they cost less than a view and a write for every call.
-        queries = q.index_select(1, index).split([len(heads) for heads in order], 1)
-        outputs = []
-        for part, qp in zip(parts, queries):
+    heads, whole = reading(active, G)
+    parts = pieces(heads, torch.get_num_threads())
+    if len(heads) == B * G:
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+    else:
+        o = torch.zeros_like(q)  # [1, B*G, H/G, D]
+        for part in parts:
             mask = None if attn_mask is None else attn_mask[:, part]
-            outputs.append(F.scaled_dot_product_attention(qp, k[:, part], v[:, part], attn_mask=mask))
-        o.index_copy_(1, index, torch.cat(outputs, 1))
+            o[:, part] = F.scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], attn_mask=mask)
     o = o.view(B, 1, H, D)
-    if weights is None and H > G:
+    if weights is None and not whole:
         weights = active  # heads that are off beside heads of their group that run
     if weights is not None:
         o = o * weights.unsqueeze(-1).to(o.dtype)
@@ -138,16 +143,13 @@ def decoding_pays(active: Tensor, kv_heads: int, keys: int, head_dim: int) -> bo
         active: [B, 1, H], True where a head runs.
         kv_heads, keys, head_dim: G, M and D of the cache.
     """
-    B, _, H = active.shape
-    numbers, threads = keys * head_dim, torch.get_num_threads()  # numbers of one head
-    # All heads at once read a shared key again for each of its queries, from the processor's cache: counted as half.
-    dense = B * (kv_heads + H) / 2
-    if threads > DECODE_THREADS or dense * numbers < threads * UNREAD:
+    B, numbers, threads = len(active), keys * head_dim, torch.get_num_threads()  # numbers of one head
+    if threads > DECODE_THREADS or B * kv_heads * numbers < threads * UNREAD:
         return False
-    parts = pieces(running_groups(active, kv_heads), threads)
+    parts = pieces(reading(active, kv_heads).heads, threads)
     # A thread that has no head while another has one takes as long.
     read = sum(threads * math.ceil(len(range(p.start, p.stop, p.step)) / threads) for p in parts)
-    return (dense - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
+    return (B * kv_heads - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
 
 
 def decode(call: Call) -> Tensor:
@@ -159,4 +161,5 @@ def decode(call: Call) -> Tensor:
     if active is None or call.x.shape[1] != 1 or call.is_causal or call.dropout_p > 0 or torch.is_grad_enabled():
         return masked(call)
     q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
-    return layer.proj(attend_chosen(q, k, v, call.routing.weights, active, call.attn_mask))
+    weights = None if call.routing.weights is active else call.routing.weights
+    return layer.proj(attend_chosen(q, k, v, weights, active, call.attn_mask))
