@@ -113,6 +113,8 @@ class LanguageTask(RoutedTask):
     def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
+        # By which accelerate finds the layers that FSDP may gather one by one; None: it gathers the whole model.
+        self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):
         """labels [B, T], -100 where nothing is to be predicted; inputs: the model's -> losses, with nll, in nats a token.

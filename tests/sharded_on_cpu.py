@@ -8,27 +8,39 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from conftest import ROOT
+from torch.distributed.fsdp import FSDPModule
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
-def sharding(make):
-    """`make_accelerator`, with its state set to what it would be on GPUs."""
+def sharding(make, policy, folder):
+    """`make_accelerator`, with its state set to what it would be on GPUs; `folder/units` is how many modules are sharded."""
 
     def made(*args, **kwargs):
         accelerator = make(*args, **kwargs)
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT",
+            fsdp_version=2, auto_wrap_policy=policy, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT",
             cpu_ram_efficient_loading=False,
         )  # fmt: skip
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
         accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+        prepare = accelerator.prepare
+
+        def counted(*objects):
+            prepared = prepare(*objects)
+            units = [m for m in prepared[0].modules() if isinstance(m, FSDPModule)]
+            (folder / "units").write_text(str(len(units)))
+            return prepared
+
+        accelerator.prepare = counted
         return accelerator
 
     return made
 
 
-def run(rank, port, argvs, folder):
+def run(rank, port, argvs, folder, policy):
     """Call train_text.main with each of some argument lists, as one of two processes; standard error goes to a file."""
     torch.set_num_threads(1)
     os.environ.update(
@@ -38,7 +50,7 @@ def run(rank, port, argvs, folder):
     import train_text
     from moh_vision.engine import script
 
-    train_text.make_accelerator = sharding(script.make_accelerator)
+    train_text.make_accelerator = sharding(script.make_accelerator, policy, folder)
     with open(folder / f"stderr.{rank}", "w") as file, contextlib.redirect_stderr(file):
         for argv in argvs:
             train_text.main(argv)

@@ -248,14 +248,16 @@ def test_validation_reads_the_runs_configuration(tmp_path):
     assert (config.data.root, config.seed) == ("digits", 3)
 
 
-@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP")])
+@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")])
 def test_accelerate_reads_the_launch_files(name, kind):
     from accelerate.commands.config.config_args import load_config_from_file
 
     launch = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
     assert str(launch.distributed_type).endswith(kind) and launch.mixed_precision == "no"
-    if name == "fsdp2":
+    if kind == "FSDP":
         assert launch.fsdp_config["fsdp_version"] == 2
+        policy = "TRANSFORMER_BASED_WRAP" if name == "fsdp2_layers" else "NO_WRAP"
+        assert launch.fsdp_config["fsdp_auto_wrap_policy"] == policy
 
 
 DIT = [f"moh_dit_{size}_patch2_{share}" for size in ("small", "base", "large", "xlarge") for share in (90, 75)]

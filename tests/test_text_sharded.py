@@ -36,11 +36,11 @@ def arguments(kind, data, run, steps, *more):
     return [*kind.split(), *common.split(), *map(str, more)]
 
 
-def sharded(folder, argv):
+def sharded(folder, argv, policy="no_wrap"):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    torch.multiprocessing.spawn(sharded_on_cpu.run, args=(port, [argv], folder), nprocs=2)
+    torch.multiprocessing.spawn(sharded_on_cpu.run, args=(port, [argv], folder, policy), nprocs=2)
 
 
 def test_a_causal_model(tmp_path):
@@ -74,6 +74,34 @@ def test_a_causal_model(tmp_path):
     assert load_file(tmp_path / "whole" / "best.safetensors").keys() == whole.keys()
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_layers_gathered_one_by_one(precision, tmp_path):
+    """configs/accelerate/fsdp2_layers.yaml: the weights and the balance loss of a model that is gathered as a whole."""
+    data = write_plain(tmp_path / "plain", val=37)
+    options = ["--balance_weight", 0.1, "--mixed-precision", precision]
+    runs, units = {}, {"no_wrap": 1, "transformer_based_wrap": 3}  # the task; and its two layers
+    for policy, count in units.items():
+        sharded(tmp_path, arguments(CLM, data, tmp_path / policy, 5, *options), policy)
+        assert (tmp_path / "units").read_text() == str(count)
+        lines = [json.loads(line) for line in (tmp_path / policy / "metrics.jsonl").read_text().splitlines()]
+        runs[policy] = (load_file(tmp_path / policy / "model.safetensors"), lines)
+    (whole, looks), (layers, others) = runs.values()
+    assert whole.keys() == layers.keys()
+    near = 1e-4 if precision == "no" else 2e-2
+    for name, tensor in whole.items():
+        if precision == "no" or ".router." not in name:  # in 16 bits the sign of a gradient of nearly nothing is chance
+            torch.testing.assert_close(layers[name], tensor, rtol=near, atol=near / 10)
+    steps = [(one, two) for one, two in zip(looks, others, strict=True) if "nll" in one]
+    assert len(steps) == 5
+    for one, two in steps:
+        assert all(one[key] == pytest.approx(two[key], rel=near) for key in ("nll", "balance_loss", "grad_norm"))
+    # A loss that the routers learn by: without it they end elsewhere.
+    sharded(tmp_path, arguments(CLM, data, tmp_path / "free", 5, "--balance_weight", 0), "transformer_based_wrap")
+    free = load_file(tmp_path / "free" / "model.safetensors")
+    moved = [(free[name] - layers[name]).norm() / layers[name].norm() for name in layers if ".router." in name]
+    assert min(moved) > 1e-2
+
+
 def test_the_best_weights_are_scored_at_the_end(tmp_path):
     """What is learned of numbers in their order is wrong for numbers in the opposite one, from some step on."""
     data = write_plain(tmp_path / "plain", val=37)
@@ -90,7 +118,9 @@ def test_the_best_weights_are_scored_at_the_end(tmp_path):
 
 def test_a_translation_model_with_tied_weights(tmp_path):
     data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
-    sharded(tmp_path, arguments(MT, data, tmp_path / "run", 3, "--model.name", "mt_moh_50", "--data.test", "test"))
+    argv = arguments(MT, data, tmp_path / "run", 3, "--model.name", "mt_moh_50", "--data.test", "test")
+    sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
+    assert (tmp_path / "units").read_text() == "1"
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["bleu_pairs"] == 4 and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
 

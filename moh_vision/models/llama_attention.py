@@ -125,7 +125,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attention_mask: as the attention implementation has it; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
                 (attend) or additive, or None.
             past_key_values: a transformers cache.
-            stats: list to which the statistics of layer i are appended when it holds i entries. So nothing is appended
+            stats: a list or the like, to which the statistics of layer i are appended when it holds i entries. So nothing is appended
                 where a layer is computed again, as under activation checkpointing.
             padded: [B, N], True where a token is padding, which is left out of the statistics.
 

@@ -43,6 +43,32 @@ __all__ = [
 ]
 
 
+class Collected:
+    """The statistics of a forward pass, which goes from layer to layer.
+
+    Not a list: FSDP takes lists among a module's arguments apart and puts them together again as others, so that what a
+    layer appends would be lost.
+    """
+
+    def __init__(self):
+        self.entries: List[Optional[RoutingStats]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def append(self, entry: RoutingStats) -> None:
+        self.entries.append(entry)
+
+    def take(self) -> List[RoutingStats]:
+        """The entries, once.
+
+        What a checkpointed layer keeps for backward holds this object: it must not in turn hold the graph. It stays as
+        long, so that nothing is appended when the layer is computed again.
+        """
+        found, self.entries = self.entries, [None] * len(self.entries)
+        return found
+
+
 class RoutedCausalLM:
     """What these models have beside transformers' methods; to be mixed in before one of its classes.
 
@@ -52,6 +78,11 @@ class RoutedCausalLM:
     """
 
     attention_class: type = RoutedAttention
+
+    @property
+    def fsdp_layers(self) -> List[str]:
+        """Classes of the layers that FSDP may gather one by one, for their statistics survive it."""
+        return sorted(self._no_split_modules)
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -121,13 +152,9 @@ class RoutedCausalLM:
         if attention_mask is not None and attention_mask.dim() == 2:
             padded = attention_mask[:, -tokens:] == 0
         inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
-        stats: List[RoutingStats] = []
+        stats = Collected()
         hidden = self.model(attention_mask=attention_mask, stats=stats, padded=padded, **inputs).last_hidden_state
-        found = list(stats)
-        # What a checkpointed layer keeps for backward holds this list: it must not in turn hold the graph. It stays as
-        # long, so that nothing is appended when the layer is computed again.
-        stats[:] = [None] * len(stats)
-        return hidden, found
+        return hidden, stats.take()
 
     def refuse_reentrant(self) -> None:
         """Raise ValueError where activation checkpointing would be reentrant.
