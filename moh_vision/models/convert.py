@@ -19,9 +19,9 @@ from moh_vision.attention import (
     runs_all_heads,
 )
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
+from moh_vision.models import head_strength
 from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.head_budgets import record_head_budget
-from moh_vision.models.head_strength import output_gram, output_lengths
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
 ROUTERS = (
@@ -219,7 +219,6 @@ def zero_router(router: nn.Module) -> None:
         nn.init.zeros_(p)
 
 
-@torch.no_grad()
 def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
     """How much each head of a dense model adds to the residual stream.
 
@@ -233,34 +232,9 @@ def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tenso
     Raises:
         ValueError: if there is no batch.
     """
-    attentions = dense_attentions(model)
-    totals = [torch.zeros(attn.num_heads, dtype=torch.float64) for attn in attentions]
-    images = 0
-
-    def watch(attn: nn.Module, total: Tensor):
-        gram = output_gram(attn.proj.weight, attn.num_heads)
-
-        def hook(module, args):
-            length = output_lengths(args[0], gram)  # [B, N, H]
-            total.add_(length.sum((0, 1)).double().cpu())
-
-        return attn.proj.register_forward_pre_hook(hook)
-
-    hooks = [watch(attn, total) for attn, total in zip(attentions, totals)]
-    mode = model.training
-    try:
-        model.eval()
-        for batch in batches:
-            inputs = batch if isinstance(batch, (tuple, list)) else (batch,)
-            model(*inputs)
-            images += len(inputs[0])
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(mode)
-    if images == 0:
-        raise ValueError("calibrate holds no batch")
-    return [(total / images).float() for total in totals]
+    calls = (head_strength.Batch(tuple(b) if isinstance(b, (tuple, list)) else (b,)) for b in batches)
+    projections = [(attn.proj, attn.num_heads) for attn in dense_attentions(model)]
+    return head_strength.mean_lengths(model, projections, calls)
 
 
 @torch.no_grad()

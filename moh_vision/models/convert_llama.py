@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import BudgetSpec
 from moh_vision.attention.routers import MoHRouter
-from moh_vision.models.head_strength import output_gram, output_lengths
+from moh_vision.models.head_strength import Batch, mean_lengths
 from moh_vision.models.moh_llama import FAMILIES
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -113,7 +113,6 @@ def order_heads(model: nn.Module, batches: Iterable[TextBatch]) -> None:
         permute_heads(layer.self_attn, strength)
 
 
-@torch.no_grad()
 def head_contributions(model: nn.Module, batches: Iterable[TextBatch]) -> List[Tensor]:
     """How much each head of a dense model adds to the residual stream.
 
@@ -126,39 +125,14 @@ def head_contributions(model: nn.Module, batches: Iterable[TextBatch]) -> List[T
     Raises:
         ValueError: if there is no batch.
     """
+
+    def call(batch: TextBatch) -> Batch:
+        inputs = {k: v for k, v in batch.items() if k != "labels"} if hasattr(batch, "items") else dict(input_ids=batch)
+        return Batch(kwargs=dict(inputs, use_cache=False), real=inputs.get("attention_mask"))
+
     heads = model.config.num_attention_heads
-    totals = [torch.zeros(heads, dtype=torch.float64) for _ in model.model.layers]
-    real: Optional[Tensor] = None  # [B, N], of the present batch
-
-    def watch(proj: nn.Linear, total: Tensor):
-        gram = output_gram(proj.weight, heads)
-
-        def hook(module, args):
-            length = output_lengths(args[0], gram)  # [B, N, H]
-            if real is not None:
-                length = length * real.unsqueeze(-1)
-            total.add_(length.sum((0, 1)).double().cpu())
-
-        return proj.register_forward_pre_hook(hook)
-
-    hooks = [watch(layer.self_attn.o_proj, total) for layer, total in zip(model.model.layers, totals)]
-    mode, tokens = model.training, 0.0
-    try:
-        model.eval()
-        for batch in batches:
-            inputs = (
-                {k: v for k, v in batch.items() if k != "labels"} if hasattr(batch, "items") else dict(input_ids=batch)
-            )
-            real = inputs.get("attention_mask")
-            tokens += float(inputs["input_ids"].numel() if real is None else real.sum())
-            model.model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(mode)
-    if tokens == 0:
-        raise ValueError("calibrate holds no batch")
-    return [(total / tokens).float() for total in totals]
+    projections = [(layer.self_attn.o_proj, heads) for layer in model.model.layers]
+    return mean_lengths(model.model, projections, map(call, batches))
 
 
 @torch.no_grad()
