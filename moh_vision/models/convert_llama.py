@@ -1,5 +1,6 @@
 """A dense LLaMA-style model of transformers becomes one with routed heads, in place."""
 
+import copy
 from typing import Iterable, List, Optional, Union
 
 import torch
@@ -59,18 +60,21 @@ def convert_llama(
     )
     config = model.config
     probe = ours.config_class(**{**config.to_dict(), "moh": moh})  # checks; the model's own config is left as it is
+    attentions = ours.routed_attentions(model, probe)
     if calibrate is not None:
         order_heads(model, calibrate)
-    for each in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if type(each) is type(config):
-            each.__class__ = ours.config_class
-            each.moh, each.head_dim = probe.moh, probe.head_dim
-    model.__class__ = ours
-    model.route_heads()
-    for layer in model.model.layers:
-        if isinstance(layer.self_attn.router, MoHRouter):
-            for p in layer.self_attn.router.parameters():
+    routed_config = copy.deepcopy(config)  # other models may have the same object
+    routed_config.__class__ = ours.config_class
+    routed_config.moh, routed_config.head_dim = probe.moh, probe.head_dim
+    for layer, attention in zip(model.model.layers, attentions, strict=True):
+        layer.self_attn = attention
+        if isinstance(attention.router, MoHRouter):
+            for p in attention.router.parameters():
                 nn.init.zeros_(p)
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(config):
+            module.config = routed_config
+    model.__class__ = ours
     return model
 
 
@@ -107,8 +111,12 @@ def order_heads(model: nn.Module, batches: Iterable[TextBatch]) -> None:
     """Put the heads of a dense model in order, in every layer what contributes most first.
 
     Raises:
-        ValueError: if there is no batch.
+        ValueError: if there is no batch, or the weights are offloaded and cannot be ordered.
     """
+    if isinstance(batches, Tensor) or hasattr(batches, "items"):
+        raise ValueError(f"calibrate is one {type(batches).__name__}: give a list of batches")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("calibrate orders the heads of weights that are loaded: convert before offloading the model")
     for layer, strength in zip(model.model.layers, head_contributions(model, batches)):
         permute_heads(layer.self_attn, strength)
 

@@ -26,6 +26,13 @@ ATTRIBUTES = (
     "is_causal",
 )
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 # Implementations whose masks our executors understand: a tensor [B or 1, H or 1, N, M], or None.
 TENSOR_MASKS = ("sdpa", "eager")
 
@@ -93,7 +100,10 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         for name in ATTRIBUTES:
             if hasattr(attn, name):
                 setattr(self, name, getattr(attn, name))
-        self._forward_hooks.update(attn._forward_hooks)  # by which transformers records attention matrices
+        for (
+            name
+        ) in HOOKS:  # by which transformers records attention matrices; the same objects, so that handles remove them
+            setattr(self, name, getattr(attn, name))
         self.train(attn.training)
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
@@ -182,13 +192,20 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         return *self.rotate_pair(q, k, *rotary), v
 
     def executor_of(
-        self, x: Tensor, routing: Routing, mask: Optional[Tensor], rotary: Tuple[Tensor, Tensor], cache, **kwargs
+        self, x: Tensor, routing: Routing, mask: Optional[Tensor], rotary: Tuple[Tensor, Tensor], past, **kwargs
     ) -> Optional[Tuple[str, Call]]:
         """The executor that takes the call, and the call; None: transformers' attention with weights."""
         implementation = self.config._attn_implementation
         if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(x):
             return None
-        if kwargs.get("output_attentions") or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
+        if kwargs.get("cache") is not None:  # the pages of transformers' continuous batching
+            return None
+        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            return None
+        if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
+            return None
+        if implementation == "eager" and mask is not None and torch.is_grad_enabled():
+            # Its masks are finite, and where all of a row is masked the fused kernel's gradient is wrong.
             return None
         if routing.active is None and self.executor != "reference":
             return None
@@ -197,14 +214,14 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         # Without a mask transformers' "sdpa" takes many tokens as the first ones, also in a longer static cache.
         first = mask is None and N > 1 and implementation == "sdpa" and (self.is_causal if causal is None else causal)
         kept = None
-        if cache is not None:
+        if past is not None:
             # With a mask there are as many keys as it has columns; without one a cache holds what it was given.
-            before = int(cache.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
-            kept = LayerCache(cache, self.layer_idx, before, N if first else None)
+            before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
+            kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop if self.training else 0.0
         call = Call(self, x, routing, None, None, mask, first, dropout_p, rotary, kept)
         name = choose(call)[0] if self.executor == "auto" else self.executor
-        one = N == 1 and cache is not None
+        one = N == 1 and past is not None
         if name == "packed" and one:
             name = "decode"
         # Without a mask transformers' "sdpa" reads a key-value head again for each of its query heads; `masked` does not.

@@ -12,7 +12,7 @@ import os
 from typing import Dict, List, Optional, Tuple, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -30,7 +30,7 @@ from moh_vision.models.llama_attention import (
     MoHQwen3Attention,
     RoutedAttention,
 )
-from moh_vision.models.llama_configs import MoHLlamaConfig, MoHQwen2Config, MoHQwen3Config, layer_budgets
+from moh_vision.models.llama_configs import MoHLlamaConfig, MoHQwen2Config, MoHQwen3Config, checked_moh, layer_budgets
 
 __all__ = [
     "MoHLlamaConfig",
@@ -85,18 +85,22 @@ class RoutedCausalLM:
         return sorted(self._no_split_modules)
 
     def __init__(self, config: PreTrainedConfig):
+        if config.moh is not None:  # from_pretrained(..., moh=...) sets it unseen
+            config.moh = checked_moh(config.moh, config)
         super().__init__(config)
-        self.route_heads()
+        for layer, attention in zip(self.model.layers, self.routed_attentions(self, config), strict=True):
+            layer.self_attn = attention
 
-    def route_heads(self) -> None:
-        """Give every layer the attention that the config describes, around the modules that it has.
+    @classmethod
+    def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> List[RoutedAttention]:
+        """For every layer of a model the attention that a config describes, around the modules that the layer has.
 
-        New routers of "moh" have weights drawn from a normal distribution of deviation 0.02.
+        The model is left as it is. New routers of "moh" have weights drawn from a normal distribution of deviation 0.02.
         """
-        moh = dict(self.config.moh or {"router": "dense"})
+        moh = dict(config.moh or {"router": "dense"})
         moh.pop("head_budget", None)
-        for layer, budget in zip(self.model.layers, layer_budgets(self.config), strict=True):
-            layer.self_attn = self.attention_class(layer.self_attn, budget, **moh)
+        layers = zip(model.model.layers, layer_budgets(config), strict=True)
+        return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`.

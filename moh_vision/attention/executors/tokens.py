@@ -246,7 +246,7 @@ def by_token(call: Call, sparse: bool) -> Tensor:
             o = o.transpose(1, 2).reshape(rows, D)
         y = CombineRows.apply(
             y,
-            o,
+            o.to(y.dtype),  # under autocast a norm leaves queries in float32
             weights[..., first:].flatten(0, 1).contiguous(),
             packed_out.to(y.dtype),
             token,

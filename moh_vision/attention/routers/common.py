@@ -32,7 +32,16 @@ class FloatLinear(torch.autograd.Function):
 
 
 def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
+    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins.
+
+    Raises:
+        RuntimeError: if the weights are offloaded, for nothing would load them.
+    """
+    if weight.is_meta and not x.is_meta:  # torch would multiply by what happens to be in memory
+        raise RuntimeError(
+            "the router's weights are on the meta device: its linear layers are read and not called, so hooks that load "
+            "offloaded weights do not run; give accelerate preload_module_classes=['MoHRouter'], or do not offload them"
+        )
     dtype = torch.promote_types(x.dtype, torch.float32)
     if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
