@@ -82,7 +82,8 @@ class ClassificationTask(RoutedTask):
         logits, stats = self.model.forward_routed(images)  # [B, classes]
         if not self.training:
             return logits, stats
-        task_loss = F.cross_entropy(logits.float(), labels, label_smoothing=self.label_smoothing)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        task_loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         dominant = labels.argmax(-1) if labels.ndim == 2 else labels
         accuracy = (logits.detach().argmax(-1) == dominant).float().mean()
         return dict(self.losses(task_loss, stats), batch_accuracy=accuracy)

@@ -1,7 +1,7 @@
 """Loss and router gradient of a training step do not depend on how it is computed.
 
 Stated tolerances, relative to the largest value: float64, checkpointing of both kinds: the same bits; compiled and two
-processes: 1e-10 in float64; autocast to bfloat16: 2 % of the loss, and a router gradient in the same direction (cosine
+processes: 1e-10 in float64, but 1e-5 for a compiled DiT, whose sines of the timestep are float32; autocast to bfloat16: 2 % of the loss, and a router gradient in the same direction (cosine
 above 0.9): tokens whose heads are close to a tie choose others. Accumulation is the mean of its micro-batches' losses.
 """
 
@@ -88,7 +88,7 @@ def test_compiled(kind):
     task, batch = make_task(kind), make_batch(kind)
     plain = gradients(task, batch)
     task.compile()
-    close(plain, gradients(task, batch), 1e-10)
+    close(plain, gradients(task, batch), 1e-10 if kind == "cls" else 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
