@@ -71,7 +71,8 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[G
     for (reads, places), vocabulary in zip(found.items(), vocabularies):
         if places:
             names = [layers[place][0] for place in places]
-            statistics = GateStatistics.of([layers[place][1] for place in places], len(vocabulary))
+            size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
+            statistics = GateStatistics.of([layers[place][1] for place in places], size)
             groups.append(Group(reads, vocabulary, names, places, statistics))
     return groups
 
@@ -112,6 +113,8 @@ def as_text(groups: List[Group], translates: bool, split: str) -> str:
 
 def readable(vocabulary: Vocabulary, number: int) -> str:
     """A token as text; a blank before it, G with a dot in byte-level BPE, is _."""
+    if number >= len(vocabulary):
+        return f"#{number}"
     token = vocabulary.token(number)
     text = vocabulary.decode([number])
     if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character

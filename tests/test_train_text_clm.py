@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -222,3 +223,33 @@ def test_dry_run(place, tmp_path, capsys):
     train_text.main([*FAST.split(), "--output", str(tmp_path / "run"), *map(str, argv)])
     out = capsys.readouterr().out
     assert "active heads: 4 of 8" in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers):
+    """In one line, also from a process of the loader, which must not be waited for."""
+    ids = np.full(8000, 5, "<u2")
+    ids[4001] = 77
+    ids.tofile(tmp_path / "train.bin")
+    (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5}')  # so it is not looked for before
+    np.full(400, 5).astype("<u2").tofile(tmp_path / "val.bin")
+    argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
+    argv += ["--data.workers", workers, "--max-steps", 900]
+    argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_text.py", *map(str, argv)], capture_output=True, text=True, timeout=120
+    )
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("train_text.py: error: ") and "token id 77, but the vocabulary has 20" in lines[0]
+    assert "Traceback" not in lines[0] and "worker" not in lines[0]
+
+
+def test_an_eos_that_is_no_token(place, tmp_path, capsys):
+    for split in ("train", "val"):
+        np.full(400, 5).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        (tmp_path / f"{split}.json").write_text('{"dtype": "uint16", "eos": 70000}')
+    argv = ["--data.root", tmp_path, "--data.vocab_size", 20, *CLM, "--model.pretrained", place / "llama"]
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path / "run", 2, *argv)
+    assert stopped.value.code == 2 and "eos is token 70000, but the vocabulary has 20" in capsys.readouterr().err

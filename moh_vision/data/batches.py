@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from functools import partial
 from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
 
@@ -15,6 +14,7 @@ from torchvision.transforms import InterpolationMode, v2
 from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage, allowed_bad
 from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.workers import leave_signals_to_the_parent
 
 MAX_BAD_IN_A_ROW = 100
 
@@ -238,12 +238,6 @@ def training_batches(
         prefetch_factor=4 if workers else None,
     )
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
-
-
-def leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C and schedulers signal every process; the loader's go on until the training has finished its step."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def evaluation_batches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -38,8 +39,17 @@ def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False, 
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"(rank {rank}) "
-            print(f"{script}: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{script}: error: {where}{message_of(error)}", file=sys.stderr)
         raise SystemExit(code) from None
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says; of one that the loader brought from a worker, without the traceback it put before."""
+    text = str(error)
+    brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
+    if brought:
+        text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    return " ".join(text.split())
 
 
 def index_dir(output: str) -> str:
@@ -94,7 +104,7 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
         try:
             earlier = yaml.safe_load(saved.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{saved}: not readable as YAML: {' '.join(str(error).split())}") from None
+            raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
         differences = changed(earlier, config)
         if differences:
             raise ValueError(

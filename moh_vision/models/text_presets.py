@@ -86,7 +86,7 @@ def presets() -> Dict[str, Tuple[type, dict]]:
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
             # The paper gives the share of active heads, neither how it is spread over layers nor how many are shared: here
-            # the same in every layer, and 40 % of the active ones (its section 5).
+            # the same in every layer, and 40 % of the active ones, rounded (its section 4.5 advises more than 40 %).
             routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}")
             named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
     for name in ("nobcd", "mae_7", "uni_mae_7"):

@@ -32,7 +32,7 @@ class CausalWindows(Dataset):
         size: of the vocabulary, to check ids as they are read; None: they are known to be right.
 
     Raises:
-        ValueError: if the text is shorter than a window, or the stride is none; when read, naming file and value, for an
+        ValueError: if the text is shorter than a window, the stride is none, or eos is not in the vocabulary; when read, naming file and value, for an
             id that the vocabulary does not have.
     """
 
@@ -43,6 +43,10 @@ class CausalWindows(Dataset):
         self.eos, self.size = eos, size
         if not 1 <= self.stride <= width:
             raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
+        if eos is not None and size is not None and not 0 <= eos < size:
+            raise ValueError(
+                f"{tokens.name}: eos is token {eos}, but the vocabulary has {size} tokens, 0 to {size - 1}"
+            )
         if len(tokens.ids) < width:
             raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
 

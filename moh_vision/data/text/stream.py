@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from moh_vision.data.batches import leave_signals_to_the_parent
 from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.workers import leave_signals_to_the_parent
 
 
 class BlockBatches(StepBatches):
