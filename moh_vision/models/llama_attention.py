@@ -26,6 +26,7 @@ ATTRIBUTES = (
     "is_causal",
 )
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+# By which transformers records attention matrices. Taken over as objects, so that their handles remove them.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -100,9 +101,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         for name in ATTRIBUTES:
             if hasattr(attn, name):
                 setattr(self, name, getattr(attn, name))
-        for (
-            name
-        ) in HOOKS:  # by which transformers records attention matrices; the same objects, so that handles remove them
+        for name in HOOKS:
             setattr(self, name, getattr(attn, name))
         self.train(attn.training)
 
@@ -135,8 +134,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attention_mask: as the attention implementation has it; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
                 (attend) or additive, or None.
             past_key_values: a transformers cache.
-            stats: a list or the like, to which the statistics of layer i are appended when it holds i entries. So nothing is appended
-                where a layer is computed again, as under activation checkpointing.
+            stats: a list or the like, to which the statistics of layer i are appended when it holds i entries. So nothing
+                is appended where a layer is computed again, as under activation checkpointing.
             padded: [B, N], True where a token is padding, which is left out of the statistics.
 
         Returns:

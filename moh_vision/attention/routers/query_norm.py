@@ -75,7 +75,7 @@ class QueryNormRouter(nn.Module):
         return Routing(heads_last(torch.cat([ones, gate])), active, stats)
 
     def choose(self, q: Tensor) -> Routing:
-        """The choice of `forward` for queries q [B, H, N, D] and nothing else, in a fifth of the time.
+        """The choice of `forward` for queries q [B, H, N, D] and nothing else, with a fraction of its operations.
 
         For one token at a time, where the small operations of `forward` are a part of the step that can be measured. No
         gradient, and empty statistics.
