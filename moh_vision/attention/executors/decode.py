@@ -115,12 +115,11 @@ def attend_chosen(
         rows = H if has_head_masks(attn_mask) else G
         attn_mask = attn_mask.expand(B, rows, 1, M).reshape(1, B * G, rows // G, M)
     heads, whole = reading(active, G)
-    parts = pieces(heads, torch.get_num_threads())
     if len(heads) == B * G:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
     else:
         o = torch.zeros_like(q)  # [1, B*G, H/G, D]
-        for part in parts:
+        for part in pieces(heads, torch.get_num_threads()):
             mask = None if attn_mask is None else attn_mask[:, part]
             o[:, part] = F.scaled_dot_product_attention(q[:, part], k[:, part], v[:, part], attn_mask=mask)
     o = o.view(B, 1, H, D)
