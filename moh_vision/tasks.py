@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moh_vision.attention import (
     HeadMixtureAttention,
     RoutingStats,
-    head_usage,
+    head_runs,
     load_balance_loss,
     moa_balance_loss,
     router_z_loss,
@@ -43,8 +43,8 @@ class RoutedTask(nn.Module):
         """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
 
         Returns:
-            dict(loss, task_loss, balance_loss, balance_share, head_usage); with MoA layers also moa_balance_loss and
-            z_loss. The share is that of all auxiliary losses in the whole loss, which alone has a gradient.
+            dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only the
+            loss has a gradient. head_runs is what `moh_vision.attention.head_runs` returns.
         """
         moh, moa = (
             [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper] for paper in ("moh", "moa")
@@ -61,8 +61,7 @@ class RoutedTask(nn.Module):
             loss=loss,
             task_loss=task_loss.detach(),
             **{name: value.detach() for name, value in terms.items()},
-            balance_share=(auxiliary / loss).detach(),
-            head_usage=[usage.detach() for usage in head_usage(stats)],
+            head_runs=head_runs(stats),
         )
 
 

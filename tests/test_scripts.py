@@ -100,8 +100,7 @@ def test_training_writes_what_it_promises(runs, kind):
     for e in steps:
         assert e["loss"] == pytest.approx(e["task_loss"] + 0.01 * e["balance_loss"], abs=1e-4)
         assert 0 < e["balance_share"] < 0.5
-        if kind == "cls":  # of one micro-batch; elsewhere a mean of ratios
-            assert e["balance_share"] == pytest.approx(0.01 * e["balance_loss"] / e["loss"], abs=1e-5)
+        assert e["balance_share"] == pytest.approx(0.01 * e["balance_loss"] / e["loss"], abs=1e-5)
         assert e["images_per_s"] > 0 and e["peak_memory_mib"] > 100 and e["skipped"] == 0
         active = sum(sum(layer) for layer in e["head_usage"])
         assert active == pytest.approx(12, abs=0.02)  # 75 % of 2 layers x 8 heads

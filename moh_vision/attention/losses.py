@@ -70,12 +70,17 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
-    """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
-    usage = []
+def head_runs(stats: Sequence[RoutingStats]) -> List[Tensor]:
+    """Number of tokens that ran each head and, last, number of all tokens: one tensor [H + 1] per layer. No gradient."""
+    runs = []
     for s in stats:
-        counts = s.counts.sum(0)
+        counts = s.counts.detach().sum(0)
         # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
         tokens = s.probs.detach().sum().round() if s.probs.shape[-1] >= s.counts.shape[-1] else counts[0]
-        usage.append(counts / tokens.clamp_min(1))
-    return usage
+        runs.append(torch.cat([counts, tokens[None]]))
+    return runs
+
+
+def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
+    """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
+    return [runs[:-1] / runs[-1].clamp_min(1) for runs in head_runs(stats)]

@@ -41,18 +41,25 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 
     Args:
         accelerator: accelerate's Accelerator.
-        losses: what the task returned for each micro-batch: scalars, and head_usage as a list of [H] tensors.
+        losses: what the task returned for each micro-batch: scalars, and head_runs as a list of [H + 1] tensors.
 
     Returns:
-        dict of floats, and head_usage as lists.
+        dict of floats; balance_share, the share of the auxiliary losses in the mean loss; and head_usage, for each layer
+        a list with the share of all tokens of the step that ran each head.
     """
-    names = [name for name in losses[0] if name != "head_usage"]
-    layers = [len(usage) for usage in losses[0]["head_usage"]]
-    rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_usage"]]) for r in losses]
-    mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu()
-    scalars, *usage = mean.split([len(names), *layers])
-    values = {name: round(value, 6) for name, value in zip(names, scalars.tolist())}
-    return dict(values, head_usage=[[round(share, 3) for share in layer.tolist()] for layer in usage])
+    names = [name for name in losses[0] if name != "head_runs"]
+    layers = [len(runs) for runs in losses[0]["head_runs"]]
+    rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]]) for r in losses]
+    mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
+    scalars, *runs = mean.split([len(names), *layers])
+    values = dict(zip(names, scalars))
+    # Of the means: a mean of the micro-batches' ratios would be another number.
+    values["balance_share"] = 1 - values["task_loss"] / values["loss"]
+    usage = [(layer[:-1] / layer[-1]).tolist() for layer in runs]
+    return dict(
+        {name: round(value.item(), 6) for name, value in values.items()},
+        head_usage=[[round(share, 3) for share in layer] for layer in usage],
+    )
 
 
 class Updater:

@@ -32,10 +32,12 @@ def test_groups_keep_their_scale():
 def test_losses_are_averaged_over_micro_batches():
     accelerator = SimpleNamespace(reduce=lambda tensor, how: tensor)
     micro = [
-        dict(loss=torch.tensor(v), mse=torch.tensor(2 * v), head_usage=[torch.tensor([1.0, v]), torch.tensor([v])])
-        for v in (0.25, 0.75)
+        dict(loss=torch.tensor(v), task_loss=torch.tensor(0.125), mse=torch.tensor(2 * v), head_runs=[runs])
+        for v, runs in ((0.25, torch.tensor([3.0, 3.0, 3.0])), (0.75, torch.tensor([3.0, 0.0, 9.0])))
     ]
-    assert average_over_step(accelerator, micro) == dict(loss=0.5, mse=1.0, head_usage=[[1.0, 0.5], [0.5]])
+    # Ratios are those of the means: their own means would be 0.667 for balance_share, and 0.667 and 0.5 for the heads.
+    means = dict(loss=0.5, task_loss=0.125, mse=1.0, balance_share=0.75, head_usage=[[0.5, 0.25]])
+    assert average_over_step(accelerator, micro) == means
 
 
 def test_accelerate_told_otherwise_is_refused(monkeypatch):
