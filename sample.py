@@ -28,7 +28,6 @@ from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.script import claim_outputs, finish, index_dir, make_accelerator, user_errors
 from moh_vision.models.weights import from_run
 from moh_vision.sample_scores import make_judge
-from moh_vision.tasks import sum_over_processes
 
 # What the images depend on, beside the weights.
 SAMPLING = ("sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision")
@@ -58,7 +57,7 @@ def main(argv) -> None:
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
         place = Path(config.out).absolute().parent if config.out else weights.absolute().parent
-        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes})
+        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
     device, main_process = accelerator.device, accelerator.is_main_process
     pipe.to(device).set_progress_bar_config(disable=True)
     if config.save_pipeline and main_process:
@@ -86,6 +85,7 @@ def main(argv) -> None:
 
         for number in todo:
             numbers = parts.numbers(number)
+            load.sums.zero_()
             generators = [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers]
             with accelerator.autocast():
                 latents = pipe(
@@ -99,7 +99,7 @@ def main(argv) -> None:
                     callback_on_step_end=advance,
                     on_routing=load.add if config.head_usage else None,
                 ).images
-                parts.add(number, to_uint8(pipe.decode(latents)))
+                parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
             bar.set_postfix_str(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
     accelerator.wait_for_everyone()
     how = f"{config.sampler} {len(scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
@@ -119,14 +119,13 @@ def main(argv) -> None:
         numbers = [i for c in shown for i in drawn[c][:columns]]
         draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in shown])
         print(f"grid, one class a row: {config.grid}")
-    if config.head_usage:
-        load.reduce(sum_over_processes)
+    if config.head_usage and main_process:
+        load.sums = parts.sums()
         title = f"{about['architecture']}: head usage by class while sampling"
         rows = [*classes, "none"] if config.cfg_scale != 1 else classes
         share, shared = [s[: len(rows)] for s in load.share()], [layer["shared"] for layer in budget]
-        if main_process:
-            draw_head_usage(share, shared, rows, config.head_usage, title)
-            print(f"head usage: {config.head_usage}")
+        draw_head_usage(share, shared, rows, config.head_usage, title)
+        print(f"head usage: {config.head_usage}")
 
     # ---------------------------------------------------------------- score
     if judge:

@@ -187,11 +187,11 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(tmp_path, monk
     call(run, "--out", tmp_path / "whole.npz")
     add, done = ImageParts.add, []
 
-    def add_one(self, number, images):
+    def add_one(self, number, *more):
         if done:
             raise KeyboardInterrupt
         done.append(number)
-        add(self, number, images)
+        add(self, number, *more)
 
     monkeypatch.setattr(ImageParts, "add", add_one)
     with pytest.raises(KeyboardInterrupt):
@@ -206,6 +206,26 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(tmp_path, monk
     assert not list(tmp_path.glob(".*"))  # nothing is left behind
     with np.load(tmp_path / "a.npz") as archive:
         assert archive["arr_0"].dtype == np.uint8 and archive["arr_0"].shape == (5, 4, 4, 3)
+
+
+def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):
+    """Also if the interrupted command did not count: its batches are drawn again."""
+    run, shares, add = run_of(tmp_path, 3), [], ImageParts.add
+    monkeypatch.setattr(sample, "draw_head_usage", lambda share, *_: shares.append(torch.cat(share, dim=1)))
+
+    def stop(self, number, *more):
+        add(self, number, *more)
+        raise KeyboardInterrupt
+
+    for first in (None, ["--head-usage"], ["--grid"]):
+        if first:
+            monkeypatch.setattr(ImageParts, "add", stop)
+            with pytest.raises(KeyboardInterrupt):
+                call(run, *first, tmp_path / "a.png")
+            monkeypatch.setattr(ImageParts, "add", add)
+        call(run, "--head-usage", tmp_path / "a.png")
+    assert shares[0][:, 0].tolist() == [1] * 4 and 0 < shares[0][:, 1].min()  # the shared head; the routed one
+    assert len(shares) == 3 and torch.equal(shares[1], shares[0]) and torch.equal(shares[2], shares[0])
 
 
 def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch):
@@ -252,7 +272,8 @@ def test_two_processes_draw_the_images_of_one(tmp_path):
     call(run, "--out", tmp_path / "one.npz", "--num-images", "11")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29671"]
     argv = (
-        f"sample.py --checkpoint {run} --num-images 11 --batch-size 3 --steps 4 --cfg-scale 2 --out {tmp_path}/two.npz"
+        f"sample.py --checkpoint {run} --num-images 11 --batch-size 3 --steps 4 --cfg-scale 2 --out {tmp_path}/two.npz "
+        f"--head-usage {tmp_path}/two.png"
     )
     env = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     done = subprocess.run([*command, *argv.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Iterator, List, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -25,15 +25,16 @@ class ImageParts:
         total: images in all.
         batch_size: images at a time.
         settings: everything that the images depend on; JSON. Other settings have another folder.
+        counted: every batch also keeps sums over its images, such as a `HeadLoad` has. A batch without them is missing.
 
     Raises:
         ValueError: if the folder cannot be made.
     """
 
-    def __init__(self, parent: Path, total: int, batch_size: int, settings: dict):
+    def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.total, self.batch_size = total, batch_size
+        self.total, self.batch_size, self.counted = total, batch_size, counted
         self.count = -(-total // batch_size)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -42,21 +43,28 @@ class ImageParts:
             raise ValueError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
     def missing(self, rank: int = 0, world: int = 1) -> List[int]:
-        """Numbers of the batches that this process makes and that are not there."""
-        return [k for k in range(rank, self.count, world) if not self._path(k).exists()]
+        """Numbers of the batches that this process still has to make."""
+        kept = [self._path, self._sums] if self.counted else [self._path]
+        return [k for k in range(rank, self.count, world) if not all(path(k).exists() for path in kept)]
 
     def numbers(self, batch: int) -> range:
         """Of the images of a batch."""
         return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.total))
 
-    def add(self, batch: int, images: Tensor) -> None:
-        """images uint8 [B, C, h, w]; there whole or not at all."""
-        hidden = self.folder / f".{batch}.{os.getpid()}.tmp"
+    def add(self, batch: int, images: Tensor, sums: Optional[Tensor] = None) -> None:
+        """Keep a batch: images uint8 [B, C, h, w], and their sums if counted. It is there whole or not at all."""
+        if self.counted:
+            self._write(self._sums(batch), sums)
+        self._write(self._path(batch), images)
+
+    def _write(self, path: Path, values: Tensor) -> None:
+        hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with open(hidden, "wb") as file:
-            np.save(file, images.cpu().numpy())
+            save = np.save if path.suffix == ".npy" else np.savez_compressed
+            save(file, values.cpu().numpy())
             file.flush()
             os.fsync(file.fileno())
-        hidden.rename(self._path(batch))
+        hidden.rename(path)
 
     def batches(self) -> Iterator[Tuple[int, Tensor]]:
         """(number of the first image, uint8 [B, C, h, w]) of every batch, in order."""
@@ -74,8 +82,15 @@ class ImageParts:
             [torch.from_numpy(loaded[n // self.batch_size][n % self.batch_size].copy()) for n in numbers]
         )
 
+    def sums(self) -> Tensor:
+        """Sums of all batches."""
+        return sum(torch.from_numpy(np.load(self._sums(k))["arr_0"]) for k in range(self.count))
+
     def remove(self) -> None:
         shutil.rmtree(self.folder)
 
     def _path(self, batch: int) -> Path:
         return self.folder / f"{batch:08d}.npy"
+
+    def _sums(self, batch: int) -> Path:
+        return self.folder / f"{batch:08d}.sums.npz"  # compressed: most classes are not in a batch
