@@ -10,15 +10,14 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Tuple
 
 import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 import moh_vision  # noqa: F401  registers the models
-from moh_vision.analysis import describe
-from moh_vision.analysis.figures import draw_head_usage
-from moh_vision.attention import head_budget
+from moh_vision.analysis import HeadLoad, describe
 from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import ClsConfig
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
@@ -39,7 +38,7 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import create, init_from
 from moh_vision.tasks import ClassificationTask
-from moh_vision.validation import validate, validate_only
+from moh_vision.validation import draw_usage, validate, validate_only
 
 NAME = "train_cls.py"
 
@@ -116,19 +115,15 @@ def train(argv, signals: StopSignals) -> None:
     metadata = dict(architecture=config.model.name, arguments=arguments, classes=train.classes, config=config.tree())
     descent.announce(log, start)
 
-    def judge(step: int, task) -> dict:
-        """Validate the EMA weights where there are any, else the model; draw the heads' use at the end."""
+    def judge(step: int, task) -> Tuple[dict, HeadLoad]:
+        """Validate the EMA weights where there are any, else the model."""
         judged = ClassificationTask(ema.module, 0.0) if ema else task
         with user_errors(NAME, (UnreadableImage,), every_rank=True):
             scores, load = validate(judged, val, val_to_tensor, config.data, accelerator, log.progress)
-        if accelerator.is_main_process and step >= stop:
-            title = f"{config.model.name}: head usage by class, {config.data.root}, val split"
-            shared = [layer["shared"] for layer in head_budget(model)["layers"]]
-            draw_head_usage(load.share(), shared, val.classes, str(run / "head_usage.png"), title)
         values = {"validation": scores, "weights": "ema" if ema else "model"}
         log.event(step - 1, values, f"validation after {step} steps: {summary(scores)}" + (" (EMA)" if ema else ""))
         log.pause()
-        return scores
+        return scores, load
 
     # ---------------------------------------------------------------- the loop
     train_set = LabelledImages(train, to_tensor, config.seed)
@@ -181,10 +176,12 @@ def train(argv, signals: StopSignals) -> None:
     if stopped:
         log.stopped(done, stopped)
     else:
-        scores = judge(stop, task)
+        scores, load = judge(stop, task)
         if accelerator.is_main_process:
             results = dict(scores, step=stop, weights="ema" if ema else "model", **descent.about())
             (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+            title = f"{config.model.name}: head usage by class, {config.data.root}, val split"
+            draw_usage(load, model, val.classes, run / "head_usage.png", title, log.say)
     log.close()
     del task, optimizer, descent, stream, update, saver, scheduler
     finish(accelerator, stopped)

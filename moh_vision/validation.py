@@ -1,20 +1,22 @@
 """Validation of a classifier: exact over processes, with the use of its heads."""
 
 import time
-from typing import Callable, Iterable, Tuple
+from pathlib import Path
+from typing import Callable, Iterable, Sequence, Tuple
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
 from moh_vision.analysis import HeadLoad
+from moh_vision.analysis.figures import draw_head_usage
 from moh_vision.attention import head_budget
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.imagenet import classification_transforms
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.script import index_dir
+from moh_vision.engine.script import index_dir, message_of
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.models.weights import to_validate
@@ -82,6 +84,24 @@ def validate(
         active_share=round(sum(active) / sum(load.layers), 4),
     )
     return scores, load
+
+
+def draw_usage(
+    load: HeadLoad, model: nn.Module, classes: Sequence[str], path: Path, title: str, say: Callable[[str], None]
+) -> None:
+    """Draw the use of heads by class, see `draw_head_usage`; a failure is said and is not raised.
+
+    Args:
+        load: of `validate`.
+        model: whose heads they are.
+        classes, path, title: of the figure.
+        say: told of a failure.
+    """
+    shared = [layer["shared"] for layer in head_budget(model)["layers"]]
+    try:
+        draw_head_usage(load.share(), shared, classes, str(path), title)
+    except Exception as error:
+        say(f"{path} could not be drawn: {message_of(error)}")
 
 
 def validate_only(config, path: str, accelerator) -> None:

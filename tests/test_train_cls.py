@@ -184,3 +184,13 @@ def test_compiled_training_learns_the_same(tmp_path):
         for name, more in (("a", []), ("b", ["--compile"]))
     )
     assert one == pytest.approx(two, abs=1e-3)
+
+
+def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        assert (tmp_path / "run" / "results.json").exists()
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("moh_vision.validation.draw_head_usage", fail)
+    train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
+    assert f"{tmp_path}/run/head_usage.png could not be drawn: no room" in capsys.readouterr().out

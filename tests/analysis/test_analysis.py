@@ -88,3 +88,17 @@ def test_head_usage_figure_has_a_column_per_head(tmp_path):
     draw_head_usage([torch.rand(3, 6), torch.ones(3, 4)], [2, 4], ["a", "b", "c"], str(path), "title")
     pixels = np.asarray(Image.open(path).convert("RGB"))
     assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
+
+
+def test_a_head_usage_figure_has_a_bounded_size(tmp_path):
+    """1,000 classes and 588 heads, as MoH-TransNeXt-B on ImageNet: every cell has pixels of its own."""
+    path, share = (
+        tmp_path / "usage.png",
+        [torch.zeros(1000, heads) for heads in [4] * 5 + [8] * 5 + [16] * 23 + [32] * 5],
+    )
+    share[20][500:] = 1
+    draw_head_usage(share, [2] * 38, [f"class {i} with a long name" for i in range(1000)], str(path), "title")
+    with Image.open(path) as figure:
+        assert 2000 < figure.width <= 2600 and 2000 < figure.height <= 2080
+        lit = (np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8] == (253, 231, 36)).all(-1)
+    assert 850 < lit.any(1).sum() < 1050 and lit.any(0).sum() > 16 * 3
