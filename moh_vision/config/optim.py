@@ -107,7 +107,7 @@ class BlockDescentConfig:
     Args:
         mode: "bcd": gates and experts in turns, as in Peng 2020; or "joint": together (the paper's NoBCD).
         period: with bcd, the gates learn in every period-th epoch, from the first one on.
-        gate_lr: with bcd, of the gates' own SGD.
+        gate_lr: learning rate of the gates, in both modes by SGD without momentum or schedule (Peng 2020, appendix A).
     """
 
     mode: Literal["bcd", "joint"] = "bcd"

@@ -46,12 +46,13 @@ class BlockDescent:
     Args:
         accelerator: accelerate's Accelerator.
         model: those of its parameters that require a gradient are trained.
-        routers: MAE's in it. Where the mode of one is not "soft" nothing depends on its gate (UNI-MAE): it is frozen.
+        routers: MAE's in it. Where the mode of one is not "soft" its gate is not used, and is frozen.
         compiled: the task is compiled, which is refused where there are gates of MAE.
         mode: "bcd"; or "joint": gates and all experts learn at once through the mixture (the paper's NoBCD).
         period: epochs from one with G phases to the next.
-        gate_lr: of the gates' SGD, which has no momentum, weight decay, schedule or clipping: with a momentum, the paper
-            saw one expert win over all others (appendix A).
+        gate_lr: learning rate of the gates in both modes. They learn by SGD without momentum, weight decay or schedule:
+            with momentum, the paper saw one expert win over all others (appendix A). Only joint training clips their
+            gradient, as part of the whole.
 
     Attributes:
         task: what to call in the present phase.
@@ -74,7 +75,7 @@ class BlockDescent:
     ):
         if compiled and routers:
             raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
-        self.accelerator, self.period = accelerator, period
+        self.accelerator, self.period, self.gate_lr = accelerator, period, gate_lr
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
         for router in routers:
@@ -95,7 +96,8 @@ class BlockDescent:
         """accelerate's `prepare` of both, and of the gates' optimiser, which is saved and restored after the main one.
 
         Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
-        In joint training the gates are its last group, without weight decay.
+        In joint training the gates are its last group, so that a gradient scaler and FSDP treat all gradients alike, but
+        `_step_gates` moves them.
 
         Args:
             task: what is called with a batch.
@@ -108,6 +110,7 @@ class BlockDescent:
                 group["params"] = [p for p in group["params"] if id(p) in own]
         if self.gates and not self.in_turns:
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
+            optimizer.register_step_pre_hook(self._step_gates)
         self.updater = update
         if self.in_turns:
             self._freeze(WEIGHTS)  # before DistributedDataParallel looks which parameters have gradients
@@ -168,6 +171,14 @@ class BlockDescent:
         """Log that number, at the beginning of a run."""
         if self.gates and start == 0:
             log.event(0, self.about(), f"training {self.trained:,} of {self.total:,} parameters")
+
+    @torch.no_grad()
+    def _step_gates(self, optimizer, args, kwargs) -> None:
+        """SGD of the gates. The main optimiser then sees gradients of zero, which leave a weight where it is."""
+        for p in optimizer.param_groups[-1]["params"]:
+            if p.grad is not None:
+                p.add_(p.grad, alpha=-self.gate_lr)
+                p.grad.zero_()
 
     def _statistics(self) -> List[Tensor]:
         """Buffers of all gates; not kept, because a model that moves to another device gets new ones."""
