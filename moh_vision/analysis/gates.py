@@ -90,10 +90,7 @@ class GateStatistics:
         self.tokens = {layer: sum_over_processes(table) for layer, table in self.tokens.items()}
 
     def entropy(self) -> List[float]:
-        """Mean entropy of each layer's gates in nats; a uniform gate has ln E.
-
-        (UNI-MAE, which does not use its gates, mixes with entropy ln E whatever they say.)
-        """
+        """Mean entropy of each layer's gates in nats; a uniform gate has ln E."""
         return (self.entropies / self.gates.clamp_min(1)).tolist()
 
     def load(self) -> List[Tensor]:

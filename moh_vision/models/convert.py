@@ -214,7 +214,7 @@ def zero_router(router: nn.Module) -> None:
     if isinstance(router, MoHRouter):
         parameters = list(router.parameters())
     else:
-        parameters = list(router.out.parameters()) if isinstance(router, MAERouter) else []
+        parameters = router.out.parameters() if isinstance(router, MAERouter) and router.out else []
     for p in parameters:
         nn.init.zeros_(p)
 

@@ -319,8 +319,14 @@ def test_mae_is_the_mixture_of_its_experts(leave_out, experts):
 
 
 def test_mae_uniform_is_plain_attention():
-    router = build("mae", mode="uniform").eval()
-    torch.testing.assert_close(router(torch.randn(B, N, C)).weights, torch.ones(B, 1, H))
+    router, x = build("mae", mode="uniform").eval(), torch.randn(B, N, C)
+    assert not list(router.parameters())  # UNI-MAE "does not have parameterized gating functions"
+    torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))
+    torch.testing.assert_close(torch.jit.script(router)(x).weights, torch.ones(B, 1, H))
+    assert (router.train()(x).weights == 0).sum(-1).unique().tolist() == [1]
+    router.set_mode("random")
+    with pytest.raises(ValueError, match="mode 'argmax' needs a gate; a router made with mode 'uniform' has none"):
+        router.set_mode("argmax")
 
 
 def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():

@@ -68,10 +68,13 @@ def test_mae_gates_and_what_ftg_plus_trains():
     assert (gates + outputs) / 1e6 == pytest.approx(7.14, abs=0.005)
     assert millions(empty("mt_mae_6")) - millions(base) == pytest.approx(2.51, abs=0.005)
     assert len(attention_layers(mae)) == 18
+    for name in ("mt_uni_mae_7", "mt_uni_mae_6"):  # no gate: Peng 2020, table 2, 61 M
+        assert millions(empty(name)) == millions(base)
 
 
 def test_wikitext_103_base_has_247_million_parameters():
     assert millions(empty("clm_wt103_base")) == pytest.approx(247, abs=0.5)
+    assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
 
 
 def test_iwslt_with_separate_vocabularies():

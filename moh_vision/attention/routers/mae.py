@@ -8,11 +8,12 @@ import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import causal_mean, gate_logits, masked_mean
+from moh_vision.attention.routers.common import causal_mean, gate_logits, masked_mean, no_logits
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing, RoutingStats
 
 MODES = ("soft", "sampled", "uniform", "argmax", "random")
+UNGATED = ("uniform", "random")
 HIDDEN = 256  # Peng 2020, appendix A
 WINDOW = 100  # tokens, for language models
 
@@ -35,9 +36,10 @@ class MAERouter(nn.Module):
     `mode` says what is done with g:
         "soft"      the mixture: the G step, and testing
         "sampled"   one expert drawn from g, no gradient into the gate: the F step
-        "uniform"   g = 1 / experts; in training one uniformly drawn expert (UNI-MAE)
+        "uniform"   g = 1 / experts; in training one uniformly drawn expert
         "argmax"    the most probable expert
         "random"    one uniformly drawn expert, also in testing
+    Modes "uniform" and "random" do not compute the gate. A router made with mode "uniform" (UNI-MAE) has none.
     An expert is drawn for every gate: one for a sequence ("different experts can be sampled for different instances",
     footnote 6, because g depends on the input), and with a causal pool, where g depends on the position, one for every
     token. The paper leaves open whether batch statistics are taken in the F step; here they are, as in any training
@@ -86,26 +88,30 @@ class MAERouter(nn.Module):
         self.reads = "earlier" if causal else "sequence"
         self.window = WINDOW if pool == "window" else 0
         self.scale = h / (h - leave_out)
-        self.set_mode(mode)
         left_out = list(combinations(range(h), leave_out))
         members = torch.ones(len(left_out), h, device=device, dtype=torch.float32)
         if not members.is_meta:
             for expert, heads in enumerate(left_out):
                 members[expert, list(heads)] = 0
         self.register_buffer("members", members, persistent=False)  # [experts, H] of 0 and 1
-        self.norm = GateNorm(dim, causal, device=device, dtype=dtype)
-        self.hidden = nn.Linear(dim, HIDDEN, device=device, dtype=dtype)
+        self.norm = self.hidden = self.out = None
+        if mode != "uniform":
+            self.norm = GateNorm(dim, causal, device=device, dtype=dtype)
+            self.hidden = nn.Linear(dim, HIDDEN, device=device, dtype=dtype)
+            self.out = nn.Linear(HIDDEN, len(left_out), device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
-        self.out = nn.Linear(HIDDEN, len(left_out), device=device, dtype=dtype)
+        self.set_mode(mode)
 
     def set_mode(self, mode: str) -> None:
         """Choose among MODES.
 
         Raises:
-            ValueError: naming them.
+            ValueError: for another mode, or one that needs a gate where there is none.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+        if self.out is None and mode not in UNGATED:
+            raise ValueError(f"mode {mode!r} needs a gate; a router made with mode 'uniform' has none")
         self.mode = mode
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
@@ -128,17 +134,15 @@ class MAERouter(nn.Module):
         members = self.members.to(probs.dtype)
 
         active: Optional[Tensor] = None
-        if self.mode == "soft":
+        if self.mode == "soft" or (self.mode == "uniform" and not self.training):
             g = probs
-        elif self.mode == "uniform" and not self.training:
-            g = torch.full_like(probs, 1 / probs.shape[-1])
         else:
             with torch.no_grad():
                 if self.mode == "argmax":
                     expert = probs.argmax(-1, keepdim=True)
                 else:
-                    # A loss that is not finite is the training loop's to skip; multinomial would end the process.
-                    odds = torch.nan_to_num(probs, nan=1.0) if self.mode == "sampled" else torch.ones_like(probs)
+                    # The training loop skips a loss that is not finite; multinomial would end the process.
+                    odds = torch.nan_to_num(probs, nan=1.0)
                     expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
                 g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
                 active = (g @ members) > 0  # [B, P, H]
@@ -152,6 +156,9 @@ class MAERouter(nn.Module):
         return Routing(weights, active, RoutingStats(probs, counts, logits))
 
     def _gate(self, pooled: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
-        normed = self.norm(pooled, padding_mask)
-        hidden = self.dropout(torch.tanh(gate_logits(normed, self.hidden.weight, self.hidden.bias)))
-        return gate_logits(hidden, self.out.weight, self.out.bias)
+        if self.norm is not None:  # a condition of its own: TorchScript compiles no call of None
+            if self.mode != "uniform" and self.mode != "random":
+                normed = self.norm(pooled, padding_mask)
+                hidden = self.dropout(torch.tanh(gate_logits(normed, self.hidden.weight, self.hidden.bias)))
+                return gate_logits(hidden, self.out.weight, self.out.bias)
+        return no_logits(pooled).new_zeros((pooled.shape[0], pooled.shape[1], self.members.shape[0]))
