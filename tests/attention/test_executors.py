@@ -175,6 +175,19 @@ def test_odd_sizes():
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])
+def test_a_query_that_sees_no_key_attends_to_nothing(scope):
+    layer = build((2, 2), torch.float64, scope=scope)
+    mask = torch.ones(N, N, dtype=torch.bool).tril(-1)  # the first token sees nothing
+    additive = torch.zeros(N, N, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    for execute in UNDER_TEST.values():
+        for attn_mask in (mask, additive):
+            assert_equal(layer, execute, x, attn_mask=attn_mask)
+    layer.executor = "reference"
+    torch.testing.assert_close(layer(x, attn_mask=mask)[0][:, 0], layer.proj.bias.expand(B, C))
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
 def test_heads_that_are_off_cost_nothing_to_break(scope):
     """What is skipped is not even read: NaN in the weights of a head that nobody chose does no harm."""
     layer = build((2, 2), scope=scope, executor="packed")

@@ -22,13 +22,15 @@ def reference(call: Call) -> Tensor:
         bias = bias + attn_mask
     bias = bias.expand(B, H, N, M)
 
-    out_weight, out_bias = layer.proj.weight, layer.proj.bias
-    y = x.new_zeros(B, N, out_weight.shape[0])
+    blind = bias.isneginf().all(-1, keepdim=True)  # rows without any key: 0, as in torch's own attention, and not NaN
+
+    heads = []
     for h in range(H):
         g = h * k.shape[1] // H  # its key-value head
         scores = q[:, h] @ k[:, g].transpose(1, 2) / D**0.5 + bias[:, h]  # [B, N, M]
-        o = F.dropout(scores.softmax(-1), dropout_p) @ v[:, g]  # [B, N, D]
+        attention = scores.masked_fill(blind[:, h], 0).softmax(-1).masked_fill(blind[:, h], 0)
+        o = F.dropout(attention, dropout_p) @ v[:, g]  # [B, N, D]
         if routing.weights is not None:
             o = routing.weights[:, :, h, None].to(o.dtype) * o
-        y = y + o @ out_weight[:, h * D : (h + 1) * D].T
-    return y if out_bias is None else y + out_bias
+        heads.append(o)
+    return layer.project_out(torch.cat(heads, -1))
