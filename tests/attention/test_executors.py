@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
@@ -319,6 +320,42 @@ def test_masked_can_be_differentiated_twice_in_16_bits():
     (slope,) = torch.autograd.grad(layer(x)[0].float().sum(), x, create_graph=True)
     slope.float().square().sum().backward()
     assert layer.router.routed.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("case", ["self", "sample scope", "cross", "qk-norm", "two key-value heads"])
+@pytest.mark.parametrize("sparse", [True, False], ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["f64", "bf16"])
+def test_packed_can_be_differentiated_twice(case, sparse, dtype):
+    """Where attention can: torch's fused CPU kernel has no second derivative and says so."""
+    options = dict(CASES[case])
+    x, context = torch.randn(B, N, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype)
+    inputs = (x.requires_grad_(), context.requires_grad_() if options.pop("context", False) else None)
+    layer = build((2, 2), dtype, **options)
+    leaves = [t for t in (*inputs, *layer.parameters()) if t is not None]
+
+    def slope(execute):
+        EXECUTORS["under test"] = execute
+        layer.executor = "under test"
+        try:
+            y = layer(*inputs)[0].double()
+        finally:
+            del EXECUTORS["under test"]
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return sum(g.double().square().sum() for g in first)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        wants, gots = (
+            torch.autograd.grad(slope(f), leaves) for f in (EXECUTORS["reference"], partial(packed, sparse=sparse))
+        )
+    for want, got in zip(wants, gots, strict=True):
+        beside = 0.02 * max(g.norm() for g in wants)
+        assert (got - want).norm() <= 2 * TOLERANCE[dtype] * (want.norm() + beside)
+    if dtype == torch.float64:
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            pytest.raises(RuntimeError, match="derivative .* not implemented"),
+        ):
+            torch.autograd.grad(slope(partial(packed, sparse=sparse)), leaves)
 
 
 @pytest.mark.parametrize("executor", ["packed", "auto"])

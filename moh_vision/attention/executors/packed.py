@@ -25,7 +25,7 @@ def plain(layer: nn.Module) -> bool:
 
 
 def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
-    """Compute what runs and nothing else. Its gradients cannot be differentiated again.
+    """Compute what runs and nothing else. It can be differentiated twice wherever torch's attention can.
 
     It reads the weights of layer.projections; where these carry hooks or are not plain linear layers (an adapter,
     pruning, offloading), it is `masked`, which calls them.

@@ -10,7 +10,6 @@ from typing import List, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.masked import attend, autocast, has_head_masks, is_short
@@ -83,7 +82,6 @@ class ProjectSamples(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, weight, heads = ctx.saved_tensors
         P, _, D, C = weight.shape
@@ -97,7 +95,7 @@ class ProjectSamples(torch.autograd.Function):
         if copied(ctx.runs, heads.shape[1], C, x.dtype):
             for b, h in enumerate(heads):
                 g = grad[b].flatten(1)  # [N, P*K*D]
-                torch.mm(g, weight.index_select(1, h).view(-1, C), out=dx[b])
+                dx[b] = g @ weight.index_select(1, h).view(-1, C)
                 dweight.index_add_(1, h, (g.t() @ x[b]).view(P, -1, D, C).to(dweight.dtype))
             return dx, dweight.to(x.dtype), dbias, None, None
         dx.zero_()
@@ -136,7 +134,6 @@ class CombineSamples(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         z, weight = ctx.saved_tensors
         D = ctx.D
@@ -144,7 +141,7 @@ class CombineSamples(torch.autograd.Function):
         for b, row in enumerate(ctx.runs):
             for h, end, place in row:
                 columns, places = slice(h * D, end * D), slice(place * D, (place + end - h) * D)
-                torch.mm(dy[b], weight[:, columns], out=dz[b, :, places])
+                dz[b, :, places] = dy[b] @ weight[:, columns]
                 if dweight.dtype == z.dtype:
                     dweight[:, columns].addmm_(dy[b].t(), z[b, :, places])
                 else:

@@ -16,7 +16,6 @@ from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.causal import attend_causal
@@ -80,7 +79,6 @@ class ProjectRows(torch.autograd.Function):
         return packed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         x, weight, token, head, slot = ctx.saved_tensors
         per_head, R = ctx.per_head, len(ctx.per_head)
@@ -95,7 +93,7 @@ class ProjectRows(torch.autograd.Function):
                 if len(t):
                     rows = slice(h * D, (h + 1) * D)
                     dx.index_add_(0, t, d @ weight[rows])
-                    torch.mm(d.t(), x.index_select(0, t), out=dw[rows])
+                    dw[rows] = d.t() @ x.index_select(0, t)
                     db[rows] = d.sum(0)
         return dx, dw, db if ctx.needs_input_grad[2] else None, None, None, None, None, None, None
 
@@ -111,7 +109,6 @@ class GatherRows(torch.autograd.Function):
         return q.index_select(0, source)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         token, head, slot = ctx.saved_tensors
         dq = grad.new_zeros(ctx.shape).index_copy_(0, token * ctx.heads + head, grad.index_select(0, slot))
@@ -141,7 +138,6 @@ class CombineRows(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
         o, weights, weight, token, head, slot = ctx.saved_tensors
         per_head, R = ctx.per_head, len(ctx.per_head)
