@@ -66,8 +66,9 @@ def translation(found):
             return [r["bleu"][mode]["bleu"]["bleu"] if mode in r["bleu"] else None for r in runs]
 
         one = "; ".join(f"{mode} {spread(score(mode), 1)}" for mode in ("argmax", "random") if any(score(mode)))
-        gates = [[e for name, e in r.get("gate_entropy", {}).items() if name.startswith("encoder")] for r in runs]
-        entropy = spread([statistics.mean(g) if g else None for g in gates])
+        deviations = [r["bleu"]["random"]["bleu"]["std"] for r in runs if "random" in r["bleu"]]
+        one += f", within a model +- {statistics.mean(deviations):.1f}" if deviations else ""
+        entropy = spread([r.get("mean_gate_entropy", {}).get("encoder") for r in runs])
         values = [spread(score("soft"), 1), spread([r["test"]["perplexity"] for r in runs]), entropy, one]
         values += [PAPER.get((task, model), ""), PAPER_ENTROPY.get(model, ""), PAPER_DROP.get(model, "")]
         print(f"| {model} | " + " | ".join(values) + " |")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
-from typing import Dict, Iterable, List, NamedTuple, Sequence
+from typing import Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from moh_vision.engine.steps import total_over_processes
 
 
 class Group(NamedTuple):
-    """Layers whose gates read the same tokens."""
+    """Layers of one part of a model whose gates read the same tokens."""
 
+    part: str  # "encoder", "decoder", or "model" where there is no encoder
     reads: str  # "input_ids" or "decoder_input_ids"
     vocabulary: Vocabulary
     names: List[str]
@@ -59,21 +61,26 @@ def report_gates(
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[Group]:
-    """The layers that have a gate in use, by the tokens it reads, those of the source first."""
+    """The layers that have a gate in use, by part of the model and by the tokens that the gate reads.
+
+    The encoder is a group of its own: Peng 2020, section 5.1, looks at the encoders alone.
+    """
+    translates = hasattr(model, "encoder")
+    vocabulary_of = dict(zip(("input_ids", "decoder_input_ids"), vocabularies))
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
-    found: Dict[str, List[int]] = {"input_ids": [], "decoder_input_ids": []}
+    found: Dict[Tuple[str, str], List[int]] = {}
     for place, (name, layer) in enumerate(layers):
         mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
         if mixes or layer.budget.routed and not layer.router.all_heads:
-            of_target = name.startswith("decoder.") and not layer.by_context
-            found["decoder_input_ids" if of_target and hasattr(model, "encoder") else "input_ids"].append(place)
+            part = name.partition(".")[0] if translates else "model"
+            reads = "decoder_input_ids" if part == "decoder" and not layer.by_context else "input_ids"
+            found.setdefault((part, reads), []).append(place)
     groups = []
-    for (reads, places), vocabulary in zip(found.items(), vocabularies):
-        if places:
-            names = [layers[place][0] for place in places]
-            size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
-            statistics = GateStatistics.of([layers[place][1] for place in places], size)
-            groups.append(Group(reads, vocabulary, names, places, statistics))
+    for (part, reads), places in found.items():
+        vocabulary = vocabulary_of[reads]
+        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
+        counted = GateStatistics.of([layers[place][1] for place in places], size)
+        groups.append(Group(part, reads, vocabulary, [layers[place][0] for place in places], places, counted))
     return groups
 
 
@@ -97,12 +104,21 @@ def add_up(model: nn.Module, groups: List[Group], batches: Iterable[Dict[str, Te
         group.statistics.reduce(total_over_processes(accelerator))
 
 
+def mean_entropies(entropies: Dict[str, float]) -> Dict[str, float]:
+    """Mean over the layers of each part, from the entropies that `report_gates` returns by name of layer."""
+    parts: Dict[str, List[float]] = {}
+    for name, value in entropies.items():
+        part = name.partition(".")[0]
+        parts.setdefault(part if part in ("encoder", "decoder") else "model", []).append(value)
+    return {part: round(statistics.mean(values), 4) for part, values in parts.items()}
+
+
 def as_text(groups: List[Group], translates: bool, split: str) -> str:
     """Markdown."""
     parts = [f"# What the gates do with {split}"]
     for group in groups:
         what = "target" if group.reads == "decoder_input_ids" else "source" if translates else "text"
-        parts += [f"Gates that read the {what}:", gate_table(group.statistics, group.names)]
+        parts += [f"Gates of the {group.part} that read the {what}:", gate_table(group.statistics, group.names)]
         top = group.statistics.top_tokens()
         parts += [
             f"Tokens that point to each expert of {group.names[0]} (largest PMI, at least 5 times):",

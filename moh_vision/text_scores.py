@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
-from typing import Callable, Dict
+from typing import Callable, Dict, List
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,11 +18,12 @@ from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation import bleu
 from moh_vision.evaluation.perplexity import perplexity, summary
-from moh_vision.gate_report import report_gates
+from moh_vision.gate_report import mean_entropies, report_gates
 from moh_vision.tasks import LanguageTask
 from moh_vision.translation import gate_mode, score_translations, translate
 
 AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
+RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
 def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
@@ -89,7 +91,8 @@ def final_scores(
         judge: (data set, title) -> scores of `evaluation.perplexity`.
 
     Returns:
-        dict(validation, test, gate_entropy of each layer, and for translation bleu: mode of the gates -> scores).
+        dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
+        bleu: mode of the encoder's gates -> scores; of "random" the mean over RANDOM_DRAWS draws, std and draws).
 
     Raises:
         ValueError: for a loss that is not finite, or gates that the model does not have.
@@ -106,22 +109,32 @@ def final_scores(
     batches = text.judged(text.val, accelerator.process_index, accelerator.num_processes)
     entropies = report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val)
     if entropies:
-        results["gate_entropy"] = entropies
-        log.say(f"mean entropy of {len(entropies)} gates: {sum(entropies.values()) / len(entropies):.3f} nats")
+        results.update(gate_entropy=entropies, mean_gate_entropy=mean_entropies(entropies))
+        for part, mean in results["mean_gate_entropy"].items():
+            log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
     if not isinstance(text, TranslationInputs):
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     references = text.references(split, pairs)
     results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), left_out=pairs.left_out)
     for mode in config.generate.gate_modes:
-        with gate_mode(model, mode):
-            found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress)
-        scores = results["bleu"][mode] = score_translations(found, references, config.generate)
-        if accelerator.is_main_process:
-            name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-            (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
-        for form in scores.values():
-            log.say(
-                f"{split}, gates {mode}: {bleu.summary(form)}" if mode != "soft" else f"{split}: {bleu.summary(form)}"
-            )
+        draws = []
+        for draw in range(RANDOM_DRAWS if mode == "random" else 1):
+            with gate_mode(model, mode):
+                found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress, draw)
+            draws.append(score_translations(found, references, config.generate))
+            if accelerator.is_main_process and draw == 0:
+                name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
+                (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
+        results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
+        for form in results["bleu"][mode].values():
+            spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
+            log.say(f"{title}: {bleu.summary(form)}{spread}")
     return results
+
+
+def over_draws(draws: List[Dict], form: str) -> Dict:
+    """One form of BLEU over several draws: the first draw's entry, with mean, standard deviation and all values."""
+    values = [draw[form]["bleu"] for draw in draws]
+    return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)

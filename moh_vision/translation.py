@@ -25,6 +25,7 @@ def translate(
     options,
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+    draw: int = 0,
 ) -> List[str]:
     """The target of every pair, as the model has it from the source; the same list on every process.
 
@@ -35,6 +36,7 @@ def translate(
         options: a `GenerationConfig`.
         accelerator: accelerate's Accelerator.
         progress: puts a bar around batches.
+        draw: seed of experts that are drawn at random.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
@@ -42,7 +44,7 @@ def translate(
     own = groups[accelerator.process_index :: accelerator.num_processes]
     found = []
     for group in progress(own, "translating"):
-        torch.manual_seed(derive_seed(group[0]))  # experts may be drawn
+        torch.manual_seed(derive_seed(draw, group[0]))
         batch = pairs.collate([pairs[number] for number in group])
         source = {name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")}
         with accelerator.autocast():
@@ -67,21 +69,26 @@ def score_translations(hypotheses: List[str], references: List[str], options) ->
 
 
 def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
-    """Raise ValueError for another mode than "soft" where the model has no gates of MAE."""
-    other = next((mode for mode in modes if mode != "soft"), None)
-    if other and not mae_routers(model):
-        raise ValueError(f"generate.gate_modes {other}: the model has no gates of MAE")
+    """Raise ValueError for a mode that the gates of MAE in the model's encoder do not have."""
+    for mode in modes:
+        routers = mae_routers(model.encoder) if mode != "soft" and hasattr(model, "encoder") else []
+        if mode != "soft" and not routers:
+            raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE")
+        if mode == "argmax" and any(router.out is None for router in routers):
+            raise ValueError(f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random")
 
 
 @contextlib.contextmanager
 def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """With MAE's gates used in another way, see `MAERouter` (Peng 2020, table 5)."""
-    routers = mae_routers(model)
+    """Use the gates of MAE in the encoder in another way, see `MAERouter` (Peng 2020, section 5.1 and table 5).
+
+    The paper makes this study of the encoders alone. "soft" leaves the model as it is.
+    """
+    routers = mae_routers(model.encoder) if mode != "soft" else []
     before = [router.mode for router in routers]
     try:
         for router in routers:
-            if mode != "soft":  # that is how the model was made, or uniform
-                router.set_mode(mode)
+            router.set_mode(mode)
         yield
     finally:
         for router, kept in zip(routers, before):

@@ -51,7 +51,8 @@ def train(kind, data, run, steps, *more, preset=None):
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
 def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     run = tmp_path / "run"
-    lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2)
+    modes = ["--generate.gate_modes", "[soft, argmax, random]"] if kind == "mt" else []
+    lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes)
     steps, looks = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
     assert [e["step"] for e in steps] == list(range(40))
     first, last = (sum(e["nll"] for e in part) / 5 for part in (steps[:5], steps[-5:]))
@@ -73,7 +74,17 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     vocabulary = Vocabulary.load(run / "tokenizer.json")
     assert vocabulary.specials == (5 if kind == "mlm" else 4)
     if kind == "mt":
-        assert set(results["bleu"]) == {"soft"} and len((run / "translations.txt").read_text().splitlines()) == 40
+        assert set(results["bleu"]) == {"soft", "argmax", "random"}
+        assert len((run / "translations.txt").read_text().splitlines()) == 40
+        random = results["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
+        assert len(random["draws"]) == 5 and len(set(random["draws"])) > 1
+        assert random["bleu"] == pytest.approx(sum(random["draws"]) / 5) and random["std"] > 0
+        entropy, parts = results["gate_entropy"], results["mean_gate_entropy"]
+        assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"]) and set(parts) == {
+            "encoder",
+            "decoder",
+        }
+        assert "Gates of the encoder that read the source" in report
 
     # The folder of a run is one of transformers' too.
     loaded = dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind].from_pretrained(run).eval()
@@ -167,7 +178,9 @@ def test_mistakes(data, tmp_path, capsys):
     error = refused("mt", "--init-from", tmp_path / "first", "--data.tokenizer", tmp_path / "second")
     assert "another vocabulary" in error
     assert "set block_descent.mode joint" in refused("mt", preset="mt_nobcd")
-    assert "no gates of MAE" in refused("mt", "--generate.gate_modes", "[soft, argmax]", preset="mt_transformer_base")
+    modes = ["--generate.gate_modes", "[soft, argmax]"]
+    assert "encoder has no gates of MAE" in refused("mt", *modes, preset="mt_transformer_base")
+    assert "gate_modes argmax: UNI-MAE has no gate" in refused("mt", *modes, preset="mt_uni_mae_7")
     assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
     assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
 

@@ -223,7 +223,8 @@ class GenerationConfig:
         batch_size: sentences at a time.
         tokenizer: of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses.
         compound_split: there, split hyphenated words, as the papers do for WMT14 EN-DE.
-        gate_modes: also translate with MAE's gates used otherwise (its Table 5): "soft", "argmax", "random".
+        gate_modes: how the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the
+            mixture; "argmax", the most probable expert alone; "random", a drawn one, five times.
     """
 
     beam: int = 5

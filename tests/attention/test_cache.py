@@ -38,7 +38,7 @@ def build(budget, dtype=torch.float64, **kwargs):
     layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).eval().to(dtype)
     for p in layer.router.parameters():
         torch.nn.init.normal_(p)
-    if kwargs["router"] == "mae":
+    if getattr(layer.router, "norm", None) is not None:
         layer.router.norm.running_mean.normal_()
         layer.router.norm.running_var.uniform_(0.1, 1)
         if layer.router.pool == "window":
