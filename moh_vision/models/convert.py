@@ -71,7 +71,7 @@ def convert(
         group: for language models, see `convert_llama`.
 
     Returns:
-        the model. timm saves a converted VisionTransformer under the name "moh_vit" with its arguments.
+        the model. timm's `save_for_hf` saves a converted VisionTransformer as "moh_vit" with `base`, its name in timm.
 
     Raises:
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
@@ -115,10 +115,10 @@ def convert(
                 block.__class__ = MoHBlock
             model.__class__ = MoHVisionTransformer
             model.pos_embed_std = 0.02
-        if getattr(model, "pretrained_cfg", None):
-            model.pretrained_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
-            model.default_cfg = model.pretrained_cfg
-            update_model_args(model, **{name: value for name, value in options.items() if value is not None})
+            if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
+                options["base"] = model.pretrained_cfg["architecture"]
+                model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+        update_model_args(model, **{name: value for name, value in options.items() if value is not None})
     record_head_budget(model)
     return model
 

@@ -3,11 +3,19 @@
 `moh_vit_*` is a plain ViT, which Jin 2024 does not report. The paper's MoH-ViT-S and -B are TransNeXts.
 """
 
+import dataclasses
 from functools import partial
 from typing import Dict, List, Optional, Tuple
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    is_model,
+    model_entrypoint,
+    register_model,
+)
 from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
@@ -195,19 +203,32 @@ default_cfgs = generate_default_cfgs(
         "moh_vit_large_patch16_224.augreg_in21k_ft_in1k": _cfg(
             hf_hub_id="timm/vit_large_patch16_224.augreg_in21k_ft_in1k"
         ),
-        # What `moh_vision.convert` makes of any other ViT is saved under this name.
+        # `moh_vision.convert` saves the ViTs it converts under this name.
         "moh_vit.untrained": _cfg(),
     }
 )
 
 
-def _create_moh_vit(variant: str, pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
+def _converted(
+    base: str, head_budget=None, router="moh", scope="token", executor="auto", router_kwargs=None, **kwargs
+) -> MoHVisionTransformer:
+    """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
+    from moh_vision.models.convert import convert  # imports this module
+
+    if head_budget is None and not runs_all_heads(router):
+        head_budget = 0.75
+    return convert(model_entrypoint(base)(**kwargs), head_budget, router, scope, executor, router_kwargs)
+
+
+def _create_moh_vit(
+    variant: str, pretrained: bool = False, model_cls=MoHVisionTransformer, **kwargs
+) -> MoHVisionTransformer:
     out_indices = kwargs.pop("out_indices", 3)
     if pretrained and kwargs.get("head_budget") is None and not runs_all_heads(kwargs.get("router")):
         # Until a budget is set: the weights were trained with all heads.
         kwargs["head_budget"] = all_heads([kwargs.get("num_heads", 12)] * kwargs.get("depth", 12))
     model = build_model_with_cfg(
-        MoHVisionTransformer,
+        model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -220,9 +241,25 @@ def _create_moh_vit(variant: str, pretrained: bool = False, **kwargs) -> MoHVisi
 
 
 @register_model
-def moh_vit(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
-    """A ViT of any shape; without arguments ViT-B/16."""
-    return _create_moh_vit("moh_vit", pretrained, **kwargs)
+def moh_vit(pretrained: bool = False, base: Optional[str] = None, **kwargs) -> MoHVisionTransformer:
+    """A ViT of any shape; without arguments ViT-B/16.
+
+    Args:
+        pretrained: load the weights of the configuration; with `base`, its weights.
+        base: name of a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2". The model has everything that
+            timm sets under this name: patch size, width, registers, pooling, norms. `convert` records it.
+
+    Raises:
+        ValueError: if timm has no such model, or `convert` refuses it.
+    """
+    if base is None:
+        return _create_moh_vit("moh_vit", pretrained, **kwargs)
+    if not is_model(base):
+        raise ValueError(f"base {base!r} is not a model in timm's registry")
+    kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or dataclasses.replace(
+        get_pretrained_cfg(base), architecture="moh_vit"
+    )
+    return _create_moh_vit("moh_vit", pretrained, model_cls=partial(_converted, base.split(".")[0]), **kwargs)
 
 
 @register_model

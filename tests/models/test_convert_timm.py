@@ -1,0 +1,125 @@
+"""Every ViT in timm's registry that `convert` takes is saved and loaded by timm, in a new process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from timm.models import deit, vision_transformer, vision_transformer_hybrid
+from timm.models.vision_transformer import VisionTransformer
+
+import moh_vision
+
+SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
+# The folder's name is all that the loading process is given.
+LOAD = """
+import json, sys, timm, torch
+import moh_vision
+for folder in sys.argv[1:]:
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    expected = torch.load(f"{folder}/expected.pt")
+    assert moh_vision.head_budget(model) == expected["budget"], folder
+    with torch.no_grad():
+        assert torch.equal(model(expected["x"]), expected["y"]), folder
+"""
+
+
+class Arguments(Exception):
+    """What an entrypoint hands to timm's builder."""
+
+
+def entrypoints(monkeypatch):
+    """(name, arguments) of every plain ViT in timm's registry."""
+
+    def build(model_cls, variant, *args, **kwargs):
+        raise Arguments(model_cls, kwargs)
+
+    modules = (vision_transformer, deit, vision_transformer_hybrid)
+    with monkeypatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "build_model_with_cfg", build)
+        for name in (n for m in modules for n in timm.list_models(module=m.__name__.split(".")[-1])):
+            try:
+                timm.models.model_entrypoint(name)()
+            except Arguments as found:
+                if found.args[0] is VisionTransformer:
+                    yield name, found.args[1]
+
+
+def save(name, folder, **kwargs):
+    """Convert and save timm's model `name`; False if `convert` refuses it."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, depth=1, num_classes=3, **kwargs).eval()
+    try:
+        moh_vision.convert(model, head_budget=0.7)
+    except ValueError:
+        return False
+    for p in model.parameters():
+        if p.ndim == 1:  # LayerScale starts near 0, biases at 0
+            torch.nn.init.uniform_(p)
+    timm.models.save_for_hf(model, folder, safe_serialization=True)
+    x = torch.randn(1, *timm.models.get_model_input_config(model)["input_size"])
+    with torch.no_grad():
+        torch.save(dict(budget=moh_vision.head_budget(model), x=x, y=model(x)), folder / "expected.pt")
+    return True
+
+
+def check(names, tmp_path):
+    saved = [tmp_path / name for name, kwargs in names if save(name, tmp_path / name, **kwargs)]
+    subprocess.run([sys.executable, "-c", LOAD, *map(str, saved)], check=True)
+    return [folder.name for folder in saved]
+
+
+def small(args):
+    """Arguments for few patches; a convolutional stem needs larger images than patches do."""
+    return dict(img_size=128 if "embed_layer" in args else 2 * args.get("patch_size", 16))
+
+
+def test_one_of_each_kind(tmp_path, monkeypatch):
+    kinds = {}
+    for name, args in entrypoints(monkeypatch):
+        kind = {k: "embed_layer" if k == "embed_layer" else str(v) for k, v in args.items() if k not in SIZES}
+        kinds.setdefault(json.dumps(kind, sort_keys=True), []).append((args["embed_dim"], name, args))
+    names = []
+    for found in kinds.values():
+        width, name, args = min(found, key=lambda f: f[:2])
+        narrow = dict(embed_dim=16 * args["num_heads"]) if width > 400 and "embed_layer" not in args else {}
+        names.append((name, dict(small(args), **narrow)))
+    saved = check(names, tmp_path)
+    assert len(saved) >= 35
+    assert {"vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224", "deit3_small_patch16_224"} <= set(saved)
+
+
+@pytest.mark.slow
+def test_all(tmp_path, monkeypatch):
+    assert len(check([(name, small(args)) for name, args in entrypoints(monkeypatch)], tmp_path)) >= 150
+
+
+@pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
+def test_our_own_dense_models(router, tmp_path):
+    """They keep their name."""
+    model = timm.create_model("moh_vit_small_patch16_224", router="dense", depth=1, img_size=32)
+    moh_vision.convert(model, router=router)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    again, x = timm.create_model(f"local-dir:{tmp_path}", pretrained=True), torch.randn(1, 3, 32, 32)
+    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+def test_from_a_name():
+    """`base` alone makes a model of that shape, with timm's own defaults; it can be named on a command line."""
+    with torch.device("meta"):
+        theirs = timm.create_model("vit_small_patch14_reg4_dinov2", num_classes=7)
+        model = timm.create_model("moh_vit", base="vit_small_patch14_reg4_dinov2", num_classes=7)
+    own = model.state_dict()
+    assert {n: t.shape for n, t in theirs.state_dict().items()} == {n: own[n].shape for n in own if ".router." not in n}
+    assert moh_vision.head_budget(model)["share"] == 0.75 and model.pretrained_cfg["architecture"] == "moh_vit"
+    for base, words in (
+        ("vit_gone", "base 'vit_gone' is not a model in timm's registry"),
+        ("resnet10t", "not ResNet"),
+        ("moh_vit_tiny_patch16_224", "has routed heads already"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            timm.create_model("moh_vit", base=base)
