@@ -15,14 +15,14 @@ from pathlib import Path
 
 import yaml
 
-# Peng 2020, tables 1 and 4 (UNI-MAE-7, NoBCD: section 4.2); Zhang 2022, tables 1 and 2: WMT14 EN-DE, WikiText-103.
+# Peng 2020, tables 2 and 4 (models: section 4.1); Zhang 2022, tables 1 and 2: WMT14 EN-DE, WikiText-103.
 PAPER = {
     ("mt", "base"): "27.6", ("mt", "uni_mae_7"): "27.7", ("mt", "nobcd"): "27.5", ("mt", "mae_7"): "28.4",
     ("mt", "moa"): "28.4 (8K8E128D)",
     ("clm", "base"): "19.03", ("clm", "uni_mae_7"): "19.26", ("clm", "nobcd"): "19.12", ("clm", "mae_7"): "18.71",
     ("mlm", "base"): "4.95", ("mlm", "8K8E128D"): "4.82", ("mlm", "8K16E256D"): "4.48",
 }  # fmt: skip
-# Peng 2020, table 5: one expert a layer instead of the mixture, BLEU on WMT14's dev set.
+# Peng 2020, table 5: one expert an encoder layer instead of the mixture, BLEU on WMT14's dev set.
 PAPER_DROP = {"uni_mae_7": "26.6 to 25.8 (random)", "nobcd": "26.7 to 26.0", "mae_7": "27.1 to 26.8"}
 PAPER_ENTROPY = {"nobcd": "2.02", "mae_7": "1.91"}  # mean over the encoder's layers
 
