@@ -116,10 +116,14 @@ def test_the_best_weights_are_scored_at_the_end(tmp_path):
     assert results["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
-def test_a_translation_model_with_tied_weights(tmp_path):
+@pytest.mark.parametrize("preset, mode", [("mt_moh_50", "bcd"), ("mt_nobcd", "joint")])
+def test_a_translation_model_with_tied_weights(tmp_path, preset, mode):
+    """mt_nobcd has gates beside the main optimiser's weights; the second start reads what the first one saved."""
     data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
-    argv = arguments(MT, data, tmp_path / "run", 3, "--model.name", "mt_moh_50", "--data.test", "test")
-    sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
+    for steps in (2, 3):
+        more = ["--model.name", preset, "--data.test", "test", "--block_descent.mode", mode]
+        argv = arguments(MT, data, tmp_path / "run", steps, *more)
+        sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
     assert (tmp_path / "units").read_text() == "1"
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["bleu_pairs"] == 4 and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
