@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Callable, Iterable, Sequence, Tuple
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from moh_vision.analysis import HeadLoad
@@ -17,6 +16,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.script import index_dir, message_of
+from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.models.weights import to_validate
@@ -48,12 +48,8 @@ def validate(
     Raises:
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if not sharded:
-        task = accelerator.unwrap_model(task)  # DistributedDataParallel would wait for ranks with fewer batches
-    task.eval()
-    world, size = accelerator.num_processes, data.eval_batch_size
-    slices = rank_slice(len(source), accelerator.process_index, world, size)
+    task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
+    slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
     load = HeadLoad([layer["heads"] for layer in head_budget(task)["layers"]], len(source.classes))
     unreadable = BadSamples(len(source), data.max_bad_fraction)
 
@@ -68,12 +64,9 @@ def validate(
     images = LabelledImages(source, transform, seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers, unreadable)
     since = time.monotonic()
-    scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
+    with whole_weights(task):
+        scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
     rate = scores["images"] / max(time.monotonic() - since, 1e-9)
-    if sharded:  # every forward gathers shards, so all ranks make as many
-        for _ in range(len(rank_slice(len(source), 0, world, size)) - len(slices)):
-            with torch.no_grad(), accelerator.autocast():
-                task(transform(source.image(0))[None].to(accelerator.device))
     load.reduce(total)
     active = load.active()
     scores.update(

@@ -19,22 +19,25 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole_weights(task: nn.Module) -> Iterator[None]:
-    """Gather all weights, so that any module inside can be called by itself; every process enters and leaves.
+    """Keep all weights gathered, so that each process may call any module inside as often as it likes.
 
-    A forward of what FSDP wraps gathers them too, but waits for all processes: with fewer batches than the others one
-    would be waited for for ever. Without FSDP, or inside another such context, nothing is done.
+    Outside, a forward of a sharded module gathers its weights and waits for all processes, so a process with fewer
+    batches would block the others forever. Every process enters and leaves. Without FSDP, or inside another such
+    context, nothing is done.
 
     Args:
         task: what accelerate wraps, or anything that holds it.
     """
     units: List[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
     for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
         yield
     finally:
         for unit in units:
             unit.reshard()
+            unit.set_reshard_after_forward(True, recurse=False)  # as in our configurations
 
 
 def load_whole(model: nn.Module, state: Dict[str, Tensor]) -> None:

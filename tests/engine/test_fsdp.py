@@ -1,12 +1,15 @@
 """FSDP2 on two gloo processes: what accelerate does with configs/accelerate/fsdp2.yaml, which it does on GPUs only."""
 
+import contextlib
 import copy
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.distributed as dist
+from PIL import Image
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -15,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import moh_vision  # noqa: F401
+from moh_vision import validation
+from moh_vision.data.batches import image_transform
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.sharded_files import foreign_objects
@@ -70,3 +76,48 @@ def train_sharded(rank, folder):
 @pytest.mark.slow
 def test_training_validation_and_export_of_a_sharded_task(tmp_path):
     torch.multiprocessing.spawn(train_sharded, args=(tmp_path,), nprocs=2)
+
+
+class HalfUnreadable:
+    """12 images of 5 classes; the second process's, those of odd numbers, cannot be read."""
+
+    classes, labels = list("abcde"), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+    def __len__(self):
+        return 12
+
+    def image(self, i):
+        if i % 2:
+            raise UnreadableImage(f"image {i}")
+        return Image.new("RGB", (16, 16), (20 * i, 0, 0))
+
+
+def validate_sharded(rank, folder):
+    torch.set_num_threads(1)
+    patient = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=patient)
+    data = SimpleNamespace(eval_batch_size=2, max_bad_fraction=0.5, workers=0)
+    accelerator = SimpleNamespace(
+        unwrap_model=lambda task: task, num_processes=2, process_index=rank, device="cpu", autocast=contextlib.nullcontext,
+        reduce=lambda t, _: (dist.all_reduce(t), t)[1],
+    )  # fmt: skip
+    for layers in (False, True):
+        torch.manual_seed(0)
+        task = ClassificationTask(timm.create_model("moh_vit_tiny_patch16_224", **VIT), 0.01)
+        mesh = init_device_mesh("cpu", (2,))
+        if layers:
+            fully_shard(task.model.head, mesh=mesh)
+        fully_shard(task, mesh=mesh)
+        transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
+        for _ in range(2):
+            scores, load = validation.validate(task, HalfUnreadable(), transform, data, accelerator)
+            assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[:, -1].sum() == 6 * 17
+            task.train()(torch.zeros(2, 3, 16, 16), torch.tensor([0, 1]))["loss"].backward()
+            assert all(isinstance(p, DTensor) for p in task.parameters())  # sharded again
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_validation_where_one_process_can_read_nothing(tmp_path):
+    """Forwards of a sharded task wait for each other; a process that makes fewer blocked the others."""
+    torch.multiprocessing.spawn(validate_sharded, args=(tmp_path,), nprocs=2)
