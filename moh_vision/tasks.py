@@ -25,7 +25,7 @@ class RoutedTask(nn.Module):
 
     Args:
         model: its HeadMixtureAttention layers hand on their statistics in the order of `model.modules()`.
-        balance_weight: of MoH's load-balance loss, averaged over its layers (Jin 2024, eq. 7).
+        balance_weight: of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
         moa_balance_weight, z_weight: of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The paper's
             weights, which belong to a loss that is a mean over tokens.
     """

@@ -8,7 +8,7 @@ from typing import Callable, Optional, Sequence, Union
 
 BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
 
-# Jin 2024, section 5: accuracy is flat between 14 and 74 %, "more than 40 %" is the advice.
+# The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
 
 
@@ -74,10 +74,12 @@ def resolve_budget(
                 is what the papers quote) is the nearest possible to 75 %; it runs from t - d to t + d with
                 d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
             "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
+            "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
+                0.4 if left out (Jin 2024, section 4.5 and table 7); "ramp" rounds it over the model, "uniform" in each
+                layer;
             [(shared, routed), ...]: one pair per layer.
-            For the first two, 40 % of the active heads over the model are shared (Jin 2024, section 5). With few heads
-            that leaves layers with one routed head, as in the released S/2-75: its renormalised weight is constant, so
-            only the balance loss trains that router.
+            A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
+            as in the released S/2-75: its renormalised weight is constant, so only the balance loss trains that router.
         depth: layers.
         heads: heads per layer, one number or one per layer.
         head_dim: width of a head, one number or one per layer.
@@ -99,13 +101,14 @@ def resolve_budget(
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, depth)
     else:
-        kind, target = _parse_share(spec)
+        kind, target, shared_share = parse_share(spec)
+        share = SHARED_SHARE if shared_share is None else shared_share
         if kind == "ramp":
             active = _ramp_active(target, heads)
-            shared = _shared_of(active, heads)
+            shared = _shared_of(share, active, heads)
         else:
             active = [math.floor(target * h + 0.5) for h in heads]
-            shared = [_shared_of([a], [h])[0] for a, h in zip(active, heads)]
+            shared = [_shared_of(share, [a], [h])[0] for a, h in zip(active, heads)]
         for layer, (a, h) in enumerate(zip(active, heads)):
             if a < 1:
                 raise ValueError(
@@ -125,9 +128,9 @@ def resolve_budget(
 def all_heads(heads: Sequence[int]) -> list[list[int]]:
     """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
 
-    40 % of each layer's heads are shared, rounded down, so that even half of the heads leaves some to route.
+    40 % of each layer's heads are shared, rounded down, but so few that half of the heads leaves one to route.
     """
-    shared = [int(SHARED_SHARE * h) for h in heads]
+    shared = [min(int(SHARED_SHARE * h), max(h // 2 - 1, 0)) for h in heads]
     return [[s, h - s] for s, h in zip(shared, heads)]
 
 
@@ -154,7 +157,9 @@ def change_routed(
             if shared != b.shared:
                 raise ValueError(f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}")
     else:
-        kind, target = _parse_share(spec)
+        kind, target, shared_share = parse_share(spec)
+        if shared_share is not None:
+            raise ValueError(f"head_budget {spec!r}: the shared heads of a model stay; leave out {shared_share}")
         fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
         if fixed and target < 1:
             layer = fixed[0]
@@ -177,7 +182,8 @@ def change_routed(
                 )
         if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
             raise ValueError(
-                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of {sum(heads)} already"
+                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of {sum(heads)} already; "
+                "give the lower budget when the model is made or converted, it then shares fewer heads"
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
@@ -249,22 +255,24 @@ def _explicit_pairs(spec, depth: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _parse_share(spec) -> tuple[str, float]:
-    kind, number = "ramp", spec
-    if isinstance(spec, str):
-        kind, colon, number = spec.partition(":")
-        if not colon:
-            kind, number = "ramp", spec
+def parse_share(spec) -> tuple[str, float, Optional[float]]:
+    """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None).
+
+    Raises:
+        ValueError: if it is neither a share nor one of the spellings of `resolve_budget`.
+    """
+    kind, *numbers = spec.split(":") if isinstance(spec, str) and ":" in spec else ("ramp", spec)
     try:
-        share = float("nan") if isinstance(number, bool) else float(number)
+        target, shared = (math.nan if isinstance(n, bool) else float(n) for n in (numbers + [0])[:2])
     except (TypeError, ValueError):
-        share = float("nan")
-    if kind not in ("ramp", "uniform") or not 0 < share <= 1:
+        target = shared = math.nan
+    if kind not in ("ramp", "uniform") or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
         raise ValueError(
             f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
-            "'uniform:0.75', or a list with one (shared, routed) pair per layer"
+            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a list with "
+            "one (shared, routed) pair per layer"
         )
-    return kind, share
+    return kind, target, shared if len(numbers) == 2 else None
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
@@ -283,12 +291,10 @@ def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
     return _round_to_total(_ramp_wanted(target, heads), active, [least] * len(heads), heads)
 
 
-def _shared_of(active: Sequence[int], heads: Sequence[int]) -> list[int]:
+def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:
     # A router needs at least one head to route, unless the layer has a single head.
     most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
-    return _round_to_total(
-        [SHARED_SHARE * a for a in active], math.floor(SHARED_SHARE * sum(active) + 0.5), [0] * len(most), most
-    )
+    return _round_to_total([share * a for a in active], math.floor(share * sum(active) + 0.5), [0] * len(most), most)
 
 
 def _round_to_total(wanted: Sequence[float], total: int, least: Sequence[int], most: Sequence[int]) -> list[int]:

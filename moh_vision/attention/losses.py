@@ -9,9 +9,9 @@ from moh_vision.attention.routing import RoutingStats
 
 
 def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
-    """MoH's load-balance loss (Jin 2024, eq. 7), scaled and averaged over layers as released.
+    """MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
 
-    One layer: E * sum_i f_i P_i over its E candidates, where f_i is the share of tokens that select head i (a hard
+    Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the share of tokens that select head i (a hard
     count, no gradient) and P_i the mean softmax probability. It is k, the number of routed heads, at perfect
     balance. Layers that route nothing are left out of the mean.
 

@@ -55,13 +55,14 @@ def convert(
     active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters, MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
-        set_head_budget(model, 0.75)                    # shared heads stay 40 % of all heads
+        set_head_budget(model, 0.75)                    # the shared heads stay
         convert(model, head_budget=0.75)                # or at once: 40 % of the active heads are shared
 
     Args:
         model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling), one
             of our dense models, diffusers' DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared,
+            but so few that half of the heads leaves one to route.
         router: "moh", "query_norm" or "mae"; None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of

@@ -1,4 +1,4 @@
-"""DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2 and Table B).
+"""DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3).
 
 The class is diffusers' kind of model and is imported when a model is built, so that registering costs nothing.
 Heads, shared and routed heads per layer are those of the released MoH-DiT code. Its L and XL models have 8, 16 and 24
@@ -45,7 +45,7 @@ VARIANTS = {
 
 
 def _cfg(size: int = 32, **kwargs) -> dict:
-    """Of SD VAE latents with `size` a side, an eighth of the image's."""
+    """Config for SD VAE latents: `size` is the latent side, image side / 8."""
     common = dict(num_classes=1000, input_size=(4, size, size), mean=(0.0,) * 4, std=(1.0,) * 4)
     return dict(common, license="apache-2.0", **kwargs)
 

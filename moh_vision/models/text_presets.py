@@ -45,7 +45,7 @@ WT103 = dict(
     attention_dropout=0.1,
     activation_dropout=0.1,
 )
-# Jin 2024, appendix A: LLaMA's architecture, output embedding of its own. The paper says neither the epsilon of the norms
+# Jin 2024, appendix B.1: LLaMA's architecture, output embedding of its own. The paper says neither the epsilon of the norms
 # (here LLaMA 2's) nor the first weights (here transformers' normal distribution of deviation 0.02).
 LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
 LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -86,8 +86,8 @@ def presets() -> Dict[str, Tuple[type, dict]]:
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
             # The paper gives the share of active heads, neither how it is spread over layers nor how many are shared: here
-            # the same in every layer, and 40 % of the active ones, rounded (its section 4.5 advises more than 40 %).
-            routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}")
+            # the same in every layer, and 45 % of the active ones, which rounds to 42 to 50 % (section 4.5: above 40 %).
+            routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}:0.45")
             named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
     for name in ("nobcd", "mae_7", "uni_mae_7"):
         named[f"clm_wt103_{name}"] = (CausalLMConfig, dict(WT103, attention=MAE[name]))

@@ -32,6 +32,16 @@ def test_uniform_is_the_same_in_every_layer():
     assert set(budgets) == {HeadBudget(6, 64, 2, 3)}  # 4.5 of 6 is rounded up
 
 
+@pytest.mark.parametrize("share", [0, 0.139, 0.375, 0.6, 0.74])
+def test_share_of_shared_heads(share):
+    """As in Jin 2024, table 7: how many of the active heads are shared."""
+    budgets = resolve_budget(f"uniform:0.75:{share}", 12, 12, 64)
+    assert {b.active for b in budgets} == {9} and {b.shared for b in budgets} == {int(9 * share + 0.5)}
+    active, _, shared = totals(resolve_budget(f"ramp:0.75:{share}", 12, 12, 64))
+    assert (active, shared) == (108, int(108 * share + 0.5))
+    assert resolve_budget("ramp:0.5:0.4", 6, 8, 64) == resolve_budget(0.5, 6, 8, 64)
+
+
 def test_list_and_heads_per_layer():
     budgets = resolve_budget([(8, 0), (10, 2)], 2, [8, 16], 72)
     assert budgets == (HeadBudget(8, 72, 8, 0), HeadBudget(16, 72, 10, 2))
@@ -53,6 +63,10 @@ def test_ramp_over_unequal_layers_keeps_the_head_weighted_total(heads, share):
         (True, "True is not understood"),
         ("ramp:x", "'ramp:x' is not understood"),
         ("linear:0.5", "'linear:0.5' is not understood"),
+        ("uniform:0.5:1", "'uniform:0.5:1' is not understood"),
+        ("uniform:0.5:-0.1", "'uniform:0.5:-0.1' is not understood"),
+        ("ramp:0.5:0.4:0.3", "'ramp:0.5:0.4:0.3' is not understood"),
+        ("0.5:0.4", "'0.5:0.4' is not understood"),
         ("", "is not understood"),
         (None, "None is not understood"),
         ([(1, 1)], "lists 1 layers, the model has 4"),

@@ -95,6 +95,12 @@ def test_then_the_budget_is_lowered():
     assert torch.equal(model.eval()(x), before)
 
 
+@pytest.mark.parametrize("heads", [2, 3, 4, 5, 6, 7, 12, 15])
+def test_half_of_few_heads(heads):
+    model = moh_vision.convert(dense(embed_dim=4 * heads, num_heads=heads, depth=4))
+    assert moh_vision.head_budget(moh_vision.set_head_budget(model, 0.5))["active"] == 2 * heads
+
+
 def test_budget_at_once():
     model = moh_vision.convert(dense(), head_budget="uniform:0.5")
     assert [(b["shared"], b["routed"]) for b in moh_vision.head_budget(model)["layers"]] == [(1, 2)] * 3
@@ -218,6 +224,7 @@ def test_routed_heads_change(spec, layers, active):
         ([(2, 0), (4, 0)], "layer 0: routed=0 with shared=2"),
         ([(2, 7), (4, 0)], "layer 0: shared=2 . routed=7 = 9 of only 8"),
         ("half", "'half' is not understood"),
+        ("ramp:0.5:0.4", "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
     ],
 )
 def test_routed_heads_refused(spec, words):

@@ -256,9 +256,16 @@ def test_parameters_of_table_a(preset, paper):
     share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
     layers = moh_vision.head_budget(model)["layers"]
     assert {(b["active"], b["shared"]) for b in layers} == {
-        (round(share * b["heads"]), round(0.4 * share * b["heads"]) if share < 1 else b["heads"]) for b in layers
+        (round(share * b["heads"]), round(0.45 * share * b["heads"]) if share < 1 else b["heads"]) for b in layers
     }
+    assert all(b["shared"] > 0.4 * b["active"] for b in layers)  # the advice of section 4.5
     assert model.config.moh is None if share == 1 else model.config.moh["router"] == "moh"
+
+
+@pytest.mark.parametrize("router", ["query_norm", "moh"])
+def test_a_budget_may_say_how_many_heads_are_shared(router):
+    layers = moh_vision.head_budget(empty("clm_small", router=router, head_budget="uniform:0.75:0.2"))["layers"]
+    assert {(b["shared"], b["active"]) for b in layers} == {(2, 9)}
 
 
 def test_macs_of_table_a_and_the_command(capsys):
