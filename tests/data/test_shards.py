@@ -1,4 +1,3 @@
-import fcntl
 import hashlib
 import io
 import json
@@ -8,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import tarfile
 import time
 
@@ -21,6 +21,7 @@ from moh_vision.data.shards import out_folder, record, worker
 from moh_vision.data.shards.__main__ import main
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.sources import Shards
+from moh_vision.engine import io as locks
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
@@ -361,12 +362,10 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
 def test_two_runs_at_a_time_are_refused(tmp_path, capfd, monkeypatch):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     out.mkdir()
-    monkeypatch.setattr(out_folder.time, "sleep", lambda _: None)
-    other = os.open(out, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    assert run(root, out) == 2
-    assert "another run is writing there" in error_line(capfd)
-    os.close(other)
+    monkeypatch.setattr(locks, "PAUSE", 0)
+    with locks.only_one(out, "--out", with_children=True):
+        assert run(root, out) == 2
+    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in error_line(capfd)
     assert run(root, out) == 0
 
 

@@ -10,8 +10,9 @@ from moh_vision.data.latents.cache import DTYPES
 from moh_vision.data.latents.ranks import Ranks
 from moh_vision.data.latents.vae import DEFAULT_VAE, LatentSpace, load_vae
 from moh_vision.data.latents.writer import LatentWriter
-from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, only_one, refuse_file
+from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file
 from moh_vision.data.splits import open_source
+from moh_vision.engine.io import only_one
 
 
 def write_latents(
@@ -65,7 +66,7 @@ def write_latents(
 
         def begin() -> List[str]:
             make_out_folder(out)
-            stack.enter_context(only_one(Path(out)))
+            stack.enter_context(only_one(Path(out), "--out"))
             return writer.begin(max(1, workers), say)
 
         todo = ranks.from_first(begin)

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Callable, Dict, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders, list_class_folders, split_folders
-from moh_vision.data.shards.out_folder import (
-    full_disk_in_one_line,
-    make_out_folder,
-    only_one,
-    refuse_file,
-    write_classes,
-)
+from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file, write_classes
 from moh_vision.data.shards.record import one_line
 from moh_vision.data.shards.writer import SplitWriter
+from moh_vision.engine.io import only_one
 
 
 def convert(
@@ -74,7 +69,7 @@ def convert(
             say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
 
     make_out_folder(out)
-    with only_one(folder), full_disk_in_one_line(out):
+    with only_one(folder, "--out", with_children=True), full_disk_in_one_line(out):
         arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
         # All are checked before anything is written.
         writers = [

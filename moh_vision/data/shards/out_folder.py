@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import time
 from pathlib import Path
 from typing import List
 
@@ -33,26 +31,6 @@ def write_classes(folder: Path, classes: List[str], source: str) -> None:
     if names.exists() and names.read_bytes() != text.encode():
         raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
     write_whole(names, text)
-
-
-@contextlib.contextmanager
-def only_one(folder: Path):
-    """Two runs at a time would write the same hidden files; the lock goes with the processes, however they end."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        for attempt in range(20):  # the workers of a run that was killed just now need a moment to notice
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt == 19:
-                    raise ValueError(f"--out {folder}: another run is writing there") from None
-                time.sleep(0.1)
-            except OSError:
-                break  # some network file systems have no locks
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

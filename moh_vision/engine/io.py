@@ -1,0 +1,75 @@
+"""Files and folders that more than one process may want; every room may import this module."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Iterator
+
+LOCK = ".lock"
+ATTEMPTS, PAUSE = 20, 0.1  # a process that was killed just now, or its children, may need a moment to end
+
+
+@contextlib.contextmanager
+def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
+    """Let one process at a time write into a folder.
+
+    The lock is on the file `folder`/.lock, which names host and process of the owner. The system releases it when the
+    process ends, however it ends; an unlocked .lock that a kill left behind does not matter. Over NFS the server keeps
+    the lock for all its clients, and a machine that crashed loses it with its lease. A file system without locks gets
+    a warning, and a second process is not noticed there.
+
+    Args:
+        folder: an existing folder.
+        option: the option that named it, for the message.
+        with_children: hold the lock until forked children have ended too, because they write into the folder.
+
+    Raises:
+        ValueError: if another process has the lock, naming the folder, that process and its host.
+    """
+    place = Path(folder) / LOCK
+    # POSIX locks (lockf) belong to the process alone. flock's belong to the open file, which children inherit.
+    lock = fcntl.flock if with_children else fcntl.lockf
+    with contextlib.ExitStack() as opened:
+        for attempt in itertools.count(1):
+            file = opened.enter_context(open(place, "a+"))
+            try:
+                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_named(file, place):
+                    break  # otherwise its owner removed it just now
+            except (BlockingIOError, PermissionError):  # POSIX allows both
+                if attempt == ATTEMPTS:
+                    file.seek(0)
+                    owner = file.read(200).strip() or "another process"
+                    raise ValueError(
+                        f"{option} {folder}: {owner} is writing there; wait, or take another folder"
+                    ) from None
+            except OSError as error:
+                logging.getLogger(__name__).warning(
+                    f"{folder} cannot be locked ({error.strerror}): start one run there"
+                )
+                break
+            opened.pop_all().close()
+            time.sleep(PAUSE)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            if _is_named(file, place):
+                place.unlink()
+
+
+def _is_named(file, place: Path) -> bool:
+    """Whether `place` is a name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), place.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,63 @@
+import contextlib
+import errno
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from moh_vision.engine import io
+from moh_vision.engine.io import only_one
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """A function that starts a process which locks a folder and has a child; returns its pid."""
+    monkeypatch.setattr(io, "PAUSE", 0)
+    started = []
+
+    def start(kind):
+        read, write = os.pipe()
+        started.append(os.fork())
+        if started[-1] == 0:
+            os.setsid()
+            with only_one(tmp_path, "--output", with_children=kind == "flock"):
+                os.fork()  # as loader processes are, which outlive a kill for some seconds
+                os.write(write, b"held")
+                time.sleep(60)
+        os.read(read, 4)
+        return started[-1]
+
+    yield start
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["lockf", "flock"])
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, held, kind):
+    pid = held(kind)
+    refusal = f"--output {tmp_path}: process {pid} on {socket.gethostname()} is writing there"
+    for _ in range(2):  # being refused does not take the lock away from its owner
+        with pytest.raises(ValueError, match=refusal), only_one(tmp_path, "--output", kind == "flock"):
+            pass
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if kind == "flock":  # held by the child, which may write
+        with pytest.raises(ValueError, match=refusal), only_one(tmp_path, "--output", with_children=True):
+            pass
+        os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.2)
+    with only_one(tmp_path, "--output", kind == "flock"):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(io.fcntl, "lockf", none)
+    with only_one(tmp_path, "--output"):
+        assert caplog.messages == [f"{tmp_path} cannot be locked (No locks available): start one run there"]
