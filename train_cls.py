@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Tuple
 
 import torch
@@ -24,13 +23,13 @@ from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batc
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches, derive_seed
-from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import load_training, resume_point
+from moh_vision.engine.checkpoint import load_training
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
@@ -43,7 +42,7 @@ from moh_vision.validation import draw_usage, validate, validate_only
 NAME = "train_cls.py"
 
 
-def train(argv, signals: StopSignals) -> None:
+def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors(NAME):
         config, flags = parse_config(ClsConfig, argv, NAME)
@@ -55,8 +54,8 @@ def train(argv, signals: StopSignals) -> None:
         return finish(accelerator)
     with user_errors(NAME):
         with accelerator.main_process_first():
-            train, val = (open_source(config.data.root, split, index_dir(config.output)) for split in ("train", "val"))
-        check_same_classes(train.classes, "train", val, config.data.root)
+            train, val = open_splits(config.data.root, index_dir(config.output))
+        data = DataRecord(config.data.root, flags.allow_change, train=train, val=val)
         config.check_micro_batch(accelerator.num_processes)
         stop, cosine_steps, warmup_steps = config.steps(len(train))
         arguments = dict(config.model.arguments(), in_chans=train.channels, num_classes=len(train.classes))
@@ -68,7 +67,7 @@ def train(argv, signals: StopSignals) -> None:
         if flags.dry_run:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
-        resumed = resume_point(Path(config.output), stop, flags.fresh, accelerator.print)
+        resumed = take_up(config.output, stop, flags.fresh, accelerator, held)
         if config.init_from and not resumed:
             config.check_calibration(init_from(model, config.init_from, accelerator.print))
         train_only(model, config.train_only)
@@ -85,7 +84,7 @@ def train(argv, signals: StopSignals) -> None:
             share_strongest_heads(model, calibration_batches(train, val_to_tensor, config.calibrate_images))
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
-        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator, held, data)
     mixing = BatchMixing(config.seed, len(train.classes), **asdict(config.mix)) if config.mix.on else None
     unreadable = BadSamples(len(train), config.data.max_bad_fraction)
 
@@ -188,8 +187,8 @@ def train(argv, signals: StopSignals) -> None:
 
 
 def main(argv) -> None:
-    with StopSignals() as signals:
-        train(argv, signals)
+    with StopSignals() as signals, contextlib.ExitStack() as held:
+        train(argv, signals, held)
 
 
 if __name__ == "__main__":

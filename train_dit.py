@@ -22,14 +22,15 @@ from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.diffusion_inputs import open_inputs
 from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.splits import DataRecord
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import load_training, resume_point
+from moh_vision.engine.checkpoint import load_training
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only
@@ -39,7 +40,7 @@ from moh_vision.sample_scores import make_training_judge
 from moh_vision.tasks import DiffusionTask
 
 
-def train(argv, signals: StopSignals) -> None:
+def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
@@ -62,7 +63,7 @@ def train(argv, signals: StopSignals) -> None:
             zeros = torch.zeros(1, dtype=torch.long)
             print(describe(config.model.name, model, torch.zeros(1, channels, img_size, img_size), zeros, zeros))
             return
-        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        resumed = take_up(config.output, config.max_steps, flags.fresh, accelerator, held)
         if config.init_from and not resumed:
             init_from(model, config.init_from, accelerator.print)
         train_only(model, config.train_only)
@@ -79,7 +80,8 @@ def train(argv, signals: StopSignals) -> None:
         )  # fmt: skip
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
-        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+        data = DataRecord(d.root, flags.allow_change, train=train)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator, held, data)
     train_set = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
 
     previews, scored = (
@@ -177,8 +179,8 @@ def train(argv, signals: StopSignals) -> None:
 
 
 def main(argv) -> None:
-    with StopSignals() as signals:
-        train(argv, signals)
+    with StopSignals() as signals, contextlib.ExitStack() as held:
+        train(argv, signals, held)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from moh_vision.command_line import changed_keys, parse_config
 from moh_vision.config import TextConfig
 from moh_vision.data.order import derive_seed
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
+from moh_vision.engine.checkpoint import export_weights, load_training
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
-from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, user_errors
+from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 
-def train(argv, signals: StopSignals) -> None:
+def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors(NAME):
         config, flags = parse_config(TextConfig, argv, NAME)
@@ -55,7 +55,7 @@ def train(argv, signals: StopSignals) -> None:
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError(f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1")
-        resumed = resume_point(Path(config.output), config.max_steps, flags.fresh, accelerator.print)
+        resumed = take_up(config.output, config.max_steps, flags.fresh, accelerator, held, lock=not flags.dry_run)
         cache, tokenizer = str(Path(index_dir(config.output), "text")), tokenizer_of(config, bool(resumed))
         with accelerator.main_process_first():
             text = open_text(task_for(config.model), d, cache, config.seed, tokenizer, accelerator.print)
@@ -80,7 +80,7 @@ def train(argv, signals: StopSignals) -> None:
         )  # fmt: skip
         # Last, so that a mistake leaves nothing behind.
         changed = partial(changed_keys, allowed=flags.allow_change)
-        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator)
+        run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator, held)
     if accelerator.is_main_process and not resumed:
         text.save(run, micro_batches)
         save_configs(model, run)  # with model.safetensors what from_pretrained reads
@@ -190,8 +190,8 @@ def train(argv, signals: StopSignals) -> None:
 
 
 def main(argv) -> None:
-    with StopSignals() as signals:
-        train(argv, signals)
+    with StopSignals() as signals, contextlib.ExitStack() as held:
+        train(argv, signals, held)
 
 
 if __name__ == "__main__":

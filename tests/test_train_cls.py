@@ -155,6 +155,20 @@ def test_mistakes(tmp_path, capsys):
     assert not run.exists()
 
 
+def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path, capsys):
+    root, run = write_folder(tmp_path / "d"), tmp_path / "run"
+    argv = ["--data.root", root, "--output", run, "--max-steps", 1]
+    train(root, run, "--max-steps", "1")
+    for split in ("train", "val"):
+        (root / split / "dog").rename(root / split / "ant")
+    error = refused(capsys, *argv)
+    assert f"not the data that {run} began with: class 'dog' is gone, class 'ant' is new" in error
+    for split in ("train", "val"):
+        (root / split / "ant").rename(root / split / "dog")
+    train(root, run, "--max-steps", "1")
+    assert not list(run.glob(".*"))
+
+
 def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     from moh_vision.engine.checkpoint import export_weights
 

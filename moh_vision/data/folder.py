@@ -70,6 +70,10 @@ class ImageFolder:
             raise UnreadableImage(f"{path}: {error.strerror}") from None
         return decode_image(data, str(path))
 
+    def listing(self) -> Iterator[bytes]:
+        """What says which file is which sample: paths below the split's folder."""
+        yield self.files.tobytes()
+
     def identities(self) -> Iterator[bytes]:
         """For each sample what tells it from a changed one: its file's path, size and time."""
         for name in self.files:

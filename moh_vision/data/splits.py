@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from pathlib import Path
-from typing import List, Optional
+from typing import Callable, Collection, List, Optional, Tuple
+
+import numpy as np
+from accelerate.utils import gather_object
 
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.latents.cache import is_latent_cache
+from moh_vision.data.shards.record import write_whole
 from moh_vision.data.sources import Digits, Shards
+
+RECORD = "data.json"
 
 
 def open_source(root: str, split: str, index_dir: Optional[str] = None):
@@ -40,6 +49,13 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
     return Shards(root, split, index_dir)
 
 
+def open_splits(root: str, index_dir: Optional[str] = None) -> Tuple:
+    """The training and the validation split, which have the same classes; see `open_source`."""
+    train, val = (open_source(root, split, index_dir) for split in ("train", "val"))
+    check_same_classes(train.classes, "train", val, root)
+    return train, val
+
+
 def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
     """Raise ValueError, naming a class, unless `val` has the classes that `owner` ("train", or a checkpoint) has.
 
@@ -57,3 +73,94 @@ def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise ValueError(f"{counts}; {have} has class {odd[0]!r}{more}, which {lack} has not")
     raise ValueError(f"{counts}, in another order")
+
+
+class DataRecord:
+    """The outline of a run's data, kept in RUN/data.json: classes, samples of each, and which file is which sample.
+
+    A sample's number and label follow from the listing of files, so a run must find the same listing again. File contents,
+    sizes and times are not looked at.
+
+    Args:
+        root: data.root.
+        allowed: keys of --allow-change; with data.root among them other files are accepted, other classes never.
+        splits: name -> source, see `open_source`. All processes make a record together, and must see the same data.
+
+    Raises:
+        ValueError: if a process sees other data than the first one does.
+    """
+
+    def __init__(self, root: str, allowed: Collection[str], **splits):
+        self.root, self.allowed = root, allowed
+        self.splits = {name: _outline(source) for name, source in splits.items()}
+        first, *others = gather_object([self.splits])
+        for rank, seen in enumerate(others, 1):
+            for split, outline in seen.items():
+                if outline != first[split]:
+                    changes = _changes(first[split], outline)
+                    raise ValueError(
+                        f"data.root {root}, {split}: process {rank} sees other data than process 0: {changes}"
+                    )
+
+    def check(self, run: Path, say: Callable[[str], None]) -> None:
+        """Compare with the record in a run's folder; a run of an earlier version has none.
+
+        Args:
+            run: the folder.
+            say: told of changes that are allowed.
+
+        Raises:
+            ValueError: naming classes and numbers of samples that differ.
+        """
+        file = run / RECORD
+        if not file.exists():
+            return
+        try:
+            began = json.loads(file.read_text("utf-8"))
+            found = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
+            other_classes = [split for split in found if _names(began[split]) != _names(self.splits[split])]
+        except Exception as error:  # what is not there, or of another kind, fails anywhere
+            raise ValueError(
+                f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
+            ) from None
+        for split, changes in found.items():
+            told = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
+            if other_classes:
+                raise ValueError(
+                    f"{told}. Bring them back, or start a run of these classes: --output NEW --init-from {run}"
+                )
+            if "data.root" not in self.allowed:
+                raise ValueError(f"{told}. Bring them back, or accept the change: --allow-change data.root")
+            say(f"{told}; accepted")
+
+    def save(self, run: Path) -> None:
+        """Write the record."""
+        write_whole(run / RECORD, json.dumps(self.splits, ensure_ascii=False) + "\n")
+
+
+def _outline(source) -> dict:
+    """What tells a listing of samples from another one: class names and their numbers of samples, and a sha256."""
+    digest = hashlib.sha256(source.labels.tobytes())
+    for part in source.listing():
+        digest.update(part)
+    counts = np.bincount(source.labels, minlength=len(source.classes)).tolist()
+    return dict(classes=[list(pair) for pair in zip(source.classes, counts)], sha256=digest.hexdigest())
+
+
+def _names(outline: dict) -> List[str]:
+    return [name for name, _ in outline["classes"]]
+
+
+def _changes(old: dict, new: dict) -> str:
+    """How the outline `new` differs from `old`, in words."""
+    before, after = Counter(_names(old)), Counter(_names(new))
+    found = [f"class {name!r} is gone" for name in before - after] + [
+        f"class {name!r} is new" for name in after - before
+    ]
+    if not found and _names(old) != _names(new):
+        return "the classes are in another order"
+    if not found:
+        pairs = zip(old["classes"], new["classes"])
+        found = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
+    more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
+    return ", ".join(found[:6] + more) or "as many samples of each class, but other files"

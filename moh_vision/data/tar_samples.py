@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Iterator, Optional, Sequence
 
@@ -81,6 +82,12 @@ class TarSamples:
     def where(self, index: int) -> str:
         """Names a sample in errors."""
         return f"{self.paths[self.shard[index]]}, {self.what} at byte {self.offset[index]}"
+
+    def listing(self) -> Iterator[bytes]:
+        """What says where each sample is: names of the shards, and bytes in them."""
+        yield json.dumps([[path.name for path in self.paths], self.shard_sizes]).encode()
+        yield self.offset.tobytes()
+        yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
         """For each sample what tells it from a changed one: its place, and its shard's size and time."""

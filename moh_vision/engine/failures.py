@@ -10,8 +10,12 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 
-def attempt(part: Callable[[], None]) -> Optional[str]:
+def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:
     """Do one process's part of a write and wait for the others; every process calls it.
+
+    Args:
+        part: the work of this process.
+        kinds: exceptions that are told to all processes; others are raised here.
 
     Returns:
         None if all did theirs, else what the first of those that did not says, the same on every process.
@@ -19,7 +23,7 @@ def attempt(part: Callable[[], None]) -> Optional[str]:
     problem = None
     try:
         part()
-    except (OSError, SafetensorError) as error:
+    except kinds as error:
         problem = str(error) or repr(error)
     return next((p for p in gather_object([problem]) if p), None)
 

@@ -9,17 +9,21 @@ import re
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, List, Optional
+from typing import Callable, List, Optional, Tuple
 
 import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
+from moh_vision.engine.checkpoint import resume_point
+from moh_vision.engine.failures import attempt
+from moh_vision.engine.io import LOCK, only_one
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.tracking import check_tracker
 
 MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
 
 
 @contextlib.contextmanager
@@ -83,8 +87,45 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     )
 
 
-def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str]], fresh: bool, accelerator) -> Path:
-    """Make the folder of a run, or take up the one that is there.
+def take_up(
+    output: str, max_steps: int, fresh: bool, accelerator, held: contextlib.ExitStack, lock: bool = True
+) -> Optional[Tuple[int, Path]]:
+    """Lock the run that is in `output`, if there is one, and find the checkpoint it goes on from.
+
+    Args:
+        output, fresh: see `open_run`.
+        max_steps: steps of the whole run.
+        accelerator: its main process locks for all.
+        held: releases the lock when it is closed.
+        lock: False only reads, and lets another process write meanwhile.
+
+    Returns:
+        (step, folder) of the checkpoint, or None for a run that begins.
+
+    Raises:
+        ValueError: if another process writes to the run, and see `checkpoint.resume_point`.
+    """
+    folder = Path(output).resolve()
+
+    def lock_it():
+        if lock and (folder / CONFIG).exists():
+            check_writable(folder)
+            held.enter_context(only_one(folder, "--output"))
+
+    _by_main(lock_it, accelerator)
+    return resume_point(Path(output), max_steps, fresh, accelerator.print)
+
+
+def open_run(
+    output: str,
+    config: dict,
+    changed: Callable[[dict, dict], List[str]],
+    fresh: bool,
+    accelerator,
+    held: contextlib.ExitStack,
+    data=None,
+) -> Path:
+    """Make the folder of a run, or open the one that `take_up` has locked.
 
     Args:
         output: the folder.
@@ -92,15 +133,19 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
         changed: (saved, new) -> descriptions of differences that make it another run.
         fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
         accelerator: its main process writes, the others wait.
+        held: releases the lock on the folder when it is closed.
+        data: a `DataRecord`, compared with that of the run and written beside config.yaml.
 
     Raises:
-        ValueError: if the folder holds something else, or a run with another configuration.
+        ValueError: if the folder holds something else, a run with another configuration or other data, or if another
+            process writes to it.
     """
     folder = Path(output).resolve()
-    saved = folder / "config.yaml"
+    saved = folder / CONFIG
+    there = saved.exists() and not fresh
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file")
-    if saved.exists() and not fresh:
+    if there:
         try:
             earlier = yaml.safe_load(saved.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -111,24 +156,42 @@ def open_run(output: str, config: dict, changed: Callable[[dict, dict], List[str
                 f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
                 "Take another folder, --allow-change KEY, or --fresh to move that run aside"
             )
-    elif folder.exists() and not fresh and any(folder.iterdir()):
+        if data:
+            data.check(folder, accelerator.print)
+    elif folder.exists() and not fresh and any(path.name not in (LOCK, HIDDEN_CONFIG) for path in folder.iterdir()):
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
         )
     accelerator.wait_for_everyone()  # all have looked before one writes
-    if accelerator.is_main_process:
+
+    def write():
         check_writable(folder)
         if fresh and folder.exists():
             number = 1
             while folder.with_name(f"{folder.name}.{number}").exists():
                 number += 1
-            folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            (aside / LOCK).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".config.yaml"
+        if not there:
+            held.enter_context(only_one(folder, "--output"))
+            if saved.exists():
+                raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
+        temporary = folder / HIDDEN_CONFIG
         temporary.write_text(yaml.safe_dump(config, sort_keys=False))
         temporary.rename(saved)
-    accelerator.wait_for_everyone()
+        if data:
+            data.save(folder)
+
+    _by_main(write, accelerator)
     return Path(output)
+
+
+def _by_main(part: Callable[[], None], accelerator) -> None:
+    """Let the main process do `part`, and raise its ValueError on every process."""
+    problem = attempt(part if accelerator.is_main_process else lambda: None, ValueError)
+    if problem:
+        raise ValueError(problem)
 
 
 def claim_outputs(paths, overwrite: bool) -> None:

@@ -1,108 +1,115 @@
+"""What a run remembers of its data, and what is refused when it goes on."""
+
 import json
 import os
-import sys
+import shutil
 
 import numpy as np
 import pytest
-from pictures import encoded, gradient, kinds, write_folder
-from PIL import Image
+from pictures import write_folder
+from test_sources import write_shards
 
-from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.splits import check_same_classes, open_source
-
-
-def test_image_folder(tmp_path):
-    root = str(write_folder(tmp_path / "d", classes=("dog", "cat", "owl"), train=3))
-    train, val = open_source(root, "train"), open_source(root, "val")
-    assert train.classes == val.classes == ["cat", "dog", "owl"] and (len(train), len(val)) == (9, 12)
-    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2] and train.shard_sizes == (9,)
-    first = Image.open(tmp_path / "d" / "train" / "dog" / "0.png")
-    assert np.array_equal(np.asarray(train.image(3)), np.asarray(first))
+from moh_vision.data.latents.cache import LatentCache
+from moh_vision.data.splits import DataRecord, open_source, open_splits
 
 
-def test_files_of_every_kind_deep_folders_and_strange_names(tmp_path):
-    write_folder(tmp_path, classes=("a",), train=1)
-    deep = tmp_path / "train" / "a" / "x" / "y"
-    deep.mkdir(parents=True)
-    for name, data in kinds().items():
-        (deep / name).write_bytes(data)
-    (deep / os.fsdecode(b"\xff name.PNG")).write_bytes(encoded(gradient()))
-    (deep / "notes.txt").write_text("no image")
-    (deep / "._rgb.png").write_text("left behind by a Mac")
-    source = open_source(str(tmp_path), "train")
-    assert len(source) == 1 + len(kinds()) + 1
-    assert all(source.image(i).size == (12, 8) for i in range(len(source)))
+def record(root, *allowed):
+    train, val = open_splits(str(root))
+    return DataRecord(str(root), allowed, train=train, val=val)
 
 
-def test_validation_may_be_called_so(tmp_path):
-    write_folder(tmp_path)
-    (tmp_path / "val").rename(tmp_path / "validation")
-    assert len(open_source(str(tmp_path), "val")) == 8
+def renamed(root, name="cow"):
+    for split in ("train", "val"):
+        (root / split / "dog").rename(root / split / name)
 
 
-def test_mistakes_name_the_folder(tmp_path):
-    root = write_folder(tmp_path / "d")
-    for file in (root / "val" / "dog").iterdir():
-        file.unlink()
-    with pytest.raises(ValueError, match="val/dog: a class folder without images"):
-        open_source(str(root), "val")
-    (root / "val" / "dog").rmdir()
-    train, val = open_source(str(root), "train"), open_source(str(root), "val")
-    with pytest.raises(ValueError, match="2 classes in train, 1 in val; train has class 'dog', which val has not"):
-        check_same_classes(train.classes, "train", val, str(root))
-    (root / "val" / "fox").mkdir()
-    (root / "val" / "fox" / "1.png").write_bytes(encoded(gradient()))
-    with pytest.raises(ValueError, match="train has class 'dog', which val has not"):
-        check_same_classes(train.classes, "train", open_source(str(root), "val"), str(root))
-    with pytest.raises(ValueError, match="val has class 'fox', which train has not"):
-        check_same_classes(["cat"], "train", open_source(str(root), "val"), str(root))
-    (tmp_path / "empty" / "train").mkdir(parents=True)
-    with pytest.raises(ValueError, match="empty/train holds no class folders"):
-        open_source(str(tmp_path / "empty"), "train")
-    with pytest.raises(FileNotFoundError, match="neither val-\\*.tar shards nor a folder val in it"):
-        open_source(str(tmp_path / "empty"), "val")
+def added(root):
+    for split in ("train", "val"):
+        shutil.copytree(root / split / "dog", root / split / "eel")
 
 
-def test_a_file_that_vanishes_is_named(tmp_path):
-    source = open_source(str(write_folder(tmp_path)), "train")
-    (tmp_path / "train" / "cat" / "2.png").unlink()
-    with pytest.raises(UnreadableImage, match="train/cat/2.png: No such file"):
-        source.image(2)
+CHANGES = {
+    "a class renamed": (lambda root: renamed(root, "ant"), "class 'dog' is gone, class 'ant' is new. .* --init-from"),
+    "a class added": (added, "class 'eel' is new. Bring them back, or start .* --init-from"),
+    "an image added": (
+        lambda root: shutil.copy(root / "val" / "cat" / "0.png", root / "val" / "cat" / "9.png"),
+        "class 'cat' has 5 samples, it had 4. Bring them back, or accept .* --allow-change data.root",
+    ),
+    "an image renamed": (
+        lambda root: (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "z.png"),
+        "as many samples of each class, but other files. .* --allow-change data.root",
+    ),
+}
 
 
-def test_without_the_datasets_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"hfds/some/name needs the package datasets: pip install 'moh_vision\[hub\]'"):
-        open_source("hfds/some/name", "train")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_that_has_changed_is_refused_by_name(tmp_path, change):
+    root, run = write_folder(tmp_path / "data"), tmp_path / "run"
+    run.mkdir()
+    act, words = CHANGES[change]
+    record(root).save(run)
+    record(root).check(run, pytest.fail)
+    act(root)
+    with pytest.raises(ValueError, match=f"data.root {root}.*not the data that {run} began with: .*{words}"):
+        record(root).check(run, pytest.fail)
+    said = []
+    if "--allow-change" in words:
+        record(root, "data.root").check(run, said.append)
+        assert len(said) == 1 and said[0].endswith("accepted")
+    else:
+        with pytest.raises(ValueError, match=words):
+            record(root, "data.root").check(run, said.append)
 
 
-@pytest.fixture
-def parquet(tmp_path, monkeypatch):
-    """A local folder as the hub stores data sets: parquet files with an image and a class label."""
-    datasets = pytest.importorskip("datasets")
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
+def test_shards_that_were_written_again_are_refused(tmp_path):
+    root = write_shards(tmp_path / "data", classes=3)
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    features = {"img": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}
-    columns = [("img", pa.struct([("bytes", pa.binary()), ("path", pa.string())])), ("label", pa.int64())]
-    schema = pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": features}})})
-    (tmp_path / "d").mkdir()
-    for split, count in (("train", 5), ("validation", 3)):
-        images = [encoded(gradient())] * count
-        if split == "train":
-            images[4] = b"broken"
-        rows = dict(img=[dict(bytes=data, path=None) for data in images], label=[i % 2 for i in range(count)])
-        file = tmp_path / "d" / f"{split}-00000-of-00001.parquet"
-        parquet.write_table(pa.Table.from_pydict(rows, schema), file)
-    return f"hfds/{tmp_path / 'd'}"
+    def outline():
+        return DataRecord(str(root), (), train=open_source(str(root), "train"))
+
+    outline().save(tmp_path)
+    for path in root.glob("*.tar"):  # a copy has other times
+        os.utime(path, (0, 0))
+    (root / ".train.index.safetensors").unlink()
+    outline().check(tmp_path, pytest.fail)
+    (root / "classes.txt").write_text("ant\nbee\ncat\n")
+    with pytest.raises(ValueError, match="class '0' is gone, .* class 'ant' is new"):
+        outline().check(tmp_path, pytest.fail)
+    (root / "classes.txt").unlink()
+    (root / ".train.index.safetensors").unlink()
+    first, *_ = sorted(root.glob("*.tar"))
+    first.rename(first.with_name("train-999999.tar"))
+    with pytest.raises(ValueError, match="other files"):
+        outline().check(tmp_path, pytest.fail)
 
 
-def test_hugging_face_datasets(parquet):
-    train, val = open_source(parquet, "train"), open_source(parquet, "val")
-    assert (train.classes, train.labels.tolist(), len(val)) == (["cat", "dog"], [0, 1, 0, 1, 0], 3)
-    assert np.array_equal(np.asarray(val.image(2)), np.asarray(gradient()))
-    with pytest.raises(UnreadableImage, match="split train, row 4: cannot identify"):
-        train.image(4)
-    with pytest.raises(ValueError, match="data.root hfds//no/where: "):
-        open_source("hfds//no/where", "train")
+def test_a_record_that_cannot_be_read_and_one_of_an_earlier_version(tmp_path):
+    record("digits").check(tmp_path, pytest.fail)
+    record("digits").save(tmp_path)
+    record("digits").check(tmp_path, pytest.fail)
+    saved = json.loads((tmp_path / "data.json").read_text())
+    assert saved["val"]["classes"][:2] == [["0", 35], ["1", 36]]
+    for damaged in ("", "[]", "{}", '{"train": 1, "val": {}}', '{"train": {"classes": 3}, "val": {}}'):
+        (tmp_path / "data.json").write_text(damaged)
+        with pytest.raises(ValueError, match="data.json: not a record of data that can be read .* --fresh"):
+            record("digits").check(tmp_path, pytest.fail)
+
+
+def test_processes_that_see_other_data_are_refused(tmp_path, monkeypatch):
+    here, there = (write_folder(tmp_path / name) for name in "ab")
+    renamed(there)
+    others = record(there).splits
+    monkeypatch.setattr("moh_vision.data.splits.gather_object", lambda mine: [*mine, *mine, others])
+    with pytest.raises(ValueError, match="train: process 2 sees other data than process 0: class 'dog' is gone"):
+        record(here)
+
+
+def test_latents_of_another_vae_are_other_data():
+    latents = LatentCache.__new__(LatentCache)
+    latents.__dict__.update(
+        labels=np.arange(2), classes=["a", "b"], paths=[], shard_sizes=(2,), offset=np.arange(2), bytes=np.arange(2),
+        manifest=dict(shards=[dict(shard="train-000000.tar", sha256="1")]),
+    )  # fmt: skip
+    one = DataRecord("x", (), train=latents).splits
+    latents.manifest["shards"][0]["sha256"] = "2"
+    assert one != DataRecord("x", (), train=latents).splits

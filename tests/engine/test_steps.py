@@ -1,5 +1,9 @@
+import contextlib
 import json
 import math
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import make_accelerator, open_run, user_errors
+from moh_vision.engine.script import make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 
 
@@ -87,7 +91,7 @@ def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
-ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None)
+ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
 
 
 def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
@@ -103,25 +107,65 @@ def same(old, new):
     return [] if old == new else ["lr: 1 -> 2"]
 
 
+def open_here(folder, config, fresh=False):
+    with contextlib.ExitStack() as held:
+        take_up(str(folder), 1, fresh, ACCELERATOR, held)
+        return open_run(str(folder), config, same, fresh, ACCELERATOR, held)
+
+
 def test_open_run(tmp_path):
-    run = open_run(str(tmp_path / "a" / "run"), {"lr": 1}, same, False, ACCELERATOR)
+    run = open_here(tmp_path / "a" / "run", {"lr": 1})
     (run / "weights").write_text("precious")
-    assert open_run(str(run), {"lr": 1}, same, False, ACCELERATOR) == run
+    assert open_here(run, {"lr": 1}) == run
     with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
-        open_run(str(run), {"lr": 2}, same, False, ACCELERATOR)
+        open_here(run, {"lr": 2})
     for number in (1, 2):
-        open_run(str(run), {"lr": 2}, same, True, ACCELERATOR)
+        open_here(run, {"lr": 2}, fresh=True)
         assert (run.with_name(f"run.{number}")).exists()
-    assert (run.with_name("run.1") / "weights").read_text() == "precious"
+    assert sorted(p.name for p in run.with_name("run.1").iterdir()) == ["config.yaml", "weights"]
     assert [p.name for p in run.iterdir()] == ["config.yaml"]
 
 
 def test_open_run_overwrites_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
-        open_run(str(tmp_path / "file"), {}, same, False, ACCELERATOR)
+        open_here(tmp_path / "file", {})
     with pytest.raises(ValueError, match="is not empty and holds no run"):
-        open_run(str(tmp_path), {}, same, False, ACCELERATOR)
+        open_here(tmp_path, {})
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, fresh):
+    monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
+    run, (read, write) = tmp_path / "run", os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.ExitStack() as held:
+            open_run(str(run), {}, same, False, ACCELERATOR, held)
+            os.write(write, b"held")
+            time.sleep(60)
+    os.read(read, 4)
+    with pytest.raises(ValueError, match=f"--output {run}: process {child} on .* is writing there; wait, or take"):
+        open_here(run, {}, fresh)
+    take_up(str(run), 1, fresh, ACCELERATOR, None, lock=False)  # only reads
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    open_here(run, {}, fresh)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.1"][: 1 + fresh]
+
+
+def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".lock", ".config.yaml"):
+        (run / name).write_text("")
+    open_here(run, {})
+    (run / "config.yaml").unlink()
+    monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text(""))
+    with pytest.raises(ValueError, match="another process has begun a run there meanwhile"):
+        open_here(run, {})
 
 
 def test_user_errors_are_one_line_and_exit_2(capsys):

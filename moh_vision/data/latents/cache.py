@@ -8,7 +8,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import List, Optional
+from typing import Iterator, List, Optional
 
 import numpy as np
 import torch
@@ -122,6 +122,11 @@ class LatentCache(TarSamples):
             raise UnreadableImage(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")
         numbers = np.frombuffer(data, self.dtype, offset=len(self.header)).reshape(self.shape)
         return torch.from_numpy(numbers.astype(np.float32))
+
+    def listing(self) -> Iterator[bytes]:
+        """As for images, with the sums of the shards: latents of another VAE lie at the same bytes."""
+        yield from super().listing()
+        yield json.dumps(self.manifest["shards"]).encode()
 
     def verify(self) -> None:
         """Raise ValueError, naming it, for a shard without the sha256 of the manifest; reads everything."""
