@@ -41,7 +41,7 @@ def convert(
     scope: str = "token",
     executor: str = "auto",
     router_kwargs: Optional[dict] = None,
-    calibrate: Optional[Iterable[Batch]] = None,
+    calibrate: Optional[Union[Batch, Iterable[Batch]]] = None,
     group: bool = False,
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
@@ -66,9 +66,9 @@ def convert(
         router: "moh", "query_norm" or "mae"; None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
-            (noisy latents, timesteps, class labels). The heads of every layer
-            are then ordered by how much they contribute (see `head_contributions`), so that the shared heads are the
-            strongest ones; without it they are the first. The dense output stays, up to the order of its sums.
+            (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered by
+            how much they contribute (see `head_contributions`), so that the shared heads are the strongest ones; without
+            it they are the first. The dense output stays, up to the order of its sums.
         group: for language models, see `convert_llama`.
 
     Returns:
@@ -78,6 +78,8 @@ def convert(
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
             unchanged then.
     """
+    if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
+        calibrate = [calibrate]
     theirs = sys.modules.get("transformers.modeling_utils")  # an extra; whoever has such a model has imported it
     if theirs is not None and isinstance(model, theirs.PreTrainedModel):
         from moh_vision.models.convert_llama import convert_llama

@@ -113,8 +113,6 @@ def order_heads(model: nn.Module, batches: Iterable[TextBatch]) -> None:
     Raises:
         ValueError: if there is no batch, or the weights are offloaded and cannot be ordered.
     """
-    if isinstance(batches, Tensor) or hasattr(batches, "items"):
-        raise ValueError(f"calibrate is one {type(batches).__name__}: give a list of batches")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("calibrate orders the heads of weights that are loaded: convert before offloading the model")
     for layer, strength in zip(model.model.layers, head_contributions(model, batches)):

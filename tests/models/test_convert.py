@@ -140,6 +140,8 @@ def test_calibration_puts_the_strongest_heads_first():
     plain = moh_vision.convert(copy.deepcopy(model), head_budget=0.5)
     strongest = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=[x])
     with torch.no_grad():
+        one = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=x)  # a tensor is one batch
+        assert torch.equal(one(x), strongest(x))
         moved = moh_vision.convert(model, calibrate=iter([x[:4], x[4:]]))(x)
         torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-4)
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()

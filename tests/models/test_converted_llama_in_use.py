@@ -39,9 +39,9 @@ def test_what_is_refused_leaves_the_model_as_it_was(options):
 
 
 @pytest.mark.parametrize("batches", [words(), dict(input_ids=words())], ids=["tensor", "dict"])
-def test_one_batch_is_not_a_list_of_batches(batches):
-    with pytest.raises(ValueError, match="give a list of batches"):
-        moh_vision.convert(dense(), calibrate=batches)
+def test_one_batch_needs_no_list(batches):
+    model, listed = (moh_vision.convert(dense(), head_budget=HALF, calibrate=b) for b in (batches, [batches]))
+    assert torch.equal(model(words()).logits, listed(words()).logits)
 
 
 def test_offloaded_weights():
