@@ -66,10 +66,11 @@ class Dense(nn.Module):
         self.heads = heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, dtype=dtype), nn.Linear(dim, dim, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x, is_causal=False):
         B, N, C = x.shape
         q, k, v = self.qkv(x).view(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
 
 class Experts(nn.Module):

@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import sys
+import time
 
+import pytest
 import torch
 from conftest import ROOT
 
@@ -132,3 +134,95 @@ def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
         if case["executor"] == "dense":
             assert case["speed_to_dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
     assert "decode   growing  whole groups" in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu_benchmark(tmp_path, monkeypatch):
+    """Run benchmarks/gpu.py, as small as possible, on the CPU: (exit code, report)."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    monkeypatch.setattr(gpu, "QUICK", {"vit_small": (2, 9, 6, 8, False)})
+    monkeypatch.setattr(gpu, "MODELS", {name: gpu.MODELS[name] for name in ("vit", "dit")})
+
+    def run(*options):
+        out = tmp_path / "gpu.json"
+        argv = ["gpu.py", "--device", "cpu", "--quick", "--seed", "0", "--compile-seconds", "0", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", [*argv, *options])
+        return gpu.main(), json.loads(out.read_text())
+
+    run.module = gpu
+    return run
+
+
+def test_gpu_benchmark_without_a_gpu_and_without_diffusers(gpu_benchmark, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    code, report = gpu_benchmark()
+    assert code == 0 and report["errors"] == {}
+    assert {"cpu", "torch", "date"} <= report["machine"].keys() and report["versions"]["timm"]
+    checked = {(row["dtype"], row["executor"]) for row in report["numerics"] if row["error"] <= row["allowed"]}
+    dtypes, executors = gpu_benchmark.module.DTYPES, {"masked", "packed", "decode", "auto"}
+    assert checked == {(d, e) for d in dtypes for e in executors} | {("float64", "released")}
+    assert len(report["routers"]) == len(dtypes) - 1 and report["peaks"]["copy"] > 0
+    assert [(t["dtype"], t["mode"]) for t in report["layers"]] == [
+        (dtype, mode) for dtype in ("bfloat16", "tf32") for mode in ("forward", "train")
+    ]
+    for table in report["layers"]:
+        rows = table["rows"]
+        assert {"dense", "dense cudnn", "released 0.75", "masked 0.75", "packed 0.75", "auto 0.75"} <= rows.keys()
+        assert rows[table["fastest_dense"]]["to_dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
+        assert "backend" in rows["dense cudnn"]["error"]  # there is none on a CPU: recorded, and the others are timed
+        for name in ("released 0.75", "packed 0.75"):
+            assert rows[name]["microseconds"]["median"] > 0 and rows[name]["roofline"] > 0
+    assert {name for table in report["models"] for name in table["rows"]} == {
+        "dense", "masked 0.75", "packed 0.75", "auto 0.75"
+    }  # fmt: skip
+    assert "dit step: diffusers is not installed" in report["skipped"]
+    assert "vit step compiled" in report["skipped"]
+    assert "vit_small 2 9 6 8 bfloat16 train eager" in capsys.readouterr().out
+
+
+def test_gpu_benchmark_times_nothing_after_a_wrong_result(gpu_benchmark, monkeypatch, capsys):
+    masked = gpu_benchmark.module.EXECUTORS["masked"]
+    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "masked", lambda call: 1.001 * masked(call))
+    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "packed", lambda call: 1 / 0)
+    code, report = gpu_benchmark()
+    assert code == 1 and report["layers"] == report["models"] == []
+    assert {row["raised"] for row in report["numerics"] if row["executor"] == "packed"} == {
+        "ZeroDivisionError: division by zero"
+    }
+    error = capsys.readouterr().err
+    assert error.startswith("gpu: error: masked, vit_small, float64, share 0.75: ") and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_compiles(gpu_benchmark, monkeypatch):
+    monkeypatch.setattr(gpu_benchmark.module, "COMPILER", "eager")
+    _, report = gpu_benchmark("--compile-seconds", "600")
+    assert report["errors"] == {} and report["skipped"] == []
+    compiled = [table for key in ("layers", "models") for table in report[key] if table["form"] == "compiled"]
+    assert [table.get("family") or table["mode"] for table in compiled] == ["forward", "train", "vit", "dit"]
+    for table in compiled:
+        assert not any("error" in row for row in table["rows"].values())
+
+
+def test_parts_of_a_gpu_run(tmp_path, monkeypatch):
+    """A part that fails, takes too long or comes too late is recorded, with what it had reported before."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from device_run import Run
+
+    run = Run("cpu", tmp_path / "run.json", 1.0, 0.2, True, done=[])
+
+    def endless(run):
+        run.report["done"].append("a first row")
+        while True:
+            time.sleep(0.01)
+
+    run.part("good", lambda run, name: run.report["done"].append(name), "good")
+    run.part("bad", lambda run: 1 / 0)
+    run.part("endless", endless, compiles=True)
+    run.part("late", endless, compiles=True)
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert report["done"] == ["good", "a first row"]
+    assert report["errors"] == {"bad": "ZeroDivisionError: division by zero"}
+    assert report["skipped"] == ["endless: stopped after 0 s", "late"]

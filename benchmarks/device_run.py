@@ -1,0 +1,207 @@
+"""The stop watch of benchmarks/gpu.py: a report that survives failures, a time limit, and times on a GPU or a CPU."""
+
+import gc
+import importlib.metadata
+import json
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+
+import torch
+from attention import machine, spread
+
+SECONDS, ROUNDS = 2.0, (5, 50)  # of one table; at least and at most
+PACKAGES = ("torch", "torchvision", "triton", "timm", "diffusers")
+
+
+class OutOfTime(BaseException):
+    """The time is over. Not an Exception: a measurement that records its own errors must not swallow it."""
+
+
+@contextmanager
+def stop_after(seconds):
+    """Raise OutOfTime in the main thread once `seconds` have passed."""
+
+    def stop(*_):
+        raise OutOfTime
+
+    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def one_line(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+class Run:
+    """The report, the file it goes to, and the time that is left.
+
+    Args:
+        device: "cuda" or "cpu".
+        out: path of the JSON file, written again after every part.
+        minutes: for everything; compile_seconds: for the parts that compile, together.
+        quick: two rounds, no warm-up.
+        **about: further entries of the report.
+    """
+
+    def __init__(self, device, out, minutes, compile_seconds, quick, **about):
+        self.device, self.out, self.quick, self.cuda = device, out, quick, device == "cuda"
+        self.deadline, self.compile_seconds = time.monotonic() + 60 * minutes, compile_seconds
+        installed = {d.name: d.version for d in importlib.metadata.distributions()}
+        versions = {name: installed.get(name) for name in PACKAGES} | dict(cuda=torch.version.cuda)
+        self.report = dict(machine=machine(), versions=versions, quick=quick, **about, errors={}, skipped=[])
+        self.flush = None
+        if self.cuda:
+            p = torch.cuda.get_device_properties(device)
+            size = dict(memory_gib=round(p.total_memory / 2**30, 1), l2_mib=p.L2_cache_size / 2**20)
+            capability, parts = f"{p.major}.{p.minor}", p.multi_processor_count
+            self.report["card"] = dict(
+                name=p.name, capability=capability, multiprocessors=parts, **size, **self.clocks()
+            )
+            self.flush = torch.empty(max(2 * p.L2_cache_size, 2**27), dtype=torch.uint8, device=self.device)
+
+    def part(self, name, measure, *arguments, compiles=False):
+        """Call measure(self, *arguments). A failure, or the end of the time, goes into the report and is not raised."""
+        begin = time.monotonic()
+        left = min(self.deadline - begin, self.compile_seconds if compiles else float("inf"))
+        try:
+            if left <= 0:
+                raise OutOfTime
+            with stop_after(left):
+                measure(self, *arguments)
+        except OutOfTime:
+            self.report["skipped"].append(name if left <= 0 else f"{name}: stopped after {left:.0f} s")
+        except Exception as error:
+            self.report["errors"][name] = one_line(error)
+            print(f"failed: {name}: {one_line(error)}", flush=True)
+        if compiles:
+            self.compile_seconds -= time.monotonic() - begin
+        self.out.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def clocks(self):
+        """Driver, clocks, power and temperature as nvidia-smi reads them; nothing on a CPU."""
+        if not self.cuda:
+            return {}
+        fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+        card = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+        command = ["nvidia-smi", card, f"--query-gpu={fields}", "--format=csv,noheader"]
+        try:
+            out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            return dict(nvidia_smi=one_line(error))
+        return dict(zip(fields.split(","), (value.strip() for value in out.split(","))))
+
+    def seconds(self, step):
+        """Time of one call: between two events on a GPU, whose L2 cache is overwritten before; on a CPU wall time."""
+        if not self.cuda:
+            begin = time.perf_counter()
+            step()
+            return time.perf_counter() - begin
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def interleaved(self, steps):
+        """{name: step} -> {name: seconds [rounds], float64}; every round runs all, in alternating order."""
+        least, most = (1, 2) if self.quick else ROUNDS
+        times, begin = {name: [] for name in steps}, time.perf_counter()
+        for number in range(most):
+            if number >= least and time.perf_counter() - begin > SECONDS:
+                break
+            for name in steps if number % 2 == 0 else reversed(steps):
+                times[name].append(self.seconds(steps[name]))
+        return {name: torch.tensor(t, dtype=torch.float64) for name, t in times.items()}
+
+    def median(self, step):
+        """Seconds of one step by itself."""
+        step()
+        return self.interleaved({"": step})[""].quantile(0.5).item()
+
+    def table(self, about, makers, floors):
+        """Time, print and return contestants.
+
+        Args:
+            about: what they have in common; with form "graph" replays of CUDA graphs are timed.
+            makers: {name: function that returns a step}; what raises has a row with its error.
+            floors: {name: the least seconds that it could take}, for some or none.
+
+        Returns:
+            about, with the rows by name; ratios are to the fastest whose name begins with "dense".
+        """
+        if self.cuda:  # what earlier tables held
+            gc.collect()
+            torch.cuda.empty_cache()
+        rows, steps = {}, {}
+        for name, make in makers.items():
+            try:
+                step = make()
+                for _ in range(1 if self.quick else 5):
+                    step()
+                rows[name] = dict(peak_mib=self.peak_mib(step)) if self.cuda else {}
+                steps[name] = captured(step) if about["form"] == "graph" else step
+            except Exception as error:
+                rows[name] = dict(error=one_line(error))
+        times = self.interleaved(steps)
+        dense = [name for name in times if name.startswith("dense")]
+        base = min(dense, key=lambda name: times[name].quantile(0.5).item(), default=None)
+        for name, taken in times.items():
+            rows[name].update(microseconds=spread(1e6 * taken), rounds=len(taken))
+            if base is not None:
+                rows[name]["to_dense"] = spread(taken / times[base])
+            if name in floors:
+                rows[name]["roofline"] = float(f"{floors[name] / taken.quantile(0.5).item():.3g}")
+        print("\n" + " ".join(str(value) for value in about.values()))
+        for name, row in rows.items():
+            print(f"  {name:16}{line(row)}", flush=True)
+        return dict(about, fastest_dense=base, clocks=self.clocks(), rows=rows)
+
+    def peak_mib(self, step):
+        """Memory that a call takes on the card, beside what was allocated before it."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def captured(step):
+    """The replay of a CUDA graph of `step`.
+
+    Raises:
+        RuntimeError: if the step waits for the device. This is found out before capturing, because a capture that fails
+            half-way leaves the allocator in an unusable state.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def line(row):
+    if "error" in row:
+        return f"  {row['error'][:100]}"
+    text = f"{row['microseconds']['median']:12.1f} us"
+    if "to_dense" in row:
+        low, high = row["to_dense"]["quartiles"]
+        text += f"{row['to_dense']['median']:9.3f} [{low:.3f} {high:.3f}] of dense"
+    text += f"   {row['roofline']:.2f} of the roofline" if "roofline" in row else ""
+    return text + (f"   peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else "")
