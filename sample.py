@@ -4,7 +4,6 @@ Also under `accelerate launch`: processes share the images, which do not depend 
 again after a kill goes on. See `python sample.py --help` for every option.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Optional
@@ -24,7 +23,7 @@ from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.image_parts import ImageParts
-from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.script import claim_outputs, finish, index_dir, make_accelerator, user_errors
 from moh_vision.models.weights import from_run
 from moh_vision.sample_scores import make_judge
@@ -78,7 +77,10 @@ def main(argv) -> None:
     if len(todo) < here:
         accelerator.print(f"{here - len(todo)} of {here} batches of this process are there already")
     quiet = not (main_process and sys.stderr.isatty())
-    with tqdm(total=len(todo) * len(scheduler.timesteps), desc="sampling", unit="step", disable=quiet) as bar:
+    with (
+        user_errors("sample.py", (FloatingPointError,), every_rank=True, code=1),
+        tqdm(total=len(todo) * len(scheduler.timesteps), desc="sampling", unit="step", disable=quiet) as bar,
+    ):
 
         def advance(*_):
             bar.update()
@@ -133,7 +135,7 @@ def main(argv) -> None:
             scores, text = judge(parts, labels, device, config.batch_size)
         if main_process:
             scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
-            scores_path.write_text(json.dumps(scores, indent=1) + "\n")
+            write_json(scores_path, scores)
             print(f"{text}\nscores: {scores_path}")
     accelerator.wait_for_everyone()
     if main_process:

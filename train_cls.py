@@ -4,7 +4,6 @@ The same command run again resumes; `--validate-only --checkpoint RUN` validates
 """
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +26,7 @@ from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training
 from moh_vision.engine.ema import make_ema
-from moh_vision.engine.logging import open_log
+from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.signals import StopSignals
@@ -178,7 +177,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         scores, load = judge(stop, task)
         if accelerator.is_main_process:
             results = dict(scores, step=stop, weights="ema" if ema else "model", **descent.about())
-            (run / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+            write_json(run / "results.json", results)
             title = f"{config.model.name}: head usage by class, {config.data.root}, val split"
             draw_usage(load, model, val.classes, run / "head_usage.png", title, log.say)
     log.close()

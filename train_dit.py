@@ -72,6 +72,10 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
         decode = inputs.decoder(accelerator.device) if draws else None
+        previews, scored = (
+            Samples(c, len(train.classes), config.learn_sigma, clip=inputs.space is None, decode=decode)
+            for c in (config.preview, config.score)
+        )
         judge = make_training_judge(config, index) if config.score.every else None
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
@@ -83,10 +87,6 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         data = DataRecord(d.root, flags.allow_change, train=train)
         run = open_run(config.output, config.tree(), changed, flags.fresh, accelerator, held, data)
     train_set = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
-
-    previews, scored = (
-        Samples(c, len(train.classes), clip=inputs.space is None, decode=decode) for c in (config.preview, config.score)
-    )
 
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
     if config.compile:
@@ -143,7 +143,12 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
 
         if step % config.log_every == 0 or step + 1 == config.max_steps:
             values = average_over_step(accelerator, losses)
-            counts = dict(skipped=update.skipped, failed_saves=saver.failed, unreadable=len(unreadable.seen))
+            counts = dict(
+                skipped=update.skipped,
+                failed_saves=saver.failed,
+                failed_previews=previews.failed,
+                unreadable=len(unreadable.seen),
+            )
             log.metrics(
                 step,
                 dict(values, lr=lr, grad_norm=round(norm, 4), **counts, **descent.values()),
@@ -157,8 +162,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         if update.stop:
             break
         if previews.due(done, config.max_steps):
-            images = previews.draw(ema.module if ema else model, run / "previews" / f"step_{done}.png", log.enabled)
-            log.pictures(step, "samples", images)
+            previews.draw(ema.module if ema else model, run / "previews" / f"step_{done}.png", log, step)
             log.pause()
         if scored.due(done, config.max_steps):
             scores, text = scored.score(ema.module if ema else model, judge, run, done, accelerator)

@@ -6,7 +6,6 @@ The same command run again resumes. See `python train_text.py --help` for every 
 """
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,7 @@ from moh_vision.data.order import derive_seed
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights, load_training
 from moh_vision.engine.early_stop import Patience, earlier_losses
-from moh_vision.engine.logging import open_log
+from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
 from moh_vision.engine.sharding import whole_weights
@@ -181,7 +180,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
                 results.update(final_scores(config, text, model, run, judge, accelerator, log))
         if accelerator.is_main_process:
             results = dict(results, step=done, **patience.about(), **descent.about())
-            (run / "results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            write_json(run / "results.json", results)
     log.close()
     if not stopped:
         accelerator.print(f"{run}: {done} steps done; weights in {run / results['weights']}")

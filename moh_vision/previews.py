@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
+from moh_vision.engine.failures import attempt
 from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.script import message_of
 
 BATCH = 32  # images at a time
 
@@ -21,13 +23,32 @@ class Samples:
     Args:
         config: a `DrawConfig`.
         num_classes: of the model; image i has class i modulo it.
+        learned_variance: the model predicts the variance too.
         clip: whether predictions are clipped to [-1, 1], as for pixels.
         decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
+
+    Attributes:
+        failed: how often nothing could be drawn since the process started.
+
+    Raises:
+        ValueError: if the sampler cannot take that number of steps.
     """
 
-    def __init__(self, config, num_classes: int, clip: bool, decode: Optional[Callable[[Tensor], Tensor]] = None):
-        self.config, self.num_classes, self.clip = config, num_classes, clip
+    def __init__(
+        self,
+        config,
+        num_classes: int,
+        learned_variance: bool,
+        clip: bool,
+        decode: Optional[Callable[[Tensor], Tensor]] = None,
+    ):
+        self.config, self.num_classes = config, num_classes
         self.decode = decode or (lambda x: x)
+        self.failed = 0
+        try:
+            self.scheduler = make_scheduler(config.sampler, config.steps, learned_variance, clip)
+        except ValueError as error:
+            raise ValueError(f"{config.section}.{error}") from None
 
     def due(self, step: int, last: int) -> bool:
         """Whether it is time after `step` steps; if ever, then also after the last one."""
@@ -41,7 +62,6 @@ class Samples:
         c, device, mode = self.config, next(model.parameters()).device, model.training
         labels = (torch.arange(numbers.start, numbers.stop) % self.num_classes).to(device)
         shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
-        scheduler = make_scheduler(c.sampler, c.steps, model.config.learn_sigma, self.clip)
         seeds = [c.seed + number for number in numbers]
 
         def predict(x, t, y):
@@ -49,23 +69,31 @@ class Samples:
 
         model.eval()
         try:
-            x = sample_images(predict, scheduler, labels, shape, seeds, self.num_classes, Guidance(c.cfg_scale))
+            x = sample_images(predict, self.scheduler, labels, shape, seeds, self.num_classes, Guidance(c.cfg_scale))
             return to_uint8(self.decode(x)).cpu()
         finally:
             model.train(mode)
 
-    def draw(self, model: nn.Module, path: Path, write: bool) -> Tensor:
-        """A PNG grid if `write`; every process may call it.
+    def draw(self, model: nn.Module, path: Path, log, step: int) -> None:
+        """Write a PNG grid and hand its images to the log; every process may call it, and the log's own process writes.
 
-        Returns:
-            images [N, 1 or 3, height, width] uint8, on the CPU.
+        A failure is counted and logged. It does not end the training.
+
+        Args:
+            path: of the PNG.
+            log: a `RunLog`.
+            step: of the weights.
         """
         c = self.config
         starts = range(0, c.images, BATCH)
-        images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
-        if write:
-            draw_image_grid(images, min(c.columns, c.images), str(path))
-        return images
+        try:
+            images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
+            if log.enabled:
+                draw_image_grid(images, min(c.columns, c.images), str(path))
+                log.pictures(step, "samples", images)
+        except Exception as error:  # whatever it is, the weights are worth more than their picture
+            self.failed += 1
+            log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
     def score(self, model: nn.Module, judge: Callable, folder: Path, step: int, accelerator) -> Tuple[dict, str]:
         """Scores of `images` samples that the processes share; every process calls it.
@@ -81,11 +109,16 @@ class Samples:
         """
         settings = {name: getattr(self.config, name) for name in ("sampler", "steps", "cfg_scale", "seed")}
         parts = ImageParts(folder, self.config.images, BATCH, dict(settings, step=step))
-        for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
-            parts.add(batch, self.sample(model, parts.numbers(batch)))
-        accelerator.wait_for_everyone()
+
+        def make_own() -> None:
+            for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
+                parts.add(batch, self.sample(model, parts.numbers(batch)))
+
         labels = torch.arange(self.config.images) % self.num_classes
         try:
+            problem = attempt(make_own, Exception)
+            if problem:
+                raise ValueError(problem)
             return judge(parts, labels, accelerator.device, BATCH)
         except (ValueError, OSError) as error:
             return dict(error=str(error)), f"no scores: {error}"

@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT
 from diffusers import AutoencoderKL
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(ROOT))
 import sample  # noqa: E402
@@ -235,6 +237,20 @@ def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             call(run, "--out", tmp_path / "a.npz", *more)
     assert len(list(tmp_path.glob(".samples-*"))) == 2
+
+
+def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
+    """NaN would become black images, and be scored."""
+    run = run_of(tmp_path, 3)
+    with safe_open(run / "ema.safetensors", "pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    state["y_embedder.embedding_table.weight"][1] = float("nan")  # of one class
+    save_file(state, run / "ema.safetensors", about)
+    with pytest.raises(SystemExit) as stop:
+        call(run, "--out", tmp_path / "a.npz")
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and not (tmp_path / "a.npz").exists()
+    assert error == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
 
 
 def test_image_i_depends_on_the_seed_and_i(tmp_path):

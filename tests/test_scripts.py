@@ -1,11 +1,13 @@
 """The scripts as a user runs them, on the quickstart's configurations made small."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -360,12 +362,38 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
 
     model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
-    images = Samples(config, 10, clip=True).draw(model, tmp_path / "again.png", write=True)
-    assert images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
+    logged = []
+    log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
+    previews = Samples(config, 10, learned_variance=True, clip=True)
+    previews.draw(model, tmp_path / "again.png", log, step=4)
+    ((step, _, images),) = logged
+    assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
     # Pictures are no part of what a run is: another interval resumes it.
     train_dit.main([*common, "--output", str(tmp_path / "drawn"), "--max-steps", "5", "--preview.every", "5"])
     assert (tmp_path / "drawn" / "previews" / "step_5.png").exists()
+
+
+def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moh_vision.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
+    monkeypatch.setattr(train_dit, "make_training_judge", lambda *_: None)  # there is nothing to score
+    output = tmp_path / "run"
+    argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
+    train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
+    assert [e["failed_previews"] for e in lines(output) if "loss" in e] == [0, 1, 2]
+    assert lines(output)[-1]["scores"] == dict(error="after decoding: 1 of 1 images hold NaN or infinity")
+    said = capsys.readouterr().out
+    assert said.count("could not be drawn: after decoding: 1 of 1 images hold NaN") == 3
+    assert (output / "ema.safetensors").exists() and not list(output.glob(".samples-*"))
+
+
+@pytest.mark.parametrize("section", ["preview", "score"])
+def test_steps_that_a_sampler_cannot_take_are_refused_before_training(tmp_path, capsys, section):
+    with pytest.raises(SystemExit, match="2"):
+        argv = [f"--{section}.every", "5", f"--{section}.steps", "600"]
+        train_dit.main(["--config", "configs/quickstart/dit.yaml", "--output", str(tmp_path / "run"), *argv])
+    assert f"{section}.steps 600: the steps of DDIMScheduler would begin at" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_guided_previews_need_dropped_labels(tmp_path, capsys):

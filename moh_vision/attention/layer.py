@@ -10,6 +10,7 @@ from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.executors.masked import attend, masked
+from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible, without_padding
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
@@ -234,29 +235,32 @@ class HeadMixtureAttention(nn.Module):
         routing, cache.router_state = self.router.resume(x, padded, cache.router_state)
         return routing
 
-    def split_qkv(self) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-        """Weight and bias of the queries, and of keys and values together."""
-        rows = [self.q_dim, 2 * self.kv_heads * self.head_dim]
-        q_weight, kv_weight = self.qkv.weight.split(rows)
-        if self.qkv.bias is None:
-            return q_weight, kv_weight, None, None
-        q_bias, kv_bias = self.qkv.bias.split(rows)
-        return q_weight, kv_weight, q_bias, kv_bias
-
     def row_blocks(self, together: bool) -> List[Tuple[Tensor, Optional[Tensor], int]]:
         """The weights in the blocks that they lie in: (weight [n * heads * D, C], bias, n) for queries, keys, values.
 
         together: queries may share a block with keys and values.
         """
+        weight, bias = self.qkv.weight, self.qkv.bias
         if together:
-            return [(self.qkv.weight, self.qkv.bias, 3)]
-        q_weight, kv_weight, q_bias, kv_bias = self.split_qkv()
-        return [(q_weight, q_bias, 1), (kv_weight, kv_bias, 2)]
+            return [(weight, bias, 3)]
+        rows = [self.q_dim, 2 * self.kv_heads * self.head_dim]
+        biases = (None, None) if bias is None else bias.split(rows)
+        return list(zip(weight.split(rows), biases, (1, 2)))
+
+    def project_rows(self, x: Tensor, first: int, last: int) -> Tensor:
+        """x [.., C] -> outputs first .. last - 1 of `qkv` [.., last - first].
+
+        Only these rows of the weight are multiplied, unless `qkv` must be called (see `plain`).
+        """
+        if not torch.jit.is_scripting():
+            if not plain(self.qkv):
+                return self.qkv(x)[..., first:last]
+        bias = self.qkv.bias
+        return F.linear(x, self.qkv.weight[first:last], None if bias is None else bias[first:last])
 
     def project_queries(self, x: Tensor) -> Tensor:
         """x [B, N, C] -> [B, N, H*D], before norm and rotation."""
-        q_weight, _, q_bias, _ = self.split_qkv()
-        return F.linear(x, q_weight, q_bias)
+        return self.project_rows(x, 0, self.q_dim)
 
     def project_out(self, o: Tensor) -> Tensor:
         """o [B, N, H*D] -> [B, N, C]."""
@@ -278,25 +282,18 @@ class HeadMixtureAttention(nn.Module):
             q, kv = self.qkv(x).split([self.q_dim, 2 * self.kv_heads * self.head_dim], dim=-1)  # one product
             k, v = self.finish_kv(kv, rotary, cache)
         else:
-            q_weight, kv_weight, q_bias, kv_bias = self.split_qkv()
-            k, v = self.project_kv(x if context is None else context, kv_weight, kv_bias, rotary, cache)
-            q = F.linear(x, q_weight, q_bias) if queries is None else queries.transpose(1, 2).flatten(2)
+            k, v = self.project_kv(x if context is None else context, rotary, cache)
+            q = self.project_queries(x) if queries is None else queries.transpose(1, 2).flatten(2)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [B, N, H, D]
         return self.prepare_queries(q, rotary).transpose(1, 2), k, v
 
-    def project_kv(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        bias: Optional[Tensor],
-        rotary: Optional[Tuple[Tensor, Tensor]],
-        cache: Any,
-    ) -> Tuple[Tensor, Tensor]:
+    def project_kv(self, tokens: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
         """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them, or what was of a context."""
         if not torch.jit.is_scripting():
             if isinstance(cache, ContextCache) and cache.length > 0:
                 return cache.keys, cache.values
-        return self.finish_kv(F.linear(tokens, weight, bias), rotary, cache)
+        kv = self.project_rows(tokens, self.q_dim, self.q_dim + 2 * self.kv_heads * self.head_dim)
+        return self.finish_kv(kv, rotary, cache)
 
     def finish_kv(self, kv: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
         kv = kv.unflatten(-1, (2, self.kv_heads, self.head_dim))  # [B, N, 2, G, D]

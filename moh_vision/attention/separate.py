@@ -35,10 +35,6 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
         """The output projection, as executors call it."""
         return self.o_proj
 
-    def split_qkv(self) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-        """Weight and bias of the queries. `project_kv` has modules, so there is nothing to hand to it."""
-        return self.q_proj.weight, None, self.q_proj.bias, None
-
     def row_blocks(self, together: bool) -> List[Tuple[Tensor, Optional[Tensor], int]]:
         return [(linear.weight, linear.bias, 1) for linear in (self.q_proj, self.k_proj, self.v_proj)]
 
@@ -57,20 +53,13 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
         cache: Any,
     ) -> Tuple[Tensor, Tensor, Tensor]:
         """All heads, ready for attention: q [B, H, N, D], k and v [B, kv_heads, M, D]; `queries` if already projected."""
-        k, v = self.project_kv(x if context is None else context, None, None, rotary, cache)
+        k, v = self.project_kv(x if context is None else context, rotary, cache)
         q = self.q_proj(x) if queries is None else queries.transpose(1, 2).flatten(2)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [B, N, H, D]
         return self.prepare_queries(q, rotary).transpose(1, 2), k, v
 
-    def project_kv(
-        self,
-        tokens: Tensor,
-        weight: Optional[Tensor],
-        bias: Optional[Tensor],
-        rotary: Optional[Tuple[Tensor, Tensor]],
-        cache: Any,
-    ) -> Tuple[Tensor, Tensor]:
-        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them; weight and bias are not read."""
+    def project_kv(self, tokens: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
+        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them."""
         if not torch.jit.is_scripting():
             if isinstance(cache, ContextCache) and cache.length > 0:
                 return cache.keys, cache.values

@@ -13,7 +13,14 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, Mod
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion.sampling import Guidance, denoise, fit_scheduler, initial_noise, set_steps
+from moh_vision.diffusion.sampling import (
+    Guidance,
+    denoise,
+    fit_scheduler,
+    initial_noise,
+    refuse_not_finite,
+    set_steps,
+)
 
 # Where saved pipelines say that their transformer is.
 TRANSFORMER_MODULE = "moh_vision.models.dit_transformer"
@@ -122,6 +129,7 @@ class MoHDiTPipeline(DiffusionPipeline):
 
         Raises:
             ValueError: for anything out of range.
+            FloatingPointError: if images hold NaN or infinity, naming the step.
         """
         transformer, config = self.transformer, self.transformer.config
         learned_variance = config.out_channels == 2 * config.in_channels
@@ -161,7 +169,9 @@ class MoHDiTPipeline(DiffusionPipeline):
 
             x = denoise(predict, scheduler, x, labels, generators, config.num_classes, guidance, on_step)
         if output_type != "latent":
-            x = self.image_processor.postprocess(self.decode(x), output_type)
+            x = self.decode(x)
+            refuse_not_finite(x, "after decoding")
+            x = self.image_processor.postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=x) if return_dict else (x,)
 

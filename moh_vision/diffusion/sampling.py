@@ -161,6 +161,9 @@ def denoise(
 
     Returns:
         [B, C, h, w]
+
+    Raises:
+        FloatingPointError: naming the step, as soon as images hold NaN or infinity.
     """
     from diffusers import DDPMScheduler
 
@@ -182,6 +185,7 @@ def denoise(
         if on_step is not None:
             changed = on_step(step, t, x)
             x = x if changed is None else changed
+        refuse_not_finite(x, f"step {step + 1} of {len(scheduler.timesteps)}")
     return x
 
 
@@ -213,6 +217,18 @@ def sample_images(
     return denoise(predict, scheduler, x, labels, generators, null_label, guidance, on_step)
 
 
+def refuse_not_finite(images: Tensor, when: str) -> None:
+    """Raise FloatingPointError if any of the images [B, ...] holds NaN or infinity, which would become black or white."""
+    bad = len(images) - int(images.isfinite().reshape(len(images), -1).all(1).sum())
+    if bad:
+        raise FloatingPointError(f"{when}: {bad} of {len(images)} images hold NaN or infinity")
+
+
 def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] -> 0 .. 255, rounded."""
+    """[-1, 1] -> 0 .. 255, rounded.
+
+    Raises:
+        FloatingPointError: if images hold NaN or infinity.
+    """
+    refuse_not_finite(images, "after decoding")
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional, Tuple
 
 import torch
 from tqdm import tqdm
@@ -105,8 +105,7 @@ class RunLog:
             self.tracker.images(step, name, images)
 
     def _write(self, step: int, values: dict) -> None:
-        # JSON has no NaN; a skipped step has one.
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        plain, _ = without_nan(values)  # such as the loss of a skipped step
         self.file.write(json.dumps({"step": step, **plain}) + "\n")
         if self.tracker:
             self.tracker.log(step, plain)
@@ -146,6 +145,37 @@ def open_log(
     `tracking.open_tracker`."""
     tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
     return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, **options)
+
+
+def without_nan(values: dict) -> Tuple[dict, List[str]]:
+    """Replace floats that JSON does not have (NaN and infinity) by None, also inside dicts and lists.
+
+    Returns:
+        (the values, names of those replaced: "outer.inner")
+    """
+    replaced = {}  # a dict keeps the order, and each name once
+
+    def plain(value, name: str):
+        if isinstance(value, dict):
+            return {k: plain(v, f"{name}.{k}" if name else str(k)) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v, name) for v in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            replaced[name] = None
+            return None
+        return value
+
+    return plain(values, ""), list(replaced)
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Write numbers to a JSON file, whole or not at all. NaN and infinity become null, and a printed line names them."""
+    values, replaced = without_nan(values)
+    hidden = path.with_name(f".{path.name}.tmp")
+    hidden.write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    hidden.rename(path)
+    if replaced:
+        print(f"{path}: null stands for a number that is not finite: {', '.join(replaced)}")
 
 
 def peak_memory_mib() -> float:

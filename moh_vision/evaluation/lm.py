@@ -11,8 +11,6 @@ Also by `accelerate launch -m moh_vision.evaluation.lm ...`: each process holds 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from pathlib import Path
 from typing import Dict, List, Optional
@@ -20,7 +18,7 @@ from typing import Dict, List, Optional
 import torch
 
 from moh_vision.data.command import Parser, exit_code
-from moh_vision.data.text.whole_file import whole_file
+from moh_vision.engine.logging import write_json
 from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation import lm_harness
@@ -162,8 +160,7 @@ def _perplexity(options: argparse.Namespace, accelerator) -> dict:
         print(f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)")
         print(f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes")
     source = dict(file=str(Path(options.perplexity).resolve()), sha256=text.sha256, context=context, stride=stride)
-    known = {name: value if math.isfinite(value) else None for name, value in scores.items()}  # JSON has no infinity
-    return dict(known, **source, **about)
+    return dict(scores, **source, **about)
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -175,8 +172,7 @@ def _work(options: argparse.Namespace) -> None:
     if accelerator.is_main_process and options.out:
         assert result is not None
         circumstances = dict(batch_size=options.batch_size, processes=accelerator.num_processes)
-        with whole_file(Path(options.out)) as file:
-            file.write((json.dumps(dict(result, **circumstances), indent=1, ensure_ascii=False) + "\n").encode())
+        write_json(Path(options.out), dict(result, **circumstances))
         print(f"scores: {options.out}")
     finish(accelerator)
 

@@ -117,8 +117,8 @@ class CosineAttention(HeadMixtureAttention):
         if queries is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
-            _, kv_weight, _, kv_bias = self.split_qkv()
-            k, v = F.linear(x, kv_weight, kv_bias).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+            kv = self.project_rows(x, self.q_dim, 3 * self.q_dim)
+            k, v = kv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
             q = queries.transpose(1, 2)
         return unit(q, -1), unit(k, -1), v, routing.weights, routing.stats
 
@@ -173,8 +173,7 @@ class AggregatedAttention(CosineAttention):
         _, H, W, _ = x.shape
         x = F.gelu(self.sr(x.permute(0, 3, 1, 2)))  # [B, C, H, W]
         x = F.adaptive_avg_pool2d(x, (max(H // self.pool, 1), max(W // self.pool, 1)))
-        _, weight, _, bias = self.split_qkv()
-        kv = F.linear(self.norm(x.flatten(2).transpose(1, 2)), weight, bias)  # [B, P, 2 * C]
+        kv = self.project_rows(self.norm(x.flatten(2).transpose(1, 2)), self.q_dim, 3 * self.q_dim)  # [B, P, 2 * C]
         k, v = kv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
         return unit(k, -1), v
 

@@ -243,6 +243,14 @@ def test_mistakes(labels, more, words):
         pipeline()(labels, **more)
 
 
+@pytest.mark.parametrize("part, words", [("transformer", "step 1 of 4: 2 of 2"), ("vae", "after decoding: 2 of 2")])
+def test_images_that_are_not_finite_are_refused(part, words):
+    pipe = pipeline(with_vae=True)
+    torch.nn.init.constant_(list(getattr(pipe, part).parameters())[-1], float("nan"))
+    with pytest.raises(FloatingPointError, match=words):
+        draw(pipe, [1, 2], 5, 6)
+
+
 def test_guidance_without_dropped_labels_is_refused():
     pipe = pipeline(label_drop=0.0)
     with pytest.raises(ValueError, match="label_drop 0: pass guidance_scale=1"):

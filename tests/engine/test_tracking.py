@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 import types
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from moh_vision.engine.logging import RunLog
+from moh_vision.engine.logging import RunLog, write_json
 from moh_vision.engine.tracking import Tracker, check_tracker, numbers, open_tracker
 
 
@@ -46,6 +47,19 @@ def test_the_log_hands_its_numbers_on(tmp_path):
     assert images == (1, {"samples": ((4, 8, 8, 3), "uint8")}, {})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["grad_norm"] is None and lines[1] == {"step": 1, "validation": {"top1": 50.0}}
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
+    values = dict(loss=math.nan, top1=50.0, validation=dict(fid=math.inf, per_layer=[1.0, -math.inf]), name="NaN")
+    finite = dict(loss=None, top1=50.0, validation=dict(fid=None, per_layer=[1.0, None]), name="NaN")
+    write_json(tmp_path / "results.json", values)
+    assert json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail) == finite
+    named = "null stands for a number that is not finite: loss, validation.fid, validation.per_layer"
+    assert capsys.readouterr().out == f"{tmp_path}/results.json: {named}\n"
+    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t")
+    log.event(1, values, "scores")
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(finite, step=1)
 
 
 def test_none_without_a_name_and_on_other_processes(tmp_path):

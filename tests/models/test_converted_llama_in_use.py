@@ -56,8 +56,7 @@ def test_offloaded_weights():
             p.data.normal_()
     want, other = model(words()).logits, copy.deepcopy(model)
     cpu_offload(model, CPU)
-    with pytest.raises(RuntimeError, match="preload_module_classes=.'MoHRouter'"):  # and not wrong numbers
-        model(words())
+    torch.testing.assert_close(model(words()).logits, want)
     cpu_offload(other, CPU, preload_module_classes=["MoHRouter"])
     assert torch.equal(other(words()).logits, want)
 

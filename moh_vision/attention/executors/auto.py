@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.packed import packed, plain
+from moh_vision.attention.executors.packed import packed
 from moh_vision.attention.executors.samples import alike
 from moh_vision.attention.executors.tokens import by_blocks
+from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
 log = logging.getLogger("moh_vision.attention")
@@ -69,7 +70,7 @@ def choose(call: Call) -> Tuple[str, str]:
         if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
             return "decode", "one token, and much of the cache need not be read"
         return "masked", "one token, but little of the cache could be left unread"
-    if not plain(layer):
+    if not all(map(plain, layer.projections)):
         return "masked", "the projections carry hooks or are not plain linear layers"
     scope = "sample" if active.shape[1] == 1 else "token"
     smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST

@@ -2,26 +2,13 @@
 
 from typing import Optional
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.samples import by_sample
 from moh_vision.attention.executors.tokens import by_token
+from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
-
-
-def plain(layer: nn.Module) -> bool:
-    """Whether the projections are linear layers that nothing intercepts."""
-    for linear in layer.projections:
-        hooks = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
-        if (
-            type(linear) is not nn.Linear
-            or type(linear.weight) is not nn.Parameter
-            or hooks
-            or "forward" in vars(linear)
-        ):
-            return False
-    return True
 
 
 def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
@@ -34,7 +21,7 @@ def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
         sparse: the form of the projections where heads are chosen per token (see `tokens`); None: by dtype and share.
     """
     layer, x, active = call.layer, call.x, call.routing.active
-    if active is None or x.numel() == 0 or not plain(layer):
+    if active is None or x.numel() == 0 or not all(map(plain, layer.projections)):
         return masked(call)
     if active.shape[1] == 1 and call.cache is None:
         count = active.sum(-1)

@@ -182,8 +182,8 @@ def by_token(call: Call, sparse: bool) -> Tensor:
         return weight.narrow(dim, 0, S * D), weight.narrow(dim, first * D, R * D)
 
     x = autocast(x)
-    q_weight, kv_weight, q_bias, kv_bias = layer.split_qkv()
-    k, v = layer.project_kv(x if context is None else context, kv_weight, kv_bias, rotary, cache)  # [B, G, M, D]
+    q_weight, q_bias, _ = layer.row_blocks(together=False)[0]
+    k, v = layer.project_kv(x if context is None else context, rotary, cache)  # [B, G, M, D]
     weights = routing.weights.to(x.dtype).expand(B, N, H)
     shared_out, packed_out = cut(layer.proj.weight, 1)  # [C, S*D], [C, R*D]
     if q is not None or rotary is not None or layer.qk_norm:  # needed, or simplest, for all heads at once

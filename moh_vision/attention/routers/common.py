@@ -3,10 +3,13 @@
 from typing import Optional, Tuple
 
 import torch
-from torch import Tensor
+import torch.fx
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.routing import RoutingStats
+
+torch.fx.wrap("gate_logits")  # a leaf while tracing
 
 
 class FloatLinear(torch.autograd.Function):
@@ -32,16 +35,7 @@ class FloatLinear(torch.autograd.Function):
 
 
 def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins.
-
-    Raises:
-        RuntimeError: if the weights are offloaded, for nothing would load them.
-    """
-    if weight.is_meta and not x.is_meta:  # torch would multiply by what happens to be in memory
-        raise RuntimeError(
-            "the router's weights are on the meta device: its linear layers are read and not called, so hooks that load "
-            "offloaded weights do not run; give accelerate preload_module_classes=['MoHRouter'], or do not offload them"
-        )
+    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if torch.jit.is_scripting() or x.is_meta:  # neither knows autocast
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -51,13 +45,23 @@ def gate_logits(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Ten
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def head_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """W x for every token, head by head: x [B, N, C], weight [E, C] -> [E, B, N], in float32 or better.
+class GateLinear(nn.Linear):
+    """A router's linear layer. Its outputs are in float32 or better.
+
+    Dynamic quantisation replaces layers of the class nn.Linear alone, so routers stay as they are.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gate_logits(x, self.weight, self.bias)
+
+
+def heads_first(logits: Tensor) -> Tensor:
+    """[B, N, E] -> [E, B, N], in float32 or better and contiguous.
 
     A head's numbers lie side by side, so that what follows (a softmax over four heads, say) is vectorised over tokens:
     on a CPU several times faster than with heads last, and routing must not cost what it is there to save.
     """
-    return gate_logits(x, weight).permute(2, 0, 1).contiguous()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).permute(2, 0, 1).contiguous()
 
 
 def no_logits(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import causal_mean, gate_logits, masked_mean, no_logits
+from moh_vision.attention.routers.common import GateLinear, causal_mean, masked_mean, no_logits
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing, RoutingStats
 
@@ -17,7 +17,6 @@ UNGATED = ("uniform", "random")
 HIDDEN = 256  # Peng 2020, appendix A
 WINDOW = 100  # tokens, for language models
 
-torch.fx.wrap("gate_logits")
 torch.fx.wrap("masked_mean")
 torch.fx.wrap("causal_mean")
 
@@ -97,8 +96,8 @@ class MAERouter(nn.Module):
         self.norm = self.hidden = self.out = None
         if mode != "uniform":
             self.norm = GateNorm(dim, causal, device=device, dtype=dtype)
-            self.hidden = nn.Linear(dim, HIDDEN, device=device, dtype=dtype)
-            self.out = nn.Linear(HIDDEN, len(left_out), device=device, dtype=dtype)
+            self.hidden = GateLinear(dim, HIDDEN, device=device, dtype=dtype)
+            self.out = GateLinear(HIDDEN, len(left_out), device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.set_mode(mode)
 
@@ -159,6 +158,5 @@ class MAERouter(nn.Module):
         if self.norm is not None:  # a condition of its own: TorchScript compiles no call of None
             if self.mode != "uniform" and self.mode != "random":
                 normed = self.norm(pooled, padding_mask)
-                hidden = self.dropout(torch.tanh(gate_logits(normed, self.hidden.weight, self.hidden.bias)))
-                return gate_logits(hidden, self.out.weight, self.out.bias)
+                return self.out(self.dropout(torch.tanh(self.hidden(normed))))
         return no_logits(pooled).new_zeros((pooled.shape[0], pooled.shape[1], self.members.shape[0]))

@@ -8,11 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import active_heads, head_logits, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.routers.common import (
+    GateLinear,
+    active_heads,
+    heads_first,
+    heads_last,
+    select_top_k,
+    top_k_stats,
+)
 from moh_vision.attention.routing import Routing
 
-torch.fx.wrap("head_logits")  # leaves while tracing; fx needs to be told in every module that calls them
-torch.fx.wrap("select_top_k")
+torch.fx.wrap("select_top_k")  # a leaf while tracing; fx needs to be told in every module that calls it
 
 
 class MoARouter(nn.Module):
@@ -43,8 +49,8 @@ class MoARouter(nn.Module):
             raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
         self.num_routed = budget.routed
         self.renormalise = renormalise
-        self.gate = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
-        self.noise = nn.Linear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
+        self.gate = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
+        self.noise = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -55,9 +61,9 @@ class MoARouter(nn.Module):
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
-        logits = head_logits(x, self.gate.weight)  # [E, B, N]
+        logits = heads_first(self.gate(x))  # [E, B, N]
         if self.noise is not None and self.training:
-            scale = F.softplus(head_logits(x, self.noise.weight)) + 1e-2
+            scale = F.softplus(heads_first(self.noise(x))) + 1e-2
             logits = logits + torch.randn_like(logits) * scale
         probs = logits.softmax(0)
         chosen = select_top_k(probs, self.num_routed)  # [E, B, N]

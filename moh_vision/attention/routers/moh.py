@@ -7,10 +7,19 @@ import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import active_heads, head_logits, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.linear import plain
+from moh_vision.attention.routers.common import (
+    GateLinear,
+    active_heads,
+    gate_logits,
+    heads_first,
+    heads_last,
+    select_top_k,
+    top_k_stats,
+)
 from moh_vision.attention.routing import Routing
 
-torch.fx.wrap("head_logits")  # leaves while tracing; fx needs to be told in every module that calls them
+torch.fx.wrap("gate_logits")  # leaves while tracing; fx needs to be told in every module that calls them
 torch.fx.wrap("select_top_k")
 
 GATE_SCALES = ("released", "paper")
@@ -60,7 +69,7 @@ class MoHRouter(nn.Module):
         self.two_groups = budget.shared > 0 and budget.candidates > 0
 
         def linear(rows: int) -> nn.Linear:
-            layer = nn.Linear(dim, rows, bias=False, device=device, dtype=dtype)
+            layer = GateLinear(dim, rows, bias=False, device=device, dtype=dtype)
             nn.init.trunc_normal_(layer.weight, std=0.02)
             return layer
 
@@ -70,17 +79,7 @@ class MoHRouter(nn.Module):
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        # One matrix product for all three gates: they read the same tokens.
-        weights: List[Tensor] = []
-        if self.routed is not None:
-            weights.append(self.routed.weight)
-        if self.shared is not None:
-            weights.append(self.shared.weight)
-        if self.balance is not None:
-            weights.append(self.balance.weight)
-        if len(weights) == 0:
-            weights.append(x.new_zeros((0, x.shape[-1])))
-        rows = head_logits(x, torch.cat(weights))  # [E + h_s + 2, B, N]
+        rows = heads_first(self.gates(x))  # [E + h_s + 2, B, N]
         logits = rows[: self.num_candidates]  # [E, B, N]
         probs = logits.softmax(0)
         chosen = select_top_k(probs, self.num_routed)  # [E, B, N]
@@ -113,3 +112,21 @@ class MoHRouter(nn.Module):
 
         stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
         return Routing(heads_last(torch.cat(parts)), active_heads(self.num_shared, chosen), stats)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """Outputs of W_r, W_s and W_h, as far as they exist: x [B, N, C] -> [B, N, E + h_s + 2]."""
+        if not torch.jit.is_scripting():
+            linears = list(filter(None, (self.routed, self.shared, self.balance)))
+            if not all([plain(linear, GateLinear) for linear in linears]):
+                return torch.cat([linear(x) for linear in linears], -1)
+        # One matrix product: they read the same tokens.
+        weights: List[Tensor] = []
+        if self.routed is not None:
+            weights.append(self.routed.weight)
+        if self.shared is not None:
+            weights.append(self.shared.weight)
+        if self.balance is not None:
+            weights.append(self.balance.weight)
+        if len(weights) == 0:
+            weights.append(x.new_zeros((0, x.shape[-1])))
+        return gate_logits(x, torch.cat(weights))

@@ -6,7 +6,6 @@ Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import List
@@ -14,6 +13,7 @@ from typing import List
 import torch
 
 from moh_vision.data.command import Parser
+from moh_vision.engine.logging import write_json
 from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.scoring import score, statistics_of
@@ -65,7 +65,7 @@ def _work(options: argparse.Namespace, main_process: bool) -> None:
     print(table(result, options.generated, options.reference))
     if options.out:
         sets = dict(generated=options.generated, reference=options.reference)
-        Path(options.out).write_text(json.dumps(dict(result, **sets), indent=1) + "\n")
+        write_json(Path(options.out), dict(result, **sets))
         print(f"scores: {options.out}")
 
 

@@ -1,0 +1,149 @@
+"""Linear layers that are changed from outside: by adapters, hooks, parametrisations, pruning, quantisation, offloading."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention
+
+B, N, C, H, D = 2, 6, 24, 6, 4
+LAYERS = {
+    "moh": dict(router="moh", budget=(2, 2)),
+    "moh, sample": dict(router="moh", budget=(2, 2), scope="sample"),
+    "query_norm": dict(router="query_norm", budget=(2, 2)),
+    "query_norm, grouped": dict(router="query_norm", budget=(2, 2), kv_heads=3),
+    "moa": dict(router="moa", budget=(0, 3), kv_heads=1, router_kwargs=dict(noisy=True)),
+    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax")),
+}
+
+
+class Adapter(nn.Module):
+    """W x + B A x around a layer, with the attributes that peft's layers pass through."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.A, self.B = nn.Parameter(torch.randn(3, base.in_features)), nn.Parameter(torch.randn(base.out_features, 3))
+
+    weight, bias = property(lambda self: self.base.weight), property(lambda self: self.base.bias)
+
+    def forward(self, x):
+        return self.base(x) + (x.to(self.A.dtype) @ self.A.t() @ self.B.t()).to(x.dtype)
+
+
+class Plus(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = nn.Parameter(delta)
+
+    def forward(self, weight):
+        return weight + self.delta
+
+
+def replaced_forward(linear, delta):
+    forward = linear.forward
+    linear.forward = lambda x: forward(x) + x @ delta.t()
+    return linear
+
+
+def adapter(linear, delta):
+    result = Adapter(linear)
+    result.A, result.B = nn.Parameter(torch.eye(delta.shape[1])), nn.Parameter(delta)
+    return result
+
+
+def parametrised(linear, delta):
+    parametrize.register_parametrization(linear, "weight", Plus(delta))
+    return linear
+
+
+def hooked(linear, delta):
+    linear.register_forward_hook(lambda module, args, y: y + args[0] @ delta.t())
+    return linear
+
+
+WAYS = [adapter, parametrised, hooked, replaced_forward]
+
+
+def build(budget, **kwargs):
+    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).eval()
+    for p in layer.router.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p)
+    return layer
+
+
+def linears(layer):
+    return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("crosses", [False, True], ids=["self", "cross"])
+def test_what_stands_around_a_linear_layer_counts(kind, way, crosses):
+    x, context = torch.randn(B, N, C), torch.randn(B, N + 1, C) if crosses else None
+    for name in linears(build(**LAYERS[kind])):
+        layer = build(**LAYERS[kind])
+        want = copy.deepcopy(layer)
+        weight = want.get_submodule(name).weight
+        delta = torch.randn_like(weight)
+        weight.data += delta
+        parent, _, leaf = name.rpartition(".")
+        setattr(layer.get_submodule(parent), leaf, way(layer.get_submodule(name), delta))
+        for executor in EXECUTORS:
+            layer.executor = want.executor = executor
+            with torch.no_grad():
+                y, stats = layer(x, context)
+                y_want, stats_want = want(x, context)
+            torch.testing.assert_close(
+                (y, *stats), (y_want, *stats_want), rtol=1e-4, atol=1e-4, msg=f"{name}, {executor}"
+            )
+        if way is adapter and name != "router.noise":  # which is for training
+            y, stats = layer(x, context)
+            (y.square().sum() + stats.logits.square().sum()).backward()
+            if kind != "mae" or "router" not in name:  # in mode "argmax" nothing is trained through the gate
+                assert layer.get_submodule(name).B.grad.norm() > 0, name
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_pruned(kind):
+    layer = build(**LAYERS[kind])
+    for name in linears(layer):
+        prune.l1_unstructured(layer.get_submodule(name), "weight", amount=0.5)
+    with torch.no_grad():
+        for name in linears(layer):
+            layer.get_submodule(name).weight_orig.mul_(2)  # the hook must make the weight anew
+        x = torch.randn(B, N, C)
+        y = layer(x)[0]
+        for name in linears(layer):
+            prune.remove(layer.get_submodule(name), "weight")
+        torch.testing.assert_close(y, layer(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", LAYERS)
+def test_dynamic_quantisation_leaves_routers_in_float(kind):
+    options = dict(LAYERS[kind])
+    if options["router"] == "query_norm":
+        options["budget"] = (2, 4)  # queries are rounded, so its choice may differ
+    layer = build(**options)
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(layer), {nn.Linear}, dtype=torch.qint8)
+    x = torch.randn(B, N, C)
+    with torch.no_grad():
+        y, want = quantised(x)[0], layer(x)[0]
+    assert 0 < (y - want).norm() < 0.1 * want.norm()
+    assert isinstance(quantised.qkv, torch.ao.nn.quantized.dynamic.Linear)
+    assert all(torch.equal(p, q) for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_offloaded(kind):
+    layer, x = build(**LAYERS[kind]), torch.randn(B, N, C)
+    with torch.no_grad():
+        want = layer(x)[0]
+        cpu_offload(layer, torch.device("cpu"))
+        torch.testing.assert_close(layer(x)[0], want)
