@@ -40,17 +40,17 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class TimestepEmbedder(nn.Module):
-    """Timesteps [B] -> [B, C]: sinusoids (cosines first), then an MLP."""
+    """Timesteps [B] -> [B, C]: sinusoids (cosines first) in `dtype`, then an MLP."""
 
     def __init__(self, dim: int, freq_shift: int = 0):
         super().__init__()
         self.freq_shift = freq_shift  # the lowest frequency is 10000 ** -(half - 1) / (half - freq_shift)
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
 
-    def forward(self, timestep: Tensor) -> Tensor:
+    def forward(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
         shift = self.freq_shift
         features = get_timestep_embedding(timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=shift)
-        return self.mlp(features.to(self.mlp[0].weight.dtype))
+        return self.mlp(features.to(dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -223,7 +223,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             )
         stats: List[RoutingStats] = []
         x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
-        t = self.t_embedder(timestep.expand(x.shape[0]))  # [B, C]
+        t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Optional[Tensor] = None
         if self.config.scope == "sample":

@@ -102,7 +102,7 @@ class CosineAttention(HeadMixtureAttention):
 
     def position_bias(self, positions: Positions) -> Tensor:
         """[h, P, N]"""
-        bias = self.cpb_fc2(F.relu(self.cpb_fc1(positions.coordinates.to(self.cpb_fc1.weight.dtype))))  # [U, h]
+        bias = self.cpb_fc2(F.relu(self.cpb_fc1(positions.coordinates.to(self.temperature.dtype))))  # [U, h]
         N = positions.length.shape[0]
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 

@@ -7,6 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+class Projection(nn.Linear):
+    """A linear layer whose weight is also used transposed. Of a class of its own, so that quantisation leaves it alone."""
+
+
 class AdaptiveVocabulary(nn.Module):
     """Embedding and softmax of a vocabulary sorted by frequency, one set of weights for both.
 
@@ -39,7 +43,7 @@ class AdaptiveVocabulary(nn.Module):
         self.embeddings = nn.ModuleList(
             nn.Embedding(end - start, width) for start, end, width in zip(self.edges, self.edges[1:], widths)
         )
-        self.projections = nn.ModuleList(nn.Linear(width, dim, bias=False) for width in widths if cutoffs)
+        self.projections = nn.ModuleList(Projection(width, dim, bias=False) for width in widths if cutoffs)
         self.clusters = nn.Linear(dim, len(cutoffs), bias=False) if cutoffs else None
         self.dropout = nn.Dropout(dropout)
 

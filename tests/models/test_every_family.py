@@ -1,0 +1,61 @@
+"""Every family of models with every kind of router, in the hands of other tools: quantisation."""
+
+import llama_tiny
+import pytest
+import test_moh_dit
+import test_moh_transnext
+import test_moh_vit
+import text_tiny
+import timm
+import torch
+from torch import nn
+
+import moh_vision
+
+IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
+
+
+def vision(name, options, *inputs):
+    def make(router, **kwargs):
+        budget = None if router == "mae" else 0.75
+        return timm.create_model(name, **{**options, "router": router, "head_budget": budget, **kwargs}).eval(), inputs
+
+    return make
+
+
+def text(preset, *inputs):
+    return lambda router, **kwargs: (text_tiny.tiny(preset, router, dtype=torch.float32, **kwargs), inputs)
+
+
+def llama(router):
+    return moh_vision.convert(llama_tiny.dense(), head_budget="uniform:0.5", router=router), (llama_tiny.words(),)
+
+
+WORDS = text_tiny.words(2, 6)
+LATENTS = IMAGES[..., :8, :8], torch.tensor([3]), torch.tensor([1])
+FAMILIES = {  # name -> (how to make a model and its inputs, routers)
+    "vit": (vision("moh_vit_tiny_patch16_224", test_moh_vit.TINY, IMAGES[..., :16, :16]), ["moh", "query_norm", "mae"]),
+    "transnext": (vision("moh_transnext_base_50", test_moh_transnext.SMALL, IMAGES), ["moh", "query_norm", "mae"]),
+    "dit": (vision("moh_dit_small_patch2_75", test_moh_dit.TINY, *LATENTS), ["moh", "query_norm", "mae"]),
+    "translation": (text("mt_transformer_base", WORDS, None, WORDS), ["moh", "query_norm", "mae_7", "moa", "moa_bias"]),
+    "masked": (text("mlm_base", WORDS), ["moa"]),
+    "causal": (text("clm_wt103_base", WORDS), ["mae_7", "uni_mae", "moa"]),
+    "llama": (llama, ["moh", "query_norm"]),
+}
+CASES = [(family, router) for family, (_, routers) in FAMILIES.items() for router in routers]
+
+
+def tensors(output):
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("family, router", CASES)
+def test_dynamic_quantisation(family, router):
+    model, inputs = FAMILIES[family][0](router)
+    with torch.no_grad():
+        want = tensors(model(*inputs))
+        quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        got = tensors(quantised(*inputs))
+    assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())
+    assert got.shape == want.shape and got.isfinite().all()
