@@ -1,4 +1,4 @@
-"""What is asked of, or done to, all attention layers of a model."""
+"""Helpers that visit every attention layer of a model."""
 
 from typing import List
 
@@ -31,10 +31,11 @@ def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
 
 
 def init_routers(model: nn.Module) -> None:
-    """Give routers back the first weights that are part of their method (MoA's zeros), after a model set its own."""
+    """Set what a router's method fixes: MoA's first weights, MAE's experts. For a model that has set weights of its own."""
     for module in model.modules():
-        if isinstance(module, HeadMixtureAttention) and hasattr(module.router, "init_weights"):
-            module.router.init_weights()
+        if isinstance(module, HeadMixtureAttention):
+            for name in ("init_weights", "init_non_persistent_buffers"):
+                getattr(module.router, name, lambda: None)()
 
 
 def head_budget(model: nn.Module) -> dict:

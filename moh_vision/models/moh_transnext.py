@@ -113,6 +113,11 @@ class TransNeXtStage(nn.Module):
         self.grad_checkpointing = False
         self.set_size(size, device)
 
+    @torch.jit.unused
+    def init_non_persistent_buffers(self) -> None:
+        """Build the tables again, on the device of the weights. timm's `reinit_non_persistent_buffers` calls this."""
+        self.set_size(self.size, self.norm.weight.device)
+
     def set_size(self, size: Tuple[int, int], device=None) -> None:
         """Build the tables for maps of size (H, W)."""
         self.size = size
@@ -236,26 +241,29 @@ class TransNeXt(nn.Module):
         self.num_features = self.head_hidden_size = embed_dims[-1]
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        self.init_weights()
+        self.init_weights(needs_reset=False)
 
     @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Weights and tables anew: linear layers truncated normal 0.02, convolutions by fan-out."""
+        """Set new weights: linear layers truncated normal 0.02, convolutions by fan-out.
+
+        needs_reset: reset norms and tables too, which are right in a model that was just built.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif isinstance(module, nn.Conv2d):
                 fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
                 nn.init.normal_(module.weight, std=(2 / fan_out) ** 0.5)
-            elif isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, TransNeXtStage):
-                module.set_size(module.size, module.norm.weight.device)
+            elif needs_reset and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            elif needs_reset and isinstance(module, TransNeXtStage):
+                module.init_non_persistent_buffers()
             if isinstance(module, CosineAttention):
                 module.init_scales()
             if isinstance(module, AggregatedAttention):
                 module.init_local()
-            if isinstance(module, (nn.Linear, nn.Conv2d, nn.LayerNorm)) and module.bias is not None:
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         init_routers(self)
 

@@ -1,6 +1,5 @@
 """What all text models share: first weights, routing statistics, the loss per token, loading."""
 
-from itertools import combinations
 from typing import List, Optional, Tuple
 
 import torch
@@ -93,7 +92,7 @@ class TextModel(PreTrainedModel):
             for name, buffer in module.named_buffers():
                 init.constant_(buffer, float(name.endswith("var")))
         elif isinstance(module, MAERouter):
-            init.copy_(module.members, left_out(*module.members.shape, module.scale))
+            module.init_non_persistent_buffers()
         elif isinstance(module, MoARouter):
             module.init_weights()
         elif isinstance(module, MoHRouter):
@@ -148,12 +147,3 @@ class TextModel(PreTrainedModel):
                 f"{pretrained_model_name_or_path}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
             )
         return (model, info) if wants_info else model
-
-
-def left_out(experts: int, heads: int, scale: float) -> Tensor:
-    """`MAERouter.members` [experts, heads], for a model whose buffers were made without memory; scale is h / (h - t)."""
-    leave_out = round(heads - heads / scale)
-    members = torch.ones(experts, heads)
-    for expert, out in enumerate(combinations(range(heads), leave_out)):
-        members[expert, list(out)] = 0
-    return members

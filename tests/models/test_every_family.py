@@ -1,4 +1,6 @@
-"""Every family of models with every kind of router, in the hands of other tools: quantisation."""
+"""Every family of models with every kind of router, in the hands of other tools: quantisation, the meta device."""
+
+import copy
 
 import llama_tiny
 import pytest
@@ -8,6 +10,7 @@ import test_moh_vit
 import text_tiny
 import timm
 import torch
+from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 
 import moh_vision
@@ -59,3 +62,30 @@ def test_dynamic_quantisation(family, router):
         got = tensors(quantised(*inputs))
     assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())
     assert got.shape == want.shape and got.isfinite().all()
+
+
+def emptied(model):
+    """As after `to_empty()`, with NaN for what happened to be in memory."""
+    model = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
+    return model
+
+
+@pytest.mark.parametrize("family, router", [case for case in CASES if case[0] != "llama"])
+def test_buffers_that_no_checkpoint_has_are_remade(family, router):
+    """By timm's function, after a checkpoint filled a model that was built without memory."""
+    model, inputs = FAMILIES[family][0](router)
+    filled = emptied(model)
+    filled.load_state_dict(model.state_dict())
+    reinit_non_persistent_buffers(filled)
+    with torch.no_grad():
+        assert torch.equal(tensors(filled(*inputs)), tensors(model(*inputs)))
+
+
+@pytest.mark.parametrize("family, router", [case for case in CASES if case[0] in ("vit", "transnext")])
+def test_init_weights_of_an_empty_model(family, router):
+    model, inputs = FAMILIES[family][0](router)
+    model = emptied(model)
+    model.init_weights()
+    assert model(*inputs).isfinite().all()

@@ -8,10 +8,7 @@ from safetensors.torch import load_file, save_file
 from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from moh_vision.attention import HeadBudget
-from moh_vision.attention.routers import MAERouter
 from moh_vision.models.moh_text import CausalLMModel, MaskedLMModel, TranslationModel, create_text_model
-from moh_vision.models.text_base import left_out
 
 CLASSES = {
     "mt_transformer_base": (TranslationModel, AutoModelForSeq2SeqLM),
@@ -70,12 +67,6 @@ def test_tied_weights_stay_one_after_loading_and_training(tmp_path):
             first, *others = tied(model)
             assert not torch.equal(first, before)
             assert all(other is first for other in others)
-
-
-@pytest.mark.parametrize("heads, leave_out", [(8, 1), (8, 2), (4, 1), (4, 2), (4, 3), (16, 2)])
-def test_experts_of_mae_are_rebuilt_as_the_router_made_them(heads, leave_out):
-    router = MAERouter(16, HeadBudget(heads, 4, heads, 0), leave_out=leave_out)
-    assert torch.equal(left_out(*router.members.shape, router.scale), router.members)
 
 
 def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):

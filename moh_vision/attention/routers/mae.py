@@ -1,5 +1,6 @@
 """A mixture of h - 1 (or h - t) heads, Peng 2020."""
 
+import math
 from itertools import combinations
 from typing import Optional, Tuple
 
@@ -87,19 +88,24 @@ class MAERouter(nn.Module):
         self.reads = "earlier" if causal else "sequence"
         self.window = WINDOW if pool == "window" else 0
         self.scale = h / (h - leave_out)
-        left_out = list(combinations(range(h), leave_out))
-        members = torch.ones(len(left_out), h, device=device, dtype=torch.float32)
-        if not members.is_meta:
-            for expert, heads in enumerate(left_out):
-                members[expert, list(heads)] = 0
+        self.leave_out = leave_out
+        experts = math.comb(h, leave_out)
+        members = torch.empty(experts, h, device=device, dtype=torch.float32)
         self.register_buffer("members", members, persistent=False)  # [experts, H] of 0 and 1
+        self.init_non_persistent_buffers()
         self.norm = self.hidden = self.out = None
         if mode != "uniform":
             self.norm = GateNorm(dim, causal, device=device, dtype=dtype)
             self.hidden = GateLinear(dim, HIDDEN, device=device, dtype=dtype)
-            self.out = GateLinear(HIDDEN, len(left_out), device=device, dtype=dtype)
+            self.out = GateLinear(HIDDEN, experts, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.set_mode(mode)
+
+    @torch.jit.unused
+    def init_non_persistent_buffers(self) -> None:
+        """Compute `members`, which no checkpoint has. timm's `reinit_non_persistent_buffers(model)` calls this."""
+        left_out = list(combinations(range(self.members.shape[1]), self.leave_out))
+        self.members.fill_(1).scatter_(1, torch.tensor(left_out, device=self.members.device), 0)
 
     def set_mode(self, mode: str) -> None:
         """Choose among MODES.
