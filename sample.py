@@ -49,9 +49,9 @@ def main(argv) -> None:
         if config.cfg_scale != 1 and label_drop == 0:
             raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
         scores_path = Path(config.score_file or weights.with_name("scores.json")) if config.score else None
-        if config.save_pipeline and Path(config.save_pipeline).is_file():
-            raise ValueError(f"--save-pipeline {config.save_pipeline} is a file, expected a folder")
-        claim_outputs([config.out, config.grid, config.head_usage, config.save_pipeline, scores_path], config.overwrite)
+        files, folders = [config.grid, config.head_usage, scores_path], [config.save_pipeline]
+        (files if str(config.out).endswith(".npz") else folders).append(config.out)
+        claim_outputs(files, folders, config.overwrite)
         judge = make_judge(config, classes, index_dir(config.checkpoint)) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
@@ -59,6 +59,7 @@ def main(argv) -> None:
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
     device, main_process = accelerator.device, accelerator.is_main_process
     pipe.to(device).set_progress_bar_config(disable=True)
+    accelerator.wait_for_everyone()  # all have looked at what is there before one writes
     if config.save_pipeline and main_process:
         pipe.save_pretrained(config.save_pipeline)
         print(f"pipeline: {config.save_pipeline}")
@@ -71,7 +72,6 @@ def main(argv) -> None:
         labels = torch.tensor(list(draws), dtype=torch.long)
     budget = head_budget(model)["layers"]
     load = HeadLoad([layer["heads"] for layer in budget], len(classes) + 1)  # the last row: "no class"
-    accelerator.wait_for_everyone()  # all have looked at what is there before one writes
     todo = parts.missing(accelerator.process_index, accelerator.num_processes)
     here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
     if len(todo) < here:

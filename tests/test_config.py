@@ -149,7 +149,7 @@ def test_print_config_prints_a_config(tmp_path, capsys):
 
 
 def test_sampling_options():
-    config, flags = parse("--checkpoint", "run", "--cfg-scale", "1.5", kind=SampleConfig)
+    config, flags = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
     assert (config.cfg_scale, flags) == (1.5, None)
     with pytest.raises(ValueError, match="extractor runs.cls needs --score REFERENCE"):
         parse("--checkpoint", "run", "--extractor", "runs/cls", kind=SampleConfig)

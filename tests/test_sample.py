@@ -64,9 +64,9 @@ def call(run, *more):
     sample.main([*argv, *map(str, more)])
 
 
-def refused(capsys, *argv):
+def refused(capsys, run, *more):
     with pytest.raises(SystemExit) as stop:
-        call(*argv)
+        call(run, "--grid", run / "never.png", *more)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1, error
     return error
@@ -146,11 +146,23 @@ def test_guidance_options(tmp_path, capsys):
         ("--num-images 0 --save-pipeline x --out y", "num_images 0 leaves nothing for --out"),
         ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
         ("--sampler dpm", "dpm-solver++"),
+        ("--out {}/x.zip", "x.zip' is out of range: a path that ends in"),
+        ("--grid {0}/g.png --head-usage {0}/g.png", "g.png is given for two outputs"),
+        ("--out {}", "exists; give another path"),
+        ("--out {}/ema.safetensors/images", "ema.safetensors/images cannot be written (File exists)"),
+        ("--score {0} --score-file {0}", "is a folder, expected a file"),
     ],
 )
 def test_mistakes(tmp_path, capsys, argv, words):
-    assert words in refused(capsys, run_of(tmp_path, 1), *argv.split())
+    assert words in refused(capsys, run_of(tmp_path, 1), *argv.format(tmp_path).split())
     assert [p.name for p in tmp_path.iterdir()] == ["ema.safetensors"]
+
+
+@pytest.mark.parametrize("more", [[], ["--save-pipeline", "pipe"], ["--allow-biased"]])
+def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys, more):
+    with pytest.raises(SystemExit, match="2"):
+        call(tmp_path, *more)
+    assert "num_images 5: nothing would be written; give --out, --grid," in capsys.readouterr().err
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):

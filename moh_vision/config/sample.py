@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Optional, Tuple, Union
 
 from moh_vision.config.checks import check, check_seed
@@ -74,7 +75,12 @@ class SampleConfig:
             check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         least = 0 if self.save_pipeline else 1
         check("num_images", self.num_images, self.num_images >= least, f"at least {least}")
-        if not self.num_images and (self.out or self.grid or self.head_usage or self.score):
+        out = Path(self.out or "")
+        is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
+        allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
+        check("out", self.out, is_folder or out.suffix == ".npz", allowed)
+        written = self.out or self.grid or self.head_usage or self.score
+        if not self.num_images and written:
             raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage and --score")
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
@@ -91,3 +97,8 @@ class SampleConfig:
         for name in ("extractor", "inception_weights", "score_file"):
             if getattr(self, name) is not None and self.score is None:
                 raise ValueError(f"{name} {getattr(self, name)} needs --score REFERENCE")
+        if self.num_images and not written:
+            raise ValueError(
+                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage or --score, or "
+                "--save-pipeline with --num-images 0"
+            )

@@ -194,15 +194,30 @@ def _by_main(part: Callable[[], None], accelerator) -> None:
         raise ValueError(problem)
 
 
-def claim_outputs(paths, overwrite: bool) -> None:
-    """Raise ValueError, before any work, for an output that exists already or cannot be written."""
-    for path in (Path(p) for p in paths if p):
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
-        if taken and not overwrite:
-            raise ValueError(f"{path} exists; give another path, or --overwrite true")
-        if path.is_file() and not path.suffix:
+def claim_outputs(files, folders, overwrite: bool) -> None:
+    """Make the parents of output paths, before any work.
+
+    Args:
+        files, folders: paths; None and "" are left out.
+        overwrite: what is there may be replaced.
+
+    Raises:
+        ValueError: naming the path, if it is there, is of the other kind, is given twice, or cannot be written.
+    """
+    files, folders = ([Path(p) for p in paths if p] for paths in (files, folders))
+    for path in (every := [*files, *folders]):
+        if every.count(path) > 1:
+            raise ValueError(f"{path} is given for two outputs")
+        if path.is_dir() and path in files:
+            raise ValueError(f"{path} is a folder, expected a file")
+        if path.is_file() and path in folders:
             raise ValueError(f"{path} is a file, expected a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
+            raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror})") from None
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{path} cannot be written")
 

@@ -12,7 +12,7 @@ from moh_vision.config import ClsConfig, DitConfig, MixConfig, OptimConfig, Samp
 from moh_vision.models.weights import create
 
 KINDS = [ClsConfig, DitConfig, TextConfig, SampleConfig]
-NEEDED = {SampleConfig: ["--checkpoint", "run"]}
+NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
 FLAGS = {
     ClsConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change", "validate_only", "checkpoint"],
     DitConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
