@@ -84,7 +84,13 @@ class AdaptiveVocabulary(nn.Module):
 
     def _first(self, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """log p of the words of band 0 and of the clusters."""
-        logits = F.linear(hidden, self.embeddings[0].weight)
+        weight = self.embeddings[0].weight
+        if weight.is_meta and not hidden.is_meta:  # F.linear would multiply by whatever happens to be in memory
+            raise RuntimeError(
+                "the weights of the adaptive vocabulary are offloaded: its softmax reads them, and hooks that load "
+                "offloaded weights do not run; keep the module `vocabulary` on a device in accelerate's device_map"
+            )
+        logits = F.linear(hidden, weight)
         if self.clusters is None:
             return log_softmax(logits), None
         logits = torch.cat([logits, self.clusters(hidden)], dim=-1)

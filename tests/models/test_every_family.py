@@ -1,4 +1,4 @@
-"""Every family of models with every kind of router, in the hands of other tools: quantisation, the meta device."""
+"""Every family of models with every kind of router, in the hands of other tools: quantisation, the meta device, offloading."""
 
 import copy
 
@@ -10,6 +10,7 @@ import test_moh_vit
 import text_tiny
 import timm
 import torch
+from accelerate import cpu_offload, dispatch_model
 from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 
@@ -89,3 +90,19 @@ def test_init_weights_of_an_empty_model(family, router):
     model = emptied(model)
     model.init_weights()
     assert model(*inputs).isfinite().all()
+
+
+@pytest.mark.parametrize("family, router", CASES)
+def test_offloaded_weights(family, router, tmp_path):
+    model, inputs = FAMILIES[family][0](router)
+    with torch.no_grad():
+        want = tensors(model(*inputs))
+        if family == "causal":
+            offloaded = cpu_offload(copy.deepcopy(model), torch.device("cpu"))
+            with pytest.raises(RuntimeError, match="keep the module `vocabulary` on a device"):  # and not wrong numbers
+                offloaded(*inputs)
+            places = {name: "cpu" if name == "vocabulary" else "disk" for name, _ in model.named_children()}
+            dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
+        else:
+            cpu_offload(model, torch.device("cpu"))
+        torch.testing.assert_close(tensors(model(*inputs)), want)
