@@ -34,7 +34,7 @@ from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import create, init_from
+from moh_vision.models.weights import create, init_from, keep_shared_heads
 from moh_vision.tasks import ClassificationTask
 from moh_vision.validation import draw_usage, validate, validate_only
 
@@ -67,7 +67,9 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             print(describe(config.model.name, model, torch.zeros(1, train.channels, img_size, img_size)))
             return
         resumed = take_up(config.output, stop, flags.fresh, accelerator, held)
-        if config.init_from and not resumed:
+        if resumed:
+            keep_shared_heads(model, config.output)
+        elif config.init_from:
             config.check_calibration(init_from(model, config.init_from, accelerator.print))
         train_only(model, config.train_only)
         descent = BlockDescent(accelerator, model, mae_routers(model), config.compile, **asdict(config.block_descent))

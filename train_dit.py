@@ -34,7 +34,7 @@ from moh_vision.engine.script import finish, index_dir, make_accelerator, open_r
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import create, init_from
+from moh_vision.models.weights import create, init_from, keep_shared_heads
 from moh_vision.previews import Samples
 from moh_vision.sample_scores import make_training_judge
 from moh_vision.tasks import DiffusionTask
@@ -64,7 +64,9 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             print(describe(config.model.name, model, torch.zeros(1, channels, img_size, img_size), zeros, zeros))
             return
         resumed = take_up(config.output, config.max_steps, flags.fresh, accelerator, held)
-        if config.init_from and not resumed:
+        if resumed:
+            keep_shared_heads(model, config.output)
+        elif config.init_from:
             init_from(model, config.init_from, accelerator.print)
         train_only(model, config.train_only)
         descent = BlockDescent(accelerator, model, mae_routers(model), config.compile, **asdict(config.block_descent))

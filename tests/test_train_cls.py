@@ -13,6 +13,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "data")]
 from pictures import encoded, gradient, kinds, write_folder  # noqa: E402
 
 import train_cls  # noqa: E402
+from moh_vision import head_budget  # noqa: E402
+from moh_vision.models.weights import from_run  # noqa: E402
 
 TINY = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "
@@ -208,3 +210,19 @@ def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, cap
     monkeypatch.setattr("moh_vision.validation.draw_head_usage", fail)
     train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
     assert f"{tmp_path}/run/head_usage.png could not be drawn: no room" in capsys.readouterr().out
+
+
+def test_a_run_with_fewer_heads_from_a_run(tmp_path):
+    """`--init-from RUN --model.head_budget SHARE` keeps RUN's shared heads, also when it is resumed."""
+    root = write_folder(tmp_path / "d", train=4, val=2)
+    heads = ["--model.num_heads", "6", "--model.head_budget"]
+    train(root, tmp_path / "first", *heads, "uniform:0.75", "--max-steps", "1")
+    fewer = [*heads, "uniform:0.5", "--init-from", str(tmp_path / "first")]
+    train(root, tmp_path / "second", *fewer, "--max-steps", "1")
+    lines = train(root, tmp_path / "second", *fewer, "--max-steps", "2")
+    assert [e["step"] for e in lines if "loss" in e] == [0, 1]
+    model, _ = from_run(str(tmp_path / "second"), "classifier")
+    assert [(b["shared"], b["routed"]) for b in head_budget(model)["layers"]] == [(2, 1)] * 2
+    train_cls.main(
+        ["--validate-only", "--checkpoint", str(tmp_path / "second"), "--data.root", str(root), "--data.workers", "0"]
+    )

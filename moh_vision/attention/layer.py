@@ -94,7 +94,8 @@ class HeadMixtureAttention(nn.Module):
         self.add_inputs(dim, qkv_bias, **dd)
         self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
-        self.router = ROUTERS[router](dim, budget, **(router_kwargs or {}), **dd)
+        self.router_kwargs = dict(router_kwargs or {})
+        self.router = ROUTERS[router](dim, budget, **self.router_kwargs, **dd)
         if getattr(self.router, "group", 1) not in (1, budget.heads // kv_heads):
             raise ValueError(
                 f"router_kwargs: group={self.router.group} is neither 1 nor {budget.heads // kv_heads}, the query heads of one "

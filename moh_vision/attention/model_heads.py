@@ -1,10 +1,10 @@
 """Helpers that visit every attention layer of a model."""
 
-from typing import List
+from typing import List, Sequence
 
 from torch import nn
 
-from moh_vision.attention.budget import BudgetSpec, change_routed
+from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed
 from moh_vision.attention.layer import HeadMixtureAttention
 
 
@@ -24,10 +24,19 @@ def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
     """Change how many routed heads run, see `change_routed`. All layers or, if one refuses, none."""
     layers = attention_layers(model)
     groups = [getattr(layer.router, "group", 1) for layer in layers]
-    for layer, budget in zip(layers, change_routed(spec, [layer.budget for layer in layers], groups)):
-        layer.budget = budget
-        if budget.candidates > 0:
+    set_budgets(layers, change_routed(spec, [layer.budget for layer in layers], groups))
+
+
+def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBudget]) -> None:
+    """Give layers other budgets. A layer with another number of shared heads gets a new, untrained router."""
+    for layer, budget in zip(layers, budgets, strict=True):
+        if budget.shared != layer.budget.shared:
+            like = next(layer.parameters())
+            router = type(layer.router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
+            layer.router = router.train(layer.training)
+        elif budget.candidates > 0:
             layer.router.num_routed = budget.routed
+        layer.budget = budget
 
 
 def init_routers(model: nn.Module) -> None:

@@ -97,6 +97,7 @@ def convert(
         model = from_diffusers(model)
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
+    spec = 1.0 if head_budget is None else head_budget
     if head_budget is None:
         head_budget = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
     budgets = resolve_budget(head_budget, len(heads), heads, widths)
@@ -122,6 +123,7 @@ def convert(
                 options["base"] = model.pretrained_cfg["architecture"]
                 model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
         update_model_args(model, **{name: value for name, value in options.items() if value is not None})
+    model.head_budget_spec = spec
     record_head_budget(model)
     return model
 

@@ -170,6 +170,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             router = "dense" if head_budget is None else "moh"
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
+        self.head_budget_spec = head_budget
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
         attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels

@@ -1,9 +1,24 @@
-"""The head budget of a model that exists: changing it, and writing it where the model is saved from."""
+"""The head budget of a model that exists: changing it, reading it with weights, and recording it for saving."""
 
+import functools
+from pathlib import Path
+from typing import Callable, Dict, Optional
+
+from timm.models import resolve_pretrained_cfg
 from timm.models._input import update_model_args
-from torch import nn
+from torch import Tensor, nn
 
-from moh_vision.attention import BudgetSpec, attention_layers, set_routed_heads
+from moh_vision.attention import (
+    BudgetSpec,
+    HeadBudget,
+    HeadMixtureAttention,
+    attention_layers,
+    set_budgets,
+    set_routed_heads,
+)
+from moh_vision.attention.budget import change_routed
+from moh_vision.attention.routers import MoHRouter
+from moh_vision.models.weight_files import read_safetensors
 
 
 def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
@@ -21,8 +36,72 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
         ValueError: naming the layer, if it has no routed heads or too few.
     """
     set_routed_heads(model, spec)
+    model.head_budget_spec = spec
     record_head_budget(model)
     return model
+
+
+def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
+    """Give the layers of a model as many shared heads as the MoH routers in its weights have.
+
+    The share of active heads stays what the model was made with, as if `set_head_budget` had set it after loading.
+    Weights without routers change nothing. Call it before loading: the new routers are untrained.
+
+    Raises:
+        ValueError: naming the layer, if the model's budget does not allow these shared heads.
+    """
+    layers, trained = [], []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, HeadMixtureAttention) or not isinstance(layer.router, MoHRouter):
+            continue
+        b, routed = layer.budget, state_dict.get(f"{name}.router.routed.weight")
+        shared = b.shared
+        if routed is not None and len(routed) <= b.heads:  # else the weights do not fit, which loading reports
+            shared = b.heads - len(routed)
+        elif routed is None and f"{name}.router.shared.weight" in state_dict:
+            shared = b.heads
+        layers.append(layer)
+        trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
+    if any(layer.budget.shared != b.shared for layer, b in zip(layers, trained)):
+        spec = getattr(model, "head_budget_spec", None)
+        if spec is None or isinstance(spec, (list, tuple)):  # TransNeXt's lists may be of stages
+            spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
+        set_budgets(layers, change_routed(spec, trained))
+        record_head_budget(model)
+
+
+def at_trained_budget(create: Callable) -> Callable:
+    """Decorate `create(variant, pretrained, ...)` of timm entrypoints to build a model as its weights were trained.
+
+    A model with pretrained weights is built with the budget recorded with them. The head_budget of the caller, if any,
+    is then set as `set_head_budget` does.
+    """
+
+    @functools.wraps(create)
+    def built(variant: str, pretrained: bool = False, *args, **kwargs):
+        trained = trained_budget(variant, kwargs) if pretrained else None
+        if trained is None:
+            return create(variant, pretrained, *args, **kwargs)
+        wanted = kwargs.get("head_budget")
+        model = create(variant, pretrained, *args, **{**kwargs, "head_budget": trained})
+        return model if wanted in (None, trained) else set_head_budget(model, wanted)
+
+    return built
+
+
+def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
+    """The head budget recorded with the pretrained weights that the arguments of a timm entrypoint name.
+
+    `timm.models.save_for_hf` records it in config.json, a run in the metadata of its files. None: not recorded.
+    """
+    saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
+    if saved is not None:
+        return saved
+    file = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")).file
+    if file is None or not str(file).endswith(".safetensors"):
+        return None
+    arguments = read_safetensors(Path(file), tensors=False)[1].get("arguments")
+    return arguments.get("head_budget") if isinstance(arguments, dict) else None
 
 
 def record_head_budget(model: nn.Module) -> None:

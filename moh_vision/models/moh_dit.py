@@ -10,6 +10,7 @@ from typing import Optional
 from timm.models import generate_default_cfgs, register_model
 
 from moh_vision.attention import runs_all_heads
+from moh_vision.models.head_budgets import at_trained_budget
 
 SIZES = {
     "small": dict(embed_dim=384, depth=12, num_heads=6),
@@ -67,6 +68,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+@at_trained_budget
 def _create_dit(
     variant: str,
     pretrained: bool = False,

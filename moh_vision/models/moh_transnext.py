@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
-from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.head_budgets import at_trained_budget, record_head_budget, take_shared_heads
 from moh_vision.models.official_routers import rename_routers
 
 STAGES = 4
@@ -213,6 +213,7 @@ class TransNeXt(nn.Module):
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.grad_checkpointing = False
         budgets = stage_budgets(head_budget, depths, num_heads, embed_dims)
+        self.head_budget_spec = head_budget
         attn_kwargs = dict(
             router=router, scope=scope, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
             attn_drop=attn_drop_rate, proj_drop=proj_drop_rate,
@@ -437,6 +438,13 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     return result
 
 
+def pretrained_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """`checkpoint_filter_fn` for timm's loading; the model takes the shared heads of the weights."""
+    state_dict = checkpoint_filter_fn(state_dict, model)
+    take_shared_heads(model, state_dict)
+    return state_dict
+
+
 def _cfg(**kwargs) -> dict:
     return {
         "num_classes": 1000,
@@ -482,7 +490,8 @@ SMALL = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(5
 BASE = dict(embed_dims=(96, 192, 384, 768), num_heads=(4, 8, 16, 32), depths=(5, 5, 23, 5))
 
 
-def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNeXt:
+@at_trained_budget
+def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
     if runs_all_heads(kwargs.get("router")):
         args = {k: v for k, v in args.items() if k != "head_budget"}
     args = dict(args, **kwargs)
@@ -491,7 +500,7 @@ def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNe
         TransNeXt,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=pretrained_filter_fn,
         feature_cfg=dict(out_indices=out_indices, flatten_sequential=True),
         **args,
     )
@@ -503,50 +512,50 @@ def _create(variant: str, pretrained: bool, args: dict, kwargs: dict) -> TransNe
 @register_model
 def transnext_micro(pretrained: bool = False, **kwargs) -> TransNeXt:
     """12.8 M parameters, 82.5 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_micro", pretrained, MICRO, kwargs)
+    return _create("transnext_micro", pretrained, MICRO, **kwargs)
 
 
 @register_model
 def transnext_tiny(pretrained: bool = False, **kwargs) -> TransNeXt:
     """28.3 M parameters, 84.0 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_tiny", pretrained, TINY, kwargs)
+    return _create("transnext_tiny", pretrained, TINY, **kwargs)
 
 
 @register_model
 def transnext_small(pretrained: bool = False, **kwargs) -> TransNeXt:
     """49.7 M parameters, 84.7 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_small", pretrained, SMALL, kwargs)
+    return _create("transnext_small", pretrained, SMALL, **kwargs)
 
 
 @register_model
 def transnext_base(pretrained: bool = False, **kwargs) -> TransNeXt:
     """89.7 M parameters, 84.8 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_base", pretrained, BASE, kwargs)
+    return _create("transnext_base", pretrained, BASE, **kwargs)
 
 
 @register_model
 def moh_transnext_small_80(pretrained: bool = False, **kwargs) -> TransNeXt:
     """MoH-ViT-S, 80 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
     args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [8, 12]])
-    return _create("moh_transnext_small_80", pretrained, args, kwargs)
+    return _create("moh_transnext_small_80", pretrained, args, **kwargs)
 
 
 @register_model
 def moh_transnext_small_75(pretrained: bool = False, **kwargs) -> TransNeXt:
     """MoH-ViT-S, 75 % of the heads active: 84.6 % top-1 on ImageNet (Jin 2024, table 1)."""
     args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]])
-    return _create("moh_transnext_small_75", pretrained, args, kwargs)
+    return _create("moh_transnext_small_75", pretrained, args, **kwargs)
 
 
 @register_model
 def moh_transnext_base_75(pretrained: bool = False, **kwargs) -> TransNeXt:
     """MoH-ViT-B, 75 % of the heads active: 84.9 % top-1 on ImageNet (Jin 2024, table 1)."""
     args = dict(BASE, router="moh", head_budget=[[4, 0], [8, 0], [4, 8], [5, 16]])
-    return _create("moh_transnext_base_75", pretrained, args, kwargs)
+    return _create("moh_transnext_base_75", pretrained, args, **kwargs)
 
 
 @register_model
 def moh_transnext_base_50(pretrained: bool = False, **kwargs) -> TransNeXt:
     """MoH-ViT-B, 50 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
     args = dict(BASE, router="moh", head_budget=[[2, 2], [2, 4], [2, 6], [4, 8]])
-    return _create("moh_transnext_base_50", pretrained, args, kwargs)
+    return _create("moh_transnext_base_50", pretrained, args, **kwargs)

@@ -25,13 +25,15 @@ from moh_vision.attention import (
     HeadMixtureAttention,
     RoutingStats,
     all_heads,
+    attention_layers,
     init_routers,
     resolve_budget,
     run_block,
     runs_all_heads,
+    set_budgets,
 )
 from moh_vision.attention.routers import MoHRouter
-from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.head_budgets import at_trained_budget, record_head_budget, take_shared_heads
 
 
 class MoHBlock(Block):
@@ -108,6 +110,7 @@ class MoHVisionTransformer(VisionTransformer):
         if head_budget is None:
             head_budget = [(num_heads, 0)] * depth if runs_all_heads(router) else 0.75
         budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
+        self.head_budget_spec = head_budget
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
         super().__init__(
@@ -152,12 +155,16 @@ def check_image_size(img_size, patch_size) -> None:
         raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
 
 
+def has_routers(state_dict: Dict[str, Tensor]) -> bool:
+    return any(".attn.router." in name for name in state_dict)
+
+
 def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
     """Weights of a plain ViT, completed: MoH's routers become zero, which is plain attention while all heads run.
 
     Other routers keep what they have. Weights that come with routers pass through.
     """
-    if any(".attn.router." in name for name in state_dict):
+    if has_routers(state_dict):
         return state_dict
     own = {name: tensor for name, tensor in model.state_dict().items() if ".attn.router." in name}
     moh = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
@@ -165,9 +172,21 @@ def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     return {**state_dict, **new}
 
 
-def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """timm's and other published ViT weights for our model: as timm reads them, then `zero_missing_routers`."""
-    return zero_missing_routers(timm_filter(state_dict, model), model)
+def checkpoint_filter_fn(
+    state_dict: Dict[str, Tensor], model: nn.Module, keep_budget: bool = True
+) -> Dict[str, Tensor]:
+    """timm's and other published ViT weights for our model: as timm reads them, then `zero_missing_routers`.
+
+    The model takes the shared heads of weights with routers. Dense weights were trained with all heads, which all run
+    then unless the model keeps its budget.
+    """
+    state_dict = timm_filter(state_dict, model)
+    take_shared_heads(model, state_dict)
+    if not keep_budget and not has_routers(state_dict):
+        layers = attention_layers(model)
+        heads = [layer.num_heads for layer in layers]
+        set_budgets(layers, resolve_budget(all_heads(heads), len(heads), heads, [layer.head_dim for layer in layers]))
+    return zero_missing_routers(state_dict, model)
 
 
 def _cfg(**kwargs) -> dict:
@@ -220,18 +239,17 @@ def _converted(
     return convert(model_entrypoint(base)(**kwargs), head_budget, router, scope, executor, router_kwargs)
 
 
+@at_trained_budget
 def _create_moh_vit(
     variant: str, pretrained: bool = False, model_cls=MoHVisionTransformer, **kwargs
 ) -> MoHVisionTransformer:
     out_indices = kwargs.pop("out_indices", 3)
-    if pretrained and kwargs.get("head_budget") is None and not runs_all_heads(kwargs.get("router")):
-        # Until a budget is set: the weights were trained with all heads.
-        kwargs["head_budget"] = all_heads([kwargs.get("num_heads", 12)] * kwargs.get("depth", 12))
+    keep_budget = kwargs.get("head_budget") is not None or runs_all_heads(kwargs.get("router"))
     model = build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=partial(checkpoint_filter_fn, keep_budget=keep_budget),
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )

@@ -11,6 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.moh_vit import MoHVisionTransformer, zero_missing_routers
 from moh_vision.models.weight_files import one_line, read_safetensors, read_tensors, refuse_unpacking, weights_file
 
@@ -64,6 +65,7 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
     _refuse_strange_run(file, kind, state, metadata)
     model = create(metadata["architecture"], kind, **metadata["arguments"])
+    take_shared_heads(model, state)
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
 
@@ -90,6 +92,7 @@ def _refuse_strange_run(file: Path, kind: str, state: Dict[str, Tensor], metadat
     try:
         with torch.device("meta"):
             outline = create(name, kind, **arguments)
+            take_shared_heads(outline, state)
         refuse_other_shapes(file, state, outline)
     except ValueError as error:
         text = str(error)
@@ -179,7 +182,8 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
 
     The head or label table is made anew for another class count, position tables are resized or made anew for another
-    image size, and routers start fresh where the source has none; each is named through `say`.
+    image size, and routers start fresh where the source has none; each is named through `say`. The model takes the
+    shared heads of a source with routers; how many run stays its own.
 
     Returns:
         whether routers start fresh.
@@ -218,6 +222,13 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     return routers > 0
 
 
+def keep_shared_heads(model: nn.Module, run: str) -> None:
+    """Give the model of a resumed run the shared heads that it took from `init_from` when the run started."""
+    file = Path(run) / "model.safetensors"
+    if file.exists():
+        take_shared_heads(model, read_tensors(file))
+
+
 def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
     """Load published or own weights into a model, whatever their layout.
 
@@ -247,6 +258,7 @@ def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[s
     """Weights of another layout in the model's; ValueError, naming the file, where that cannot be."""
     try:
         state = model.checkpoint_filter(state, model)
+        take_shared_heads(model, state)
     except Exception as error:  # filters look at shapes that nobody has checked
         raise ValueError(f"{file}: {one_line(error)}") from None
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
