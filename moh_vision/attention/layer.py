@@ -30,8 +30,8 @@ class HeadMixtureAttention(nn.Module):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled or exported, "packed", "decode"
-            and "auto" are "masked": which heads run is known only at run time.
+        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled, exported or transformed by
+            torch.func, "packed", "decode" and "auto" are "masked": which heads run is known only at run time.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
@@ -320,7 +320,11 @@ class HeadMixtureAttention(nn.Module):
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether the call is being traced, compiled or exported, or computes nothing: then shapes must not decide."""
+    """Whether the call is traced, compiled, exported, transformed by torch.func, or computes nothing.
+
+    Then values must not decide which heads run.
+    """
     # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
     special = type(x) not in (Tensor, nn.Parameter)
-    return special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
+    captured = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
+    return captured or torch._C._are_functorch_transforms_active()

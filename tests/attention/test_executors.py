@@ -372,6 +372,17 @@ def test_empty_batch():
     assert build((2, 2), executor="packed")(torch.randn(0, N, C))[0].shape == (0, N, C)
 
 
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_transforms_of_torch_func(scope):
+    layer = build((2, 2), torch.float64, scope=scope, executor="packed")
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: layer(x)[0].square().sum())(x.detach()), want)
+    each = torch.func.vmap(torch.func.grad(lambda x: layer(x[None])[0].square().sum()))
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.testing.assert_close(each(x.detach()), want)
+
+
 # ---------------------------------------------------------------- captured graphs
 
 

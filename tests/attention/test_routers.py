@@ -171,10 +171,12 @@ def test_logits_of_16_bit_tokens_and_their_gradient():
     torch.testing.assert_close(logits, want)
     assert all(t.dtype == torch.bfloat16 or t is w for t in logits.grad_fn.saved_tensors)
     weight = torch.randn(2, 5, 4)
-    for got, exact in zip(
-        torch.autograd.grad((logits * weight).sum(), (x, w)), torch.autograd.grad((want * weight).sum(), (x, w))
-    ):
+    slopes = [torch.autograd.grad((y.square() * weight).sum(), (x, w), create_graph=True) for y in (logits, want)]
+    curvatures = [torch.autograd.grad(dw.square().sum(), (x, w)) for _, dw in slopes]
+    for got, exact in zip(*slopes):
         torch.testing.assert_close(got, exact)
+    for got, exact in zip(*curvatures):  # of x two terms, each rounded to 16 bits
+        assert (got - exact).norm() <= 1e-2 * exact.norm()
 
 
 # ---------------------------------------------------------------- query_norm
