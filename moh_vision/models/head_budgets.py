@@ -100,7 +100,7 @@ def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
     file = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")).file
     if file is None or not str(file).endswith(".safetensors"):
         return None
-    arguments = read_safetensors(Path(file), tensors=False)[1].get("arguments")
+    arguments = read_safetensors(Path(file), lambda name: False)[1].get("arguments")
     return arguments.get("head_budget") if isinstance(arguments, dict) else None
 
 

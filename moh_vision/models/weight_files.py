@@ -8,7 +8,7 @@ import math
 import re
 import zipfile
 from pathlib import Path
-from typing import Dict, Tuple
+from typing import Callable, Dict, Tuple
 
 import torch
 from safetensors import safe_open
@@ -51,8 +51,8 @@ def read_tensors(file: Path) -> Dict[str, Tensor]:
     return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
 
 
-def read_safetensors(file: Path, tensors: bool = True) -> Tuple[Dict[str, Tensor], dict]:
-    """Tensors (none with tensors=False) and JSON metadata of a .safetensors file.
+def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
+    """Tensors whose names are wanted, and JSON metadata, of a .safetensors file.
 
     Raises:
         ValueError, FileNotFoundError: naming the file.
@@ -61,7 +61,7 @@ def read_safetensors(file: Path, tensors: bool = True) -> Tuple[Dict[str, Tensor
         raise FileNotFoundError(f"{file}: no such file")
     try:
         with safe_open(file, "pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys() if tensors}
+            state = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}
             metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{file}: not a readable .safetensors file of a run ({one_line(error)})") from None

@@ -226,7 +226,7 @@ def keep_shared_heads(model: nn.Module, run: str) -> None:
     """Give the model of a resumed run the shared heads that it took from `init_from` when the run started."""
     file = Path(run) / "model.safetensors"
     if file.exists():
-        take_shared_heads(model, read_tensors(file))
+        take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
@@ -235,7 +235,8 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
     Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects), the
     .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. An EMA is preferred where the file
     holds one. Layouts: ours; timm's ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose
-    outputs a model with compat="diffusers" has. Weights of a dense model leave MoH's routers at zero.
+    outputs a model with compat="diffusers" has. Weights of a dense model leave MoH's routers at zero. The shared heads
+    of weights with MoH's routers become the model's; how many heads run stays its own.
 
     Returns:
         the model.
