@@ -36,7 +36,7 @@ from moh_vision.engine.steps import Updater, average_over_step, learning_rate, s
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import create, init_from, keep_shared_heads
 from moh_vision.previews import Samples
-from moh_vision.sample_scores import make_training_judge
+from moh_vision.sample_scores import make_judge
 from moh_vision.tasks import DiffusionTask
 
 
@@ -78,7 +78,13 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             Samples(c, len(train.classes), config.learn_sigma, clip=inputs.space is None, decode=decode)
             for c in (config.preview, config.score)
         )
-        judge = make_training_judge(config, index) if config.score.every else None
+        judge, s = None, config.score
+        if s.every:
+            with accelerator.main_process_first():
+                judge = make_judge(
+                    "score.reference", s.reference or d.root, s.split, s.extractor, s.inception_weights, s.allow_biased,
+                    s.images, index, default_split="train",
+                )  # fmt: skip
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,
@@ -149,6 +155,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
                 skipped=update.skipped,
                 failed_saves=saver.failed,
                 failed_previews=previews.failed,
+                failed_scores=scored.failed,
                 unreadable=len(unreadable.seen),
             )
             log.metrics(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Callable, Optional, Tuple
 
@@ -28,7 +30,7 @@ class Samples:
         decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
 
     Attributes:
-        failed: how often nothing could be drawn since the process started.
+        failed: how often nothing could be drawn, or scored, since the process started.
 
     Raises:
         ValueError: if the sampler cannot take that number of steps.
@@ -95,34 +97,41 @@ class Samples:
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
-    def score(self, model: nn.Module, judge: Callable, folder: Path, step: int, accelerator) -> Tuple[dict, str]:
+    def score(self, model: nn.Module, judge: Callable, run: Path, step: int, accelerator) -> Tuple[dict, str]:
         """Scores of `images` samples that the processes share; every process calls it.
+
+        A failure is counted. It does not end the training.
 
         Args:
             judge: (ImageParts, labels, device, batch size) -> (scores, text), of `sample_scores.make_judge`.
-            folder: for the samples while they are scored.
+            run: folder of the run; the samples stay in its subfolder .scoring while they are scored.
             step: of the weights.
             accelerator: accelerate's Accelerator.
 
         Returns:
-            (scores, text); dict(error=...) where there are none, which is no reason to end the training.
+            (scores, text); dict(error=...) where there are none.
         """
-        settings = {name: getattr(self.config, name) for name in ("sampler", "steps", "cfg_scale", "seed")}
-        parts = ImageParts(folder, self.config.images, BATCH, dict(settings, step=step))
+        folder, count = run / ".scoring", self.config.images
+        labels, found = torch.arange(count) % self.num_classes, []
+        open_parts = partial(ImageParts, folder, count, BATCH, dict(step=step))
+
+        def clear() -> None:
+            if accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
 
         def make_own() -> None:
+            parts = open_parts()
             for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
                 parts.add(batch, self.sample(model, parts.numbers(batch)))
 
-        labels = torch.arange(self.config.images) % self.num_classes
-        try:
-            problem = attempt(make_own, Exception)
-            if problem:
-                raise ValueError(problem)
-            return judge(parts, labels, accelerator.device, BATCH)
-        except (ValueError, OSError) as error:
-            return dict(error=str(error)), f"no scores: {error}"
-        finally:
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                parts.remove()
+        def judge_all() -> None:
+            found.append(judge(open_parts(), labels, accelerator.device, BATCH))
+
+        clear()  # a killed run may have left samples of other weights
+        accelerator.wait_for_everyone()
+        problem = attempt(make_own, Exception) or attempt(judge_all, Exception)
+        clear()
+        if problem:
+            self.failed += 1
+            return dict(error=problem), f"no scores: {problem}"
+        return found[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator, Optional, Tuple
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ from torchvision.transforms import v2
 from moh_vision.analysis.figures import as_pil
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.crop import center_crop
-from moh_vision.data.latents.cache import is_latent_cache
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import open_source
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
-from moh_vision.evaluation.fidelity import Extractor, TimmExtractor, make_extractor, score, statistics_of
+from moh_vision.evaluation.fidelity import Extractor, Reference, TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity.extractors import num_features
 from moh_vision.evaluation.fidelity.images import EXTENSIONS
 from moh_vision.evaluation.fidelity.table import table
 from moh_vision.models.weights import from_run
@@ -28,44 +28,47 @@ class ClassifierScores:
     """The share of samples recognised as their class, and the Frechet distance in a classifier's features.
 
     Args:
-        reference: `data.root` whose val split is compared with.
+        reference: `data.root` to compare with.
         extractor: a classification run on the same classes.
         classes: of the diffusion run.
         index_dir: see `open_source`.
+        split: of the reference.
 
     Raises:
         ValueError, FileNotFoundError: if one of the three has other classes.
     """
 
-    def __init__(self, reference: str, extractor: str, classes: list, index_dir: str):
-        self.source = open_source(reference, "val", index_dir)
+    def __init__(self, reference: str, extractor: str, classes: list, index_dir: str, split: str = "val"):
+        self.source = open_source(reference, split, index_dir)
         self.classifier, self.judge = from_run(extractor, "classifier")
         if self.judge["classes"] != classes or self.source.classes != classes:
             raise ValueError(
                 f"--extractor {extractor} and --score {reference} need the classes of the run: {classes}; without them "
                 "--extractor inception or timm:NAME"
             )
-        self.reference = reference
+        self.reference = f"{reference}, {split} split"
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples and their labels [N] -> (scores, text)."""
-        images = torch.cat([batch for _, batch in parts.batches()])  # [N, C, h, w]
-        source, judge = self.source, self.judge
-        mean, std = (self.classifier.pretrained_cfg[k][: source.channels] for k in ("mean", "std"))
-        transform = image_transform("none", judge["arguments"]["img_size"], source.channels, mean, std)
-        slices = rank_slice(len(source), 0, 1, 256)
-        real = evaluation_batches(LabelledImages(source, transform, 0), slices, 0)
-        fake = torch.stack([transform(as_pil(image)) for image in images])
-        scores = score_with_classifier(self.classifier.to(device), fake, labels, real, device)
+        source, judge, cfg = self.source, self.judge, self.classifier.pretrained_cfg
+        img_size = judge["arguments"].get("img_size") or cfg["input_size"][-1]
+        channels = judge["arguments"].get("in_chans", 3)
+        transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
+        real = evaluation_batches(LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, batch_size), 0)
+        fake = (
+            dict(images=torch.stack([transform(as_pil(x)) for x in batch]), labels=labels[first : first + len(batch)])
+            for first, batch in parts.batches()
+        )
+        scores = score_with_classifier(self.classifier.to(device), fake, real, device)
         scores.update(
             feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}); not Inception, not FID",
-            reference=f"{self.reference}, test split",
+            reference=self.reference,
         )
         recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
         distance = scores["frechet_distance"]
         shown = "needs more images than features" if distance is None else f"{distance:.2f}"
         text = (
-            f"recognised as the class asked for: {recognised:.1f} % (real test images: {on_real:.1f} %)\n"
+            f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
             f"Frechet distance: {shown}; {scores['num_features']} features, {scores['feature_space']}"
         )
         return scores, text
@@ -77,13 +80,13 @@ class FidelityScores:
     Args:
         reference: path, or `data.root` of a data set, whose images are center-cropped to the samples' size.
         split: of a data set.
-        extractor: "inception", "timm:NAME", or a classification run.
-        inception_weights: see `fidelity.Inception`.
+        extractor, inception_weights: see `open_extractor`.
         allow_biased: see `fidelity.score`.
+        num_images: how many are going to be scored.
         index_dir: see `open_source`.
 
     Raises:
-        ValueError, FileNotFoundError: for a reference or extractor that is not there.
+        ValueError, FileNotFoundError: for a reference or extractor that cannot be used, or too few images for it.
     """
 
     def __init__(
@@ -93,30 +96,48 @@ class FidelityScores:
         extractor: str,
         inception_weights: Optional[str],
         allow_biased: bool,
+        num_images: int,
         index_dir: str,
     ):
-        self.reference, self.allow_biased, self.source, self.statistics = reference, allow_biased, None, None
+        source = reference
         if not is_image_set(reference):
-            self.source = open_source(reference, split, index_dir)
-            self.reference = f"{reference}, {split} split"
-        self.network = open_extractor(extractor, inception_weights)
+            source = SourceImages(open_source(reference, split, index_dir), f"{reference}, {split} split")
+        self.allow_biased, self.source, self.reference = allow_biased, source, Reference(source)
+        self.network = open_extractor(extractor, inception_weights)  # which may be fetched, so the last to fail
+        self.reference.check(self.network, num_features(self.network), num_images, allow_biased)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples -> (scores, text); every process calls it."""
-        if self.source is not None and self.statistics is None:  # once, for scores while training
-            images = source_batches(self.source, next(parts.batches())[1].shape[-1], batch_size)
-            self.statistics = statistics_of(images, self.network, batch_size, device, self.reference)
-        generated = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
+        if isinstance(self.source, SourceImages):
+            self.source.size = next(parts.batches())[1].shape[-1]
         scores = score(
-            generated,
-            self.statistics or self.reference,
+            (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches()),
+            self.reference,
             extractor=self.network,
             batch_size=batch_size,
             device=device,
             allow_biased=self.allow_biased,
         )
-        scores["reference"] = self.reference
-        return scores, table(scores, "these samples", self.reference)
+        scores["reference"] = name = getattr(self.source, "name", self.source)
+        return scores, table(scores, "these samples", name)
+
+
+class SourceImages:
+    """The images of a data set, center-cropped to `size`, read as those of a `fidelity.images.ImageFolder`."""
+
+    def __init__(self, source, name: str):
+        self.source, self.name, self.size = source, name, None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Tuple[int, Tensor]]:
+        """(number of the first image, uint8 [B, 3, size, size]) of every world-th batch, from number `rank` on."""
+        rgb = v2.RGB()
+        for first in range(rank * batch_size, len(self), world * batch_size):
+            numbers = range(first, min(first + batch_size, len(self)))
+            crops = [np.asarray(center_crop(rgb(self.source.image(i)), self.size)) for i in numbers]
+            yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
 
 
 def open_extractor(extractor: str, inception_weights: Optional[str] = None) -> Extractor:
@@ -127,39 +148,56 @@ def open_extractor(extractor: str, inception_weights: Optional[str] = None) -> E
     """
     if not Path(extractor).exists():
         return make_extractor(extractor, inception_weights)
+    if inception_weights is not None:
+        raise ValueError(f"inception_weights {inception_weights} has no effect with extractor {extractor}, a run")
     model, about = from_run(extractor, "classifier")
-    return TimmExtractor(model, f"{about['architecture']} of {extractor}")
+    name, img_size = f"{about['architecture']} of {extractor}", about["arguments"].get("img_size")
+    return TimmExtractor(model, name, img_size=img_size)
 
 
-def make_judge(config, classes: list, index_dir: str):
-    """What scores samples, as a function of (parts, labels, device, batch size), for a `SampleConfig` with score.
+def make_judge(
+    key: str,
+    reference: str,
+    split: Optional[str],
+    extractor: str,
+    inception_weights: Optional[str],
+    allow_biased: bool,
+    num_images: int,
+    index_dir: str,
+    classes: Optional[list] = None,
+    default_split: str = "val",
+):
+    """What scores samples, as a function of (parts, labels, device, batch size); everything it needs is opened here.
 
-    A classification run as extractor and a data set as reference: `ClassifierScores`; else `FidelityScores`.
+    Args:
+        key: option that named the reference, for messages.
+        reference: a folder of images, .npz, saved statistics, or `data.root` of a data set.
+        split: of a data set; None: `default_split`.
+        extractor, inception_weights: see `open_extractor`.
+        allow_biased: see `fidelity.score`.
+        num_images: how many are going to be scored.
+        index_dir: see `open_source`.
+        classes: of the diffusion run. With a classification run as extractor and a data set as reference, the result is a
+            `ClassifierScores` then; without them, and otherwise, a `FidelityScores`.
 
     Raises:
-        ValueError, FileNotFoundError: naming the key.
+        ValueError, FileNotFoundError: naming the option.
     """
-    extractor = config.extractor or "inception"
-    if Path(extractor).exists() and not is_image_set(config.score):
-        return ClassifierScores(config.score, extractor, classes, index_dir)
-    return FidelityScores(
-        config.score, config.score_split, extractor, config.inception_weights, config.allow_biased, index_dir
-    )
-
-
-def make_training_judge(config, index_dir: str) -> FidelityScores:
-    """The same for a `DitConfig`; without score.reference its own training data, which must be images.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the key.
-    """
-    c = config.score
-    reference = c.reference or config.data.root
-    if is_latent_cache(reference):
-        raise ValueError(
-            f"score.reference: data.root {reference} holds latents; name images, or ADM's .npz, to score against"
-        )
-    return FidelityScores(reference, c.split, c.extractor, c.inception_weights, c.allow_biased, index_dir)
+    image_set = is_image_set(reference)
+    if image_set and split is not None:
+        raise ValueError(f"{key} {reference} is no data set, so a split ({split}) has no effect")
+    try:
+        if classes is not None and Path(extractor).exists() and not image_set:
+            for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
+                if value:
+                    raise ValueError(
+                        f"{name} {value} has no effect with a run as extractor and a data set as reference"
+                    )
+            return ClassifierScores(reference, extractor, classes, index_dir, split or default_split)
+        how = extractor, inception_weights, allow_biased, num_images, index_dir
+        return FidelityScores(reference, split or default_split, *how)
+    except (ValueError, OSError) as error:
+        raise ValueError(str(error).replace("data.root", key, 1)) from None
 
 
 def is_image_set(path: str) -> bool:
@@ -168,12 +206,3 @@ def is_image_set(path: str) -> bool:
     if place.is_dir():
         return any(p.suffix.lower() in EXTENSIONS for p in place.iterdir())
     return path.endswith((".npz", ".safetensors"))
-
-
-def source_batches(source, size: int, batch_size: int) -> Iterator[Tensor]:
-    """Every image of a data set, center-cropped: uint8 [B, 3, size, size]."""
-    rgb = v2.RGB()
-    for first in range(0, len(source), batch_size):
-        numbers = range(first, min(first + batch_size, len(source)))
-        crops = [np.asarray(center_crop(rgb(source.image(i)), size)) for i in numbers]
-        yield torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)

@@ -26,6 +26,7 @@ from moh_vision.engine.image_parts import ImageParts  # noqa: E402
 from moh_vision.evaluation.fidelity import TimmExtractor, score  # noqa: E402
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command  # noqa: E402
 from moh_vision.models.weights import create, from_run  # noqa: E402
+from moh_vision.sample_scores import open_extractor  # noqa: E402
 
 NAME = "moh_dit_small_patch2_75"
 
@@ -419,8 +420,71 @@ def test_the_fidelity_command_on_two_processes(tmp_path):
         assert results[1][name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
 
 
+@pytest.mark.parametrize("more", [{}, dict(dynamic_img_size=True)])
+def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
+    sizes = dict(embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), num_classes=2, in_chans=3)
+    arguments = dict(sizes, img_size=32, **more)
+    model = create("transnext_micro", "classifier", **arguments).eval()
+    about = dict(architecture="transnext_micro", arguments=arguments, classes=["x", "y"], config={})
+    export_weights(model, tmp_path / "model.safetensors", about)
+    network, x = open_extractor(str(tmp_path)), torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        want = model.forward_head(model.forward_features((x / 255 - mean) / std), pre_logits=True)
+        torch.testing.assert_close(network(x).pooled, want)
+
+
+def references(folder):
+    """Paths that cannot be compared with, and what is said of them."""
+    rng = np.random.default_rng(0)
+    grey, small = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((20, 4, 4, 1), (5, 4, 4, 3)))
+    np.savez(folder / "grey.npz", arr_0=grey)
+    np.savez(folder / "few.npz", arr_0=small)
+    np.savez(folder / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
+    for name in ("sizes", "colours", "classes/cat"):
+        (folder / name).mkdir(parents=True)
+        for i in range(9):
+            image = Image.new(
+                "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
+            )
+            image.save(folder / name / f"{i}.png")
+    return {
+        "grey.npz": "arr_0 is uint8 [20, 4, 4, 1]; expected uint8 [N, height, width, 3]",
+        "few.npz": "5 reference images for 8 features",
+        "wide.npz": "does not say which weights made it",
+        "none.npz": "no such file",
+        "sizes": "8.png has 5 x 4 pixels, 0.png has 4 x 4",
+        "colours": "8.png: its mode is L; expected RGB",
+        "classes": "classes: neither val-*.tar shards nor a folder val in it",
+    }
+
+
+def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    run, judge = run_of(tmp_path / "run", 3), classifier_in(tmp_path / "cls")
+    for name, words in references(tmp_path).items():
+        error = refused(capsys, run, "--num-images", 30, "--extractor", judge, "--score", tmp_path / name)
+        assert words in error and name in error
+        assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
+        # As the fidelity command has it, where data sets are no references.
+        if name != "classes":
+            np.savez(tmp_path / "g.npz", arr_0=np.zeros((30, 4, 4, 3), np.uint8))
+            assert fidelity_command([*map(str, (tmp_path / "g.npz", tmp_path / name, "--extractor", judge))]) == 2
+            assert words in capsys.readouterr().err
+
+
 def test_mistakes_in_scoring(tmp_path, capsys):
-    run = run_of(tmp_path, 3)
+    run, some = run_of(tmp_path, 3), tmp_path / "some.npz"
+    np.savez(some, arr_0=np.zeros((5, 4, 4, 3), np.uint8))
+    for argv, words in {
+        "--score-split val": "score_split val needs --score REFERENCE",
+        "--allow-biased true": "allow_biased True needs --score REFERENCE",
+        "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
+        f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
+        f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
+        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
+    }.items():
+        assert words in refused(capsys, run, *argv.split())
     assert "extractor cls needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
     assert "nowhere: no such folder" in refused(capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t")
     assert "is not inception, timm:NAME" in refused(capsys, run, "--score", "digits", "--extractor", "vgg")

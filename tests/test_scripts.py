@@ -21,6 +21,7 @@ import sample  # noqa: E402
 import train_cls  # noqa: E402
 import train_dit  # noqa: E402
 from moh_vision.config import PreviewConfig  # noqa: E402
+from moh_vision.engine.image_parts import ImageParts  # noqa: E402
 from moh_vision.models.weights import from_run  # noqa: E402
 from moh_vision.previews import Samples  # noqa: E402
 
@@ -417,7 +418,34 @@ def test_scores_while_training(tmp_path, runs, capsys):
     assert not list((tmp_path / "run").glob(".samples-*"))
     plain, scored = (load_file(tmp_path / run / "ema.safetensors") for run in ("plain", "run"))
     assert all(torch.equal(plain[k], scored[k]) for k in plain)
-    # Too few for the features: said, and no reason to end a run.
-    train_dit.main([*common, "--output", str(tmp_path / "run"), *argv, "--max-steps", "5", "--score.images", "20"])
-    assert "no scores: 20 generated images for 64 features" in capsys.readouterr().out
-    assert (tmp_path / "run" / "checkpoints" / "step_5").is_dir() and not list((tmp_path / "run").glob(".samples-*"))
+    # Too few for the features, and other mistakes: before a step is made.
+    for more, words in {
+        "--score.images 20": "20 generated images for 64 features",
+        "--score.reference nowhere": "score.reference nowhere: no such folder",
+        "--score.reference x.npz": "score.reference x.npz is no data set, so a split (val) has no effect",
+        "--score.extractor timm:vit": "extractor 'timm:vit': timm has no model",
+        "--score.inception_weights x": "inception_weights x has no effect with extractor",
+    }.items():
+        assert words in refused(capsys, train_dit.main, *common, "--output", tmp_path / "none", *argv, *more.split())
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_score_that_fails_does_not_end_the_training(tmp_path, capsys, monkeypatch):
+    """It is said and counted; samples that a killed score left are not taken for those of other weights."""
+    run, drawn = tmp_path / "run", []
+
+    def judge(parts, *_):
+        drawn.append(parts.images([0]))
+        if len(drawn) == 1:
+            raise RuntimeError("out of memory")
+        return {}, ""
+
+    monkeypatch.setattr(train_dit, "make_judge", lambda *_, **__: judge)
+    argv = ["--config", "configs/quickstart/dit.yaml", *SMALL, "--output", str(run)]
+    argv += "--score.every 1 --score.steps 2 --score.images 3 --score.reference digits --max-steps".split()
+    train_dit.main([*argv, "2"])
+    assert "no scores: out of memory" in capsys.readouterr().out
+    assert [e["failed_scores"] for e in lines(run) if "loss" in e] == [0, 1]
+    ImageParts(run / ".scoring", 3, 32, dict(step=3)).add(0, torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
+    train_dit.main([*argv, "3"])
+    assert len(drawn) == 3 and drawn[2].float().std() > 1 and not (run / ".scoring").exists()

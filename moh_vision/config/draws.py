@@ -59,7 +59,7 @@ class ScoreConfig(DrawConfig):
 
     Args:
         reference: what samples are compared with, as `score` of sample.py; left out: data.root.
-        split: "train" or "val", of a data set.
+        split: of a data set: "train" (left out) or "val".
         extractor: "inception", "timm:NAME", or a classification run.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: also with no more images than features, labelled FID@N.
@@ -68,7 +68,7 @@ class ScoreConfig(DrawConfig):
     images: int = 5000
     cfg_scale: float = 1.0
     reference: Optional[str] = None
-    split: Literal["train", "val"] = "train"
+    split: Optional[Literal["train", "val"]] = None
     extractor: str = "inception"
     inception_weights: Optional[str] = None
     allow_biased: bool = False

@@ -35,7 +35,7 @@ class SampleConfig:
         head_usage: PNG of head usage per layer and class while sampling.
         score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
             (.safetensors); or a data set as in data.root.
-        score_split: "train" or "val", of a data set.
+        score_split: of a data set: "val" (left out) or "train".
         extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
             that also tells how many samples are recognised.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
@@ -63,7 +63,7 @@ class SampleConfig:
     grid_columns: int = 10
     head_usage: Optional[str] = None
     score: Optional[str] = None
-    score_split: Literal["train", "val"] = "val"
+    score_split: Optional[Literal["train", "val"]] = None
     extractor: Optional[str] = None
     inception_weights: Optional[str] = None
     allow_biased: bool = False
@@ -94,8 +94,8 @@ class SampleConfig:
         for name in ("grid", "head_usage"):
             path = getattr(self, name)
             check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
-        for name in ("extractor", "inception_weights", "score_file"):
-            if getattr(self, name) is not None and self.score is None:
+        for name in ("score_split", "extractor", "inception_weights", "allow_biased", "score_file"):
+            if getattr(self, name) and self.score is None:
                 raise ValueError(f"{name} {getattr(self, name)} needs --score REFERENCE")
         if self.num_images and not written:
             raise ValueError(

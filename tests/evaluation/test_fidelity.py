@@ -275,8 +275,22 @@ def bad_folder(tmp_path, name):
     ],
 )
 def test_bad_files_in_a_folder(tmp_path, name, words):
+    folder = bad_folder(tmp_path, name)
     with pytest.raises(ValueError, match=words):
-        score(bad_folder(tmp_path, name), images(30), extractor=Tiny(), batch_size=8)
+        score(folder, images(30), extractor=Tiny(), batch_size=8)
+    if name != "torn":  # which only its pixels tell
+        with pytest.raises(ValueError, match=words):
+            open_images(folder, "x")
+
+
+@pytest.mark.parametrize("count, words", [(5, "5 reference images for 12"), (0, "0 images|holds no images")])
+def test_what_cannot_be_compared_is_refused_before_the_work(tmp_path, count, words):
+    generated, reference = write_folder(tmp_path / "a", images(40)), write_folder(tmp_path / "b", images(count))
+    tiny, seen = Tiny(), []
+    tiny.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with pytest.raises(ValueError, match=words):
+        score(generated, reference, extractor=tiny, batch_size=8)
+    assert sum(seen) <= 2  # images, to learn how many features there are
 
 
 @pytest.mark.parametrize(
@@ -341,6 +355,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ([str(a), str(tmp_path / "none")], "none: no such folder or .npz file"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         ([str(a), str(b), "--batches", "3"], "unknown argument --batches, did you mean --batch-size?"),
+        ([str(a), "--save-statistics", "s.safetensors", "--out", "x"], "--out has no effect with --save-statistics"),
+        ([str(a), "--save-statistics", "s.safetensors", "--allow-biased"], "--allow-biased has no effect with"),
+        ([str(a), str(b), "--device", "abacus"], "--device abacus: Expected one of cpu"),
     ):
         assert main(argv) == 2
         error = capsys.readouterr().err
@@ -358,6 +375,14 @@ def score_on_a_rank(rank, folder):
         score(folder / "a", images(5), extractor=Tiny())
     except ValueError as error:
         (folder / f"{rank}.txt").write_text(str(error))
+    broken = Tiny()
+    broken.forward = lambda x: (_ for _ in ()).throw(KeyError("sizes"))
+    if rank == 0:
+        broken = Tiny()
+    try:  # one process fails; the other learns of it instead of waiting
+        score(images(40), images(40), extractor=broken, batch_size=8)
+    except RuntimeError as error:
+        (folder / f"{rank}.broken").write_text(str(error))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -372,3 +397,4 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         for name, value in want.items():
             assert got[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
         assert "5 reference images for 12 features" in (tmp_path / f"{rank}.txt").read_text()
+        assert (tmp_path / f"{rank}.broken").read_text() == "KeyError: 'sizes'"

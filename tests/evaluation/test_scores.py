@@ -1,9 +1,13 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from moh_vision.evaluation.accuracy import evaluate
-from moh_vision.evaluation.classifier_scores import frechet_distance, recognised_share, score_with_classifier
+from moh_vision.evaluation.classifier_scores import score_with_classifier
+from moh_vision.evaluation.fidelity.metrics import frechet_distance
+from moh_vision.evaluation.fidelity.statistics import Moments
 
 
 def test_accuracy_counts_every_sample_once_over_ranks():
@@ -31,23 +35,21 @@ def test_accuracy_counts_every_sample_once_over_ranks():
     assert one["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
 
 
+def moments(features):
+    kept = Moments(features.shape[1])
+    kept.add(features)
+    covariance = kept.covariance()
+    return kept.mean, covariance
+
+
 def test_frechet_distance_of_gaussians_is_the_closed_form():
     """Features whose sample mean and covariance are set exactly: d^2 = |m|^2 + sum (s1 - s2)^2 for diagonal covariances."""
     raw = torch.randn(200, 3, dtype=torch.float64)
     white = raw - raw.mean(0)
     white = white @ torch.linalg.inv(torch.linalg.cholesky(torch.cov(white.T))).T
     s1, s2, m = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, 2.0, 0.5], [2.0, 1.0, 0.5], [0.3, 0.0, -0.4]))
-    assert frechet_distance(white * s1, white * s2 + m) == pytest.approx(0.25 + 1 + 1, abs=1e-8)
-    assert abs(frechet_distance(white, white[torch.randperm(200)])) < 1e-8
-
-
-def test_too_few_samples_are_refused():
-    with pytest.raises(ValueError, match="the second set has 3 samples for 3 features"):
-        frechet_distance(torch.randn(9, 3), torch.randn(3, 3))
-
-
-def test_recognised_share():
-    assert recognised_share(torch.eye(4), torch.tensor([0, 1, 2, 0])) == 0.75
+    assert frechet_distance(*moments(white * s1), *moments(white * s2 + m)) == pytest.approx(0.25 + 1 + 1, abs=1e-8)
+    assert abs(frechet_distance(*moments(white), *moments(white[torch.randperm(200)]))) < 1e-8
 
 
 class Brightest(torch.nn.Module):
@@ -74,9 +76,27 @@ def test_score_with_classifier():
     asked[:30] = (asked[:30] + 1) % 3
     reference = [dict(images=images(part), labels=part) for part in labels.split(100)]
     fake = images(labels)
-    scores = score_with_classifier(Brightest(), fake, asked, reference, "cpu")
+    batches = [dict(images=x, labels=y) for x, y in zip(fake.split(70), asked.split(70))]
+    scores = score_with_classifier(Brightest(), iter(batches), iter(reference), "cpu")
     assert (scores["recognised"], scores["recognised_real"]) == (pytest.approx(0.9), 1.0)
-    want = frechet_distance(fake.mean((2, 3)), torch.cat([b["images"] for b in reference]).mean((2, 3)))
+    want = frechet_distance(
+        *moments(fake.mean((2, 3))), *moments(torch.cat([b["images"] for b in reference]).mean((2, 3)))
+    )
     assert scores["frechet_distance"] == pytest.approx(want) and 0 < want < 0.01
     assert (scores["num_generated"], scores["num_reference"], scores["num_features"]) == (300, 300, 3)
-    assert score_with_classifier(Brightest(), fake[:3], asked[:3], reference, "cpu")["frechet_distance"] is None
+    few = [dict(images=fake[:3], labels=asked[:3])]
+    assert score_with_classifier(Brightest(), few, reference, "cpu")["frechet_distance"] is None
+
+
+def test_no_images_are_kept_by_the_scores_of_a_classifier():
+    """At most a few batches are alive at a time."""
+    alive = weakref.WeakSet()
+
+    def batches():
+        for _ in range(100):
+            images = torch.rand(100, 3, 4, 4)
+            alive.add(images)
+            assert len(alive) < 5
+            yield dict(images=images, labels=torch.zeros(100, dtype=torch.long))
+
+    assert score_with_classifier(Brightest(), batches(), batches(), "cpu")["num_generated"] == 10_000

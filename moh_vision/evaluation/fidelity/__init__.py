@@ -7,12 +7,13 @@ and recall on Inception's features).
 
 from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, Inception, TimmExtractor, make_extractor
 from moh_vision.evaluation.fidelity.reference import Statistics, load_statistics
-from moh_vision.evaluation.fidelity.scoring import score, statistics_of
+from moh_vision.evaluation.fidelity.scoring import Reference, score, statistics_of
 
 __all__ = [
     "Extracted",
     "Extractor",
     "Inception",
+    "Reference",
     "Statistics",
     "TimmExtractor",
     "load_statistics",

@@ -36,8 +36,15 @@ def _parse(argv: List[str]) -> argparse.Namespace:
     options = parser.parse(argv)
     if (options.reference is None) == (options.save_statistics is None):
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
+    for name in ("out", "allow_biased"):
+        if options.save_statistics and getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --save-statistics, which scores nothing")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size {options.batch_size}: expected 1 or more")
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
+        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from None
     for name, path in (("out", options.out), ("save-statistics", options.save_statistics)):
         if path and Path(path).exists():
             raise ValueError(f"--{name} {path} exists; give another path")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, nn
@@ -89,16 +89,24 @@ class TimmExtractor(Extractor):
         model: a classifier of timm's, or of ours.
         name: of the model.
         weights_sha256: of its weights; None: hashed from the parameters.
+        img_size: height and width that images are resized to, a number or a pair; None: those of the model's
+            patch_embed, or of its pretrained_cfg.
     """
 
-    def __init__(self, model: nn.Module, name: str, weights_sha256: Optional[str] = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        weights_sha256: Optional[str] = None,
+        img_size: Optional[Union[int, Sequence[int]]] = None,
+    ):
         super().__init__()
         self.model, self.name = model.eval(), name
         cfg = getattr(model, "pretrained_cfg", None) or {}
-        size = (
-            getattr(getattr(model, "patch_embed", None), "img_size", None) or cfg.get("input_size", (3, 224, 224))[1:]
-        )
-        self.size, self.channels = tuple(size), getattr(model, "in_chans", cfg.get("input_size", (3,))[0])
+        shape = cfg.get("input_size", (3, 224, 224))
+        size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
+        self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
+        self.channels = getattr(model, "in_chans", shape[0])
         for key, default in (("mean", 0.5), ("std", 0.5)):
             values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
             self.register_buffer(key, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
@@ -160,6 +168,22 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
         return TimmExtractor(timm.create_model(name, pretrained=True), name)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"extractor {extractor!r}: {_line(error)}") from None
+
+
+@torch.no_grad()
+def num_features(network: Extractor) -> int:
+    """Features of an image, counted on two black ones.
+
+    Raises:
+        ValueError: if the network fails on them, or gives no vector for each.
+    """
+    try:
+        pooled = network.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).pooled
+    except Exception as error:  # models fail in many ways
+        raise ValueError(f"extractor {network.name} cannot take images: {_line(error)}") from None
+    if pooled.ndim != 2:
+        raise ValueError(f"extractor {network.name} gives {list(pooled.shape)} for 2 images; expected [2, features]")
+    return pooled.shape[1]
 
 
 def parameters_sha256(module: nn.Module) -> str:

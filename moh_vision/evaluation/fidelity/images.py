@@ -26,8 +26,8 @@ class ImageFolder:
         folder: PNG files, all RGB and of one size. JPEG and WebP are read too; compression is part of the score then.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder or file; while reading also for a file that is damaged, grey, has
-            transparency, or another size.
+        ValueError, FileNotFoundError: naming the folder or file, also for one that is grey, has transparency or another
+            size; while reading for one that is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -37,7 +37,9 @@ class ImageFolder:
         if not self.files:
             raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)})")
         self.name = str(folder)
-        self.size: Optional[Tuple[int, int]] = None
+        self.size: Optional[Tuple[int, int]] = None  # width, height
+        for file in self.files:
+            self._open(file).close()
 
     def __len__(self) -> int:
         return len(self.files)
@@ -50,35 +52,39 @@ class ImageFolder:
                 files = self.files[first : first + batch_size]
                 coming = first, [pool.submit(self._read, file) for file in files]
                 if waiting is not None:
-                    yield self._collect(*waiting)
+                    yield _collect(*waiting)
                 waiting = coming
             if waiting is not None:
-                yield self._collect(*waiting)
+                yield _collect(*waiting)
 
-    def _read(self, file: Path) -> np.ndarray:
+    def _open(self, file: Path) -> Image.Image:
+        """An image whose header is checked and whose pixels are not read."""
         try:
-            with Image.open(file, formats=FORMATS) as image:
-                mode, size = image.mode, image.size
-                if math.prod(size) > MAX_PIXELS:
-                    raise ValueError(f"{size[0]} x {size[1]} pixels, at most {MAX_PIXELS} are read")
-                if mode == "RGB":
-                    return np.asarray(image)
+            image = Image.open(file, formats=FORMATS)
+            if math.prod(image.size) > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
         except Exception as error:  # decoders raise many kinds
             raise ValueError(f"{file}: not a readable image ({error})") from None
-        raise ValueError(f"{file}: its mode is {mode}; expected RGB, 8 bits a channel")
+        if image.mode != "RGB":
+            raise ValueError(f"{file}: its mode is {image.mode}; expected RGB, 8 bits a channel")
+        self.size = self.size or image.size
+        if image.size != self.size:
+            raise ValueError(
+                f"{file} has {image.width} x {image.height} pixels, {self.files[0].name} has {self.size[0]} x "
+                f"{self.size[1]}; all images must have one size"
+            )
+        return image
 
-    def _collect(self, first: int, pending: list) -> Batch:
-        arrays = [future.result() for future in pending]
-        for number, array in enumerate(arrays, first):
-            if self.size is None:
-                self.size = array.shape[:2]
-                self.sized = self.files[number]
-            if array.shape[:2] != self.size:
-                raise ValueError(
-                    f"{self.files[number]} has {array.shape[1]} x {array.shape[0]} pixels, {self.sized.name} has "
-                    f"{self.size[1]} x {self.size[0]}; all images must have one size"
-                )
-        return first, torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+    def _read(self, file: Path) -> np.ndarray:
+        with self._open(file) as image:
+            try:
+                return np.asarray(image)
+            except Exception as error:
+                raise ValueError(f"{file}: not a readable image ({error})") from None
+
+
+def _collect(first: int, pending: list) -> Batch:
+    return first, torch.from_numpy(np.stack([future.result() for future in pending])).permute(0, 3, 1, 2)
 
 
 class ImageArchive:
@@ -99,7 +105,7 @@ class ImageArchive:
             raise ValueError(
                 f"{path}: arr_0 has images of {shape[2]} x {shape[1]} pixels, at most {MAX_PIXELS} are read"
             )
-        self.shape, self.size = shape, shape[1:3]
+        self.shape = shape
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Union
+from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def score(
     Args:
         generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of such batches.
         reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); or what
-            `Statistics.save` wrote, or `Statistics`.
+            `Statistics.save` wrote, or `Statistics`; or a `Reference`, which is read once.
         extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F].
         inception_weights: path of torch-fidelity's file; None: fetched once.
         batch_size: images at a time on each process.
@@ -61,29 +61,78 @@ def score(
     network = make_extractor(extractor, inception_weights)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     network = network.to(device).eval()
-    statistics, images = open_reference(reference)
-    if statistics is not None:
-        _check_same_extractor(statistics, network)
-    compared = images is not None or statistics.features is not None  # else no score needs features themselves
-    made = extract(open_images(generated, "generated"), network, batch_size, device, "generated", compared)
-    if images is not None:
-        own = extract(images, network, batch_size, device, "reference")
-        features, count = own.all_features(), own.count
-        if statistics is None:
-            statistics = of_set(own, network, str(getattr(images, "name", "reference")))
-        else:  # ADM's file: its moments are of all reference images, its arr_0 of some
-            statistics = replace(statistics, features=features, count=statistics.count or count)
+    if not isinstance(reference, Reference):
+        reference = Reference(reference)
+    images = open_images(generated, "generated")
+    if hasattr(images, "__len__"):  # an iterator can be read once
+        with torch.no_grad():
+            dims = network(next(images.batches(2))[1].to(device)).pooled.shape[1]
+        reference.check(network, dims, len(images), allow_biased)
+    statistics = reference.read(network, batch_size, device)
+    compared = statistics.features is not None  # else no score needs features themselves
+    made = extract(images, network, batch_size, device, "generated", compared)
     told = [None]
     if _rank() == 0:
         try:
-            told = [_numbers(made, statistics, network, device, allow_biased)]
-        except ValueError as error:  # for all processes, or the others would wait
-            told = [error]
+            reference.check(network, made.pooled.dim, made.count, allow_biased)
+            told = [_numbers(made, statistics, network, device)]
+        except Exception as error:  # for all processes, or the others would wait
+            told = [_portable(error)]
     if _world() > 1:
         dist.broadcast_object_list(told)
-    if isinstance(told[0], ValueError):
+    if isinstance(told[0], Exception):
         raise told[0]
     return told[0]
+
+
+class Reference:
+    """A reference that is opened and checked at once, and whose images are read once, when they are needed.
+
+    Args:
+        source: as `reference` of `score`, or an object with the `name`, `batches` and length of a `fidelity.images.ImageFolder`.
+
+    Raises:
+        ValueError, FileNotFoundError: for a source that does not exist or is malformed.
+    """
+
+    def __init__(self, source):
+        self.statistics, self.images = open_reference(source)
+        self.name = self.statistics.source if self.images is None else self.images.name
+
+    def check(self, network: Extractor, dims: int, generated: int, allow_biased: bool) -> None:
+        """Raise ValueError if so many generated images cannot be compared with it, as far as its own number is known.
+
+        Args:
+            network: the extractor.
+            dims: its features.
+            generated: number of images.
+            allow_biased: see `score`.
+        """
+        statistics = self.statistics
+        _check_same_extractor(statistics, network)
+        if statistics is not None and len(statistics.pooled[0]) != dims:
+            raise ValueError(f"{self.name} has {len(statistics.pooled[0])} features, {network.name} gives {dims}")
+        count = statistics.count if statistics is not None else None
+        if count is None and hasattr(self.images, "__len__"):
+            count = len(self.images)
+        fewest = min(generated, count or generated)
+        if fewest <= dims and not allow_biased:
+            which = f"{fewest} generated" if fewest == generated else f"{self.name}: {fewest} reference"
+            raise ValueError(
+                f"{which} images for {dims} features of {network.name}: the distance would be far too large and "
+                "depend on their number; use more images, or allow_biased (--allow-biased) to get it labelled with the number"
+            )
+
+    def read(self, network: Extractor, batch_size: int, device) -> Statistics:
+        """Its statistics under an extractor, always the same one; every process calls it."""
+        _check_same_extractor(self.statistics, network)
+        if self.images is not None:
+            own = of_set(extract(self.images, network, batch_size, device, "reference"), network, self.name)
+            if self.statistics is not None:  # ADM's file: its moments are of all reference images, its arr_0 of some
+                count = self.statistics.count or own.count
+                own = replace(self.statistics, features=own.features, count=count)
+            self.statistics, self.images = own, None
+        return self.statistics
 
 
 def statistics_of(images, network: Extractor, batch_size: int, device, title: str) -> Statistics:
@@ -115,17 +164,25 @@ def extract(
     Raises:
         ValueError: for an image that cannot be used; and where there are none.
     """
-    kept = SetStatistics(keep_features)
+    kept, problem = SetStatistics(keep_features), None
     total = len(images) if hasattr(images, "__len__") else None
     hidden = not sys.stderr.isatty() or _rank() > 0
-    with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
-        for first, batch in images.batches(batch_size, _rank(), _world()):
-            out = network(batch.to(device))
-            kept.add(first, out.pooled, out.spatial, out.logits)
-            bar.update(len(batch) * _world())
+    try:
+        with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
+            for first, batch in images.batches(batch_size, _rank(), _world()):
+                out = network(batch.to(device))
+                kept.add(first, out.pooled, out.spatial, out.logits)
+                bar.update(len(batch) * _world())
+    except Exception as error:
+        if _world() == 1:
+            raise
+        problem = _portable(error)
     if _world() > 1:
         everyone = [None] * _world()
-        dist.all_gather_object(everyone, kept)
+        dist.all_gather_object(everyone, problem or kept)
+        for other in everyone:
+            if isinstance(other, Exception):  # on all processes, or the others would wait
+                raise other
         kept = everyone[0]
         for other in everyone[1:]:
             kept.merge(other)
@@ -156,7 +213,9 @@ def of_set(kept: SetStatistics, network: Extractor, source: str) -> Statistics:
     )
 
 
-def _check_same_extractor(statistics: Statistics, network: Extractor) -> None:
+def _check_same_extractor(statistics: Optional[Statistics], network: Extractor) -> None:
+    if statistics is None:
+        return
     if statistics.weights_sha256 is None and not network.published:
         raise ValueError(
             f"{statistics.source} does not say which weights made it: it is compared with Inception's published ones "
@@ -169,18 +228,13 @@ def _check_same_extractor(statistics: Statistics, network: Extractor) -> None:
         )
 
 
-def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device, allow_biased: bool) -> dict:
+def _portable(error: Exception) -> Exception:
+    """An exception that can be sent to other processes."""
+    return error if isinstance(error, (ValueError, OSError)) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device) -> dict:
     generated = of_set(made, network, "generated")
-    dims = len(generated.pooled[0])
-    if len(reference.pooled[0]) != dims:
-        raise ValueError(f"{reference.source} has {len(reference.pooled[0])} features, {network.name} gives {dims}")
-    fewest = min(generated.count, reference.count or generated.count)
-    if fewest <= dims and not allow_biased:
-        which = "generated" if fewest == generated.count else "reference"
-        raise ValueError(
-            f"{fewest} {which} images for {dims} features of {network.name}: the distance would be far too large and depend "
-            "on their number; use more images, or allow_biased (--allow-biased) to get it labelled with the number"
-        )
     missing = {}
     values = dict(fid=frechet_distance(*generated.pooled, *reference.pooled))
     if generated.spatial is None or reference.spatial is None:
@@ -203,6 +257,7 @@ def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, dev
         values["kid"] = kernel_distance(generated.features, reference.features)
         values["precision"], values["recall"] = precision_recall(generated.features, reference.features, device)
     label = "FID" if network.published else f"FD-{network.name}"
+    fewest = min(generated.count, reference.count or generated.count)
     if not network.published:
         values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
         missing = {OTHER_NAMES.get(name, name): reason for name, reason in missing.items()}
@@ -212,7 +267,7 @@ def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, dev
         num_reference=reference.count,
         extractor=network.name,
         weights_sha256=network.weights_sha256,
-        label=label if fewest > dims else f"{label}@{fewest}",
+        label=label if fewest > made.pooled.dim else f"{label}@{fewest}",
         missing=missing,
     )
 

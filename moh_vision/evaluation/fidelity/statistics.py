@@ -20,7 +20,7 @@ class Moments:
     """
 
     def __init__(self, dim: int):
-        self.count = 0
+        self.dim, self.count = dim, 0
         self.mean = torch.zeros(dim, dtype=torch.float64)
         self.scatter = torch.zeros(dim, dim, dtype=torch.float64)  # sum of (x - mean)(x - mean)^T
         self._waiting: List[Tensor] = []
