@@ -52,14 +52,9 @@ def main(argv) -> None:
         files, folders = [config.grid, config.head_usage, scores_path], [config.save_pipeline]
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
         claim_outputs(files, folders, config.overwrite)
-        judge = None
-        if config.score:
-            extractor, few = config.extractor or "inception", (config.allow_biased, config.num_images)
-            with accelerator.main_process_first():
-                judge = make_judge(
-                    "--score", config.score, config.score_split, extractor, config.inception_weights, *few,
-                    index_dir(config.checkpoint), classes,
-                )  # fmt: skip
+        with accelerator.main_process_first():
+            where = dict(index_dir=index_dir(config.checkpoint), classes=classes)
+            judge = make_judge(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
         place = Path(config.out).absolute().parent if config.out else weights.absolute().parent

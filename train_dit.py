@@ -78,13 +78,8 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             Samples(c, len(train.classes), config.learn_sigma, clip=inputs.space is None, decode=decode)
             for c in (config.preview, config.score)
         )
-        judge, s = None, config.score
-        if s.every:
-            with accelerator.main_process_first():
-                judge = make_judge(
-                    "score.reference", s.reference or d.root, s.split, s.extractor, s.inception_weights, s.allow_biased,
-                    s.images, index, default_split="train",
-                )  # fmt: skip
+        with accelerator.main_process_first():
+            judge = make_judge(**config.score.scoring(d.root), index_dir=index) if config.score.every else None
         batches = StepBatches(
             train.shard_sizes, group=config.data.shuffle_shards, seed=config.seed, batch_size=config.optim.batch_size,
             accumulation=config.optim.accumulation, rank=accelerator.process_index, world=accelerator.num_processes,

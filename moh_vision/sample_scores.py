@@ -156,16 +156,17 @@ def open_extractor(extractor: str, inception_weights: Optional[str] = None) -> E
 
 
 def make_judge(
+    *,
     key: str,
     reference: str,
     split: Optional[str],
+    default_split: str,
     extractor: str,
     inception_weights: Optional[str],
     allow_biased: bool,
     num_images: int,
     index_dir: str,
     classes: Optional[list] = None,
-    default_split: str = "val",
 ):
     """What scores samples, as a function of (parts, labels, device, batch size); everything it needs is opened here.
 

@@ -74,3 +74,11 @@ class ScoreConfig(DrawConfig):
     allow_biased: bool = False
 
     section = "score"
+
+    def scoring(self, root: str) -> dict:
+        """Keyword arguments of `sample_scores.make_judge`; `root` is the reference if none is given."""
+        return dict(
+            key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
+            extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,
+            num_images=self.images,
+        )  # fmt: skip

@@ -102,3 +102,11 @@ class SampleConfig:
                 f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage or --score, or "
                 "--save-pipeline with --num-images 0"
             )
+
+    def scoring(self) -> dict:
+        """Keyword arguments of `sample_scores.make_judge`."""
+        return dict(
+            key="--score", reference=self.score, split=self.score_split, default_split="val",
+            extractor=self.extractor or "inception", inception_weights=self.inception_weights,
+            allow_biased=self.allow_biased, num_images=self.num_images,
+        )  # fmt: skip
