@@ -23,6 +23,7 @@ from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.io import run_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.script import claim_outputs, finish, index_dir, make_accelerator, user_errors
 from moh_vision.models.weights import from_run
@@ -39,6 +40,8 @@ def main(argv) -> None:
         accelerator = make_accelerator(config.mixed_precision)
         model, about = from_run(config.checkpoint, "diffusion", config.weights)
         classes, weights = about["classes"], Path(about["weights"])
+        run, step = run_of(weights), step_of(weights.parent)
+        scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         if config.vae and not about.get("vae"):
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
         vae = open_vae(config.vae, about.get("vae"))
@@ -48,16 +51,16 @@ def main(argv) -> None:
         pipe = MoHDiTPipeline(model, scheduler, vae, dict(enumerate(classes)), label_drop)
         if config.cfg_scale != 1 and label_drop == 0:
             raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
-        scores_path = Path(config.score_file or weights.with_name("scores.json")) if config.score else None
+        scores_path = Path(config.score_file or run / scores_name) if config.score else None
         files, folders = [config.grid, config.head_usage, scores_path], [config.save_pipeline]
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
         claim_outputs(files, folders, config.overwrite)
         with accelerator.main_process_first():
-            where = dict(index_dir=index_dir(config.checkpoint), classes=classes)
+            where = dict(index_dir=index_dir(str(run)), classes=classes)
             judge = make_judge(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
-        place = Path(config.out).absolute().parent if config.out else weights.absolute().parent
+        place = Path(config.out).absolute().parent if config.out else run.absolute()
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
     device, main_process = accelerator.device, accelerator.is_main_process
     pipe.to(device).set_progress_bar_config(disable=True)

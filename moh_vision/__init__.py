@@ -4,7 +4,7 @@ import moh_vision.models  # noqa: F401  registers
 from moh_vision.attention import head_budget
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.models.weights import load_checkpoint
+from moh_vision.models.weights import load_checkpoint, load_run
 
 __version__ = "0.1.0"
-__all__ = ["convert", "head_budget", "load_checkpoint", "set_head_budget"]
+__all__ = ["convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]

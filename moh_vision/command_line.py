@@ -14,6 +14,7 @@ import jsonargparse
 import yaml
 
 from moh_vision.config import FREE_KEYS, LATER_KEYS, ClsConfig, Flags, RunConfig
+from moh_vision.engine.io import run_of
 
 FREE_FORM = ("model.kwargs", "model.router_kwargs", "model.convert")  # mappings whose keys are the model's
 MAX_BYTES = 2**20  # of a configuration
@@ -57,7 +58,9 @@ def parse_config(kind, argv: List[str], prog: str):
         )
     if judges:
         parser.add_argument("--validate_only", action="store_true", help="validate --checkpoint, and stop")
-        parser.add_argument("--checkpoint", metavar="PATH", help="run, or weights for model.*, to validate")
+        parser.add_argument(
+            "--checkpoint", metavar="PATH", help="run, its checkpoint, or weights for model.*, to validate"
+        )
     parser.add_class_arguments(kind)
     try:
         namespace = parser.parse_args(argv)
@@ -222,8 +225,7 @@ def _with_the_runs_config(argv: List[str]) -> List[str]:
     values += [a.partition("=")[2] for a in argv if a.startswith("--checkpoint=")]
     if not values or any(_config_files(argv)):
         return argv
-    path = Path(values[-1])
-    saved = (path if path.is_dir() else path.parent) / "config.yaml"
+    saved = run_of(values[-1]) / "config.yaml"
     return ["--config", str(saved), *argv] if saved.is_file() else argv
 
 

@@ -17,11 +17,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(ROOT))
+import moh_vision  # noqa: E402
 import sample  # noqa: E402
 import train_cls  # noqa: E402
 import train_dit  # noqa: E402
 from moh_vision.config import PreviewConfig  # noqa: E402
 from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.engine.manifest import damage  # noqa: E402
 from moh_vision.models.weights import from_run  # noqa: E402
 from moh_vision.previews import Samples  # noqa: E402
 
@@ -318,6 +320,43 @@ def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
             create(about["architecture"], "classifier", **{**about["arguments"], "embed_dim": 128}),
             str(runs[0] / "cls"),
         )
+
+
+def same_weights(model, file, prefix=""):
+    state, saved = model.state_dict(), load_file(file)
+    return all(torch.equal(state[name], saved[prefix + name]) for name in state)
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_runs_and_their_checkpoints_are_loaded_in_python(runs, kind, monkeypatch):
+    run = runs[0] / kind
+    step = run / "checkpoints" / "step_28"
+    for place in (run, step):
+        model = moh_vision.load_run(place)
+        assert same_weights(model, place / "ema.safetensors") and not model.training
+    assert same_weights(moh_vision.load_run(run, "model"), run / "model.safetensors")
+    monkeypatch.chdir(step)
+    for place in (step, step / "model.safetensors", "model.safetensors"):
+        assert same_weights(moh_vision.load_run(place, "model"), step / "model.safetensors", "model.")
+    assert from_run(str(step), None)[1]["step"] == 28
+
+
+def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):
+    cls, dit = (runs[0] / kind / "checkpoints" / "step_28" for kind in ("cls", "dit"))
+    argv = f"--checkpoint {dit} --num-images 10 --sampler ddim --steps 2 --score digits --extractor {cls}".split()
+    sample.main(argv)
+    assert (runs[0] / "dit" / "scores_step_28.json").exists() and damage(dit, 28) is None
+    capsys.readouterr()
+    train_cls.main(["--validate-only", "--checkpoint", str(cls)])
+    assert f"{cls / 'ema.safetensors'} (moh_vit" in capsys.readouterr().out
+    small = ["--config", str(ROOT / "configs" / "quickstart" / "cls.yaml"), *SMALL, *MORE["cls"], "--max-steps", "1"]
+    train_cls.main([*small, "--output", str(tmp_path / "run"), "--init-from", str(cls)])
+    assert (tmp_path / "run" / "results.json").exists()
+    empty = tmp_path / "run" / "checkpoints" / "step_1"
+    (empty / "model.safetensors").unlink()
+    (empty / "ema.safetensors").unlink()
+    error = refused(capsys, sample.main, "--checkpoint", empty)
+    assert f"checkpoints of a sharded run have none, {tmp_path / 'run'} has the newest" in error
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from small_text import write_pairs, write_plain  # noqa: E402
 
+import moh_vision  # noqa: E402
 import train_text  # noqa: E402
 from moh_vision.config.text import TextDataConfig  # noqa: E402
 from moh_vision.data.text.inputs import TranslationInputs  # noqa: E402
@@ -89,8 +90,10 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     # The folder of a run is one of transformers' too.
     loaded = dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind].from_pretrained(run).eval()
     weights = load_file(run / "model.safetensors")
-    own = loaded.state_dict()
-    assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
+    for model in (loaded, moh_vision.load_run(run), moh_vision.load_run(run / "checkpoints" / "step_40")):
+        own = model.state_dict()
+        assert type(model) is type(loaded) and not model.training
+        assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])

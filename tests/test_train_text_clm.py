@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from small_text import ENGLISH, write_plain  # noqa: E402
 
+import moh_vision  # noqa: E402
 import train_text  # noqa: E402
 from moh_vision.data.text import tokenise  # noqa: E402
 from moh_vision.evaluation import lm  # noqa: E402
@@ -104,6 +105,8 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert [sum(layer) for layer in steps[-1]["head_usage"]] == pytest.approx([2, 2], abs=0.01)
     model = AutoModelForCausalLM.from_pretrained(second)
     assert model.config.moh["head_budget"] == [[1, 1], [1, 1]] and model.config.moh["router"] == "query_norm"
+    own, loaded = model.state_dict(), moh_vision.load_run(second / "checkpoints" / "step_5").state_dict()
+    assert own.keys() == loaded.keys() and all(torch.equal(own[name], loaded[name]) for name in own)
     before = load_file(first / "model.safetensors")
     assert load_file(second / "model.safetensors").keys() == before.keys()  # no new parameters
     assert "routed heads already" in refused(

@@ -14,7 +14,7 @@ class SampleConfig:
     """Sampling from a trained run.
 
     Args:
-        checkpoint: folder of a diffusion run, or one of its .safetensors files.
+        checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many.
         labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
@@ -40,7 +40,7 @@ class SampleConfig:
             that also tells how many samples are recognised.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: score also with no more images than features, labelled FID@N.
-        score_file: where the scores go; left out: scores.json beside the weights.
+        score_file: where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json).
         overwrite: replace what is at the output paths.
     """
 

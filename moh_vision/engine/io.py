@@ -1,4 +1,4 @@
-"""Files and folders that more than one process may want; every room may import this module."""
+"""Folders of runs, and folders that more than one process may want to write; every room may import this module."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import socket
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Optional, Union
 
 LOCK = ".lock"
 ATTEMPTS, PAUSE = 20, 0.1  # a process that was killed just now, or its children, may need a moment to end
+
+
+def run_of(path: Union[str, Path]) -> Path:
+    """The folder of a run that a path belongs to: RUN, RUN/checkpoints/step_N, or a file in one of them."""
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    return folder.resolve().parents[1] if step_of(folder) is not None else folder
+
+
+def step_of(folder: Path) -> Optional[int]:
+    """N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
+    found = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
+    return int(found[2]) if found and Path(found[1], "config.yaml").is_file() else None
 
 
 @contextlib.contextmanager

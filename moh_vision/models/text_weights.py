@@ -1,10 +1,34 @@
 """Weights of earlier runs for new text models."""
 
+from pathlib import Path
 from typing import Callable, List
 
 from torch import nn
+from transformers import AutoConfig
 
+from moh_vision.engine.io import run_of
+from moh_vision.models.moh_text import MODELS
+from moh_vision.models.text_pretrained import model_as_saved
 from moh_vision.models.weight_files import read_safetensors, weights_file
+
+
+def text_from_run(file: Path) -> nn.Module:
+    """The model of a run of train_text.py, in eval mode.
+
+    Args:
+        file: .safetensors of the run, or of one of its checkpoints.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file, for weights that are not of the model in the run's config.json.
+    """
+    run = run_of(file)
+    about = AutoConfig.from_pretrained(run, trust_remote_code=False)
+    model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
+    fresh: List[str] = []
+    init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"], fresh.append)
+    if fresh:
+        raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
+    return model.eval()
 
 
 def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Callable[[str], None] = print) -> None:

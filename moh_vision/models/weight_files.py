@@ -14,13 +14,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moh_vision.engine.io import run_of, step_of
+
 STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
 # torch.save does not compress; compressed arrays of weights shrink by a tenth.
 MAX_UNPACKED = 10
 
 
 def weights_file(path: str, weights: str = "ema") -> Path:
-    """The file that `path` means: itself, or in the folder of a run its EMA (where it has one) or its model.
+    """The file that `path` means: itself, or in the folder of a run or of one of its checkpoints the EMA (where there is
+    one) or the model.
 
     The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
 
@@ -36,7 +39,10 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     ]
     found = [file / n for n in [*names, *theirs] if (file / n).exists()]
     if not found:
-        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
+        where = "a run writes them at its checkpoints"
+        if step_of(file) is not None:
+            where = f"checkpoints of a sharded run have none, {run_of(file)} has the newest"
+        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; {where}")
     return found[0]
 
 
@@ -54,17 +60,25 @@ def read_tensors(file: Path) -> Dict[str, Tensor]:
 def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
     """Tensors whose names are wanted, and JSON metadata, of a .safetensors file.
 
+    A checkpoint of a run has the names and the metadata of the run's own file.
+
     Raises:
         ValueError, FileNotFoundError: naming the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
+    step = step_of(file.parent)
+    # accelerate's file holds the task, of which the model is one part.
+    part = "model." if step is not None and file.name == "model.safetensors" else ""
     try:
         with safe_open(file, "pt") as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys() if wanted(name)}
+            names = {name.removeprefix(part): name for name in opened.keys() if name.startswith(part)}
+            state = {name: opened.get_tensor(stored) for name, stored in names.items() if wanted(name)}
             metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{file}: not a readable .safetensors file of a run ({one_line(error)})") from None
+    if step is not None:
+        metadata = dict(read_safetensors(run_of(file) / "model.safetensors", lambda name: False)[1], step=step)
     return state, metadata
 
 

@@ -20,10 +20,10 @@ FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 REMADE = ("head.", "y_embedder.", "pos_embed")
 
 
-def create(name: str, kind: str, **arguments) -> nn.Module:
+def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
     """timm.create_model for models with head routing; a wrong name or argument is a ValueError that helps.
 
-    `kind` is "classifier" or "diffusion".
+    `kind` is "classifier", "diffusion" or None: either.
     """
     if not timm.is_model(name.split(".")[0]):
         models = timm.list_models()
@@ -40,18 +40,35 @@ def create(name: str, kind: str, **arguments) -> nn.Module:
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing; a dense ViT is moh_vit_* with model.router dense")
     actual = "classifier" if hasattr(model, "get_classifier") else "diffusion"
-    if actual != kind:
+    if kind not in (None, actual):
         raise ValueError(f"model.name '{name}' is a {actual} model, a {kind} model is needed")
     return model
 
 
-def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dict]:
+def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
+    """The model of a run of train_cls.py, train_dit.py or train_text.py, with its weights, in eval mode on the CPU.
+
+    Args:
+        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
+        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    file = weights_file(str(path), weights)
+    if file.suffix == ".safetensors" and "vocabularies" in read_safetensors(file, lambda name: False)[1]:
+        from moh_vision.models.text_weights import text_from_run  # needs the packages of the extra "text"
+
+        return text_from_run(file)
+    return from_run(str(file), None)[0]
+
+
+def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
     """The model of a finished or running run, with its weights.
 
     Args:
-        path: folder of a run, or a .safetensors file that a run wrote.
-        kind: "classifier" or "diffusion"; the other is refused.
-        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
+        path, weights: see `load_run`.
+        kind: "classifier" or "diffusion", the other is refused; None: either.
 
     Returns:
         (model in eval mode, metadata: architecture, arguments, classes, step, config, weights: the file)
@@ -70,7 +87,7 @@ def from_run(path: str, kind: str, weights: str = "ema") -> Tuple[nn.Module, dic
     return model.eval(), dict(metadata, weights=str(file))
 
 
-def _refuse_strange_run(file: Path, kind: str, state: Dict[str, Tensor], metadata: dict) -> None:
+def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor], metadata: dict) -> None:
     """Raise ValueError, naming the file, unless its metadata describe the model whose tensors it holds."""
     name, arguments = metadata["architecture"], metadata.get("arguments")
     classes, config = metadata.get("classes", []), metadata.get("config", {})

@@ -7,6 +7,7 @@ from typing import Callable, Optional
 
 from moh_vision.data.text.causal_inputs import CausalInputs
 from moh_vision.data.text.inputs import TOKENIZER, MaskedInputs, TextInputs, TranslationInputs
+from moh_vision.engine.io import run_of
 
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}
 
@@ -32,8 +33,8 @@ def tokenizer_of(config, resumed: bool) -> Optional[str]:
     d = config.data
     if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
         return config.output
-    if not d.tokenizer and config.init_from and Path(config.init_from, TOKENIZER).is_file():
-        return config.init_from
+    if not d.tokenizer and config.init_from and (run_of(config.init_from) / TOKENIZER).is_file():
+        return str(run_of(config.init_from))
     pretrained = config.model.pretrained
     if pretrained and not d.tokenizer:
         if Path(pretrained, TOKENIZER).is_file():
