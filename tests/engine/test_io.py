@@ -8,7 +8,7 @@ import time
 import pytest
 
 from moh_vision.engine import io
-from moh_vision.engine.io import only_one
+from moh_vision.engine.io import only_one, run_of, step_of
 
 
 @pytest.fixture
@@ -61,3 +61,24 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(io.fcntl, "lockf", none)
     with only_one(tmp_path, "--output"):
         assert caplog.messages == [f"{tmp_path} cannot be locked (No locks available): start one run there"]
+
+
+def test_the_run_of_a_path(tmp_path, monkeypatch):
+    run, step = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_20"
+    step.mkdir(parents=True)
+    (step / "ema.safetensors").write_text("")
+    assert step_of(step) is None and run_of(step) == step  # a folder of that name in something else
+    (run / "config.yaml").write_text("")
+    (tmp_path / "link").symlink_to(step)
+    monkeypatch.chdir(step)
+    for place in (
+        run,
+        run / "model.safetensors",
+        step,
+        step / "ema.safetensors",
+        ".",
+        "ema.safetensors",
+        tmp_path / "link",
+    ):
+        assert run_of(place) == run
+    assert step_of(step) == step_of(tmp_path / "link") == 20 and step_of(run) is None
