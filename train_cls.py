@@ -34,7 +34,7 @@ from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import create, init_from, keep_shared_heads
+from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 from moh_vision.tasks import ClassificationTask
 from moh_vision.validation import draw_usage, validate, validate_only
 
@@ -49,9 +49,10 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
     if flags.validate_only:
         with user_errors(NAME), user_errors(NAME, (UnreadableImage,), every_rank=True):
-            validate_only(config, flags.checkpoint, accelerator)
+            validate_only(config, flags, accelerator)
         return finish(accelerator)
     with user_errors(NAME):
+        check_name(config.model.name, "classifier")
         with accelerator.main_process_first():
             train, val = open_splits(config.data.root, index_dir(config.output))
         data = DataRecord(config.data.root, flags.allow_change, train=train, val=val)

@@ -34,7 +34,7 @@ from moh_vision.engine.script import finish, index_dir, make_accelerator, open_r
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import create, init_from, keep_shared_heads
+from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 from moh_vision.previews import Samples
 from moh_vision.sample_scores import make_judge
 from moh_vision.tasks import DiffusionTask
@@ -44,6 +44,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors("train_dit.py"):
         config, flags = parse_config(DitConfig, argv, "train_dit.py")
+        check_name(config.model.name, "diffusion")
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         with accelerator.main_process_first():
             d = config.data

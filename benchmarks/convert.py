@@ -1,6 +1,6 @@
 """A trained dense ViT turned into MoH: accuracy before and after a short fine-tune, on real images.
 
-    python train_cls.py --config configs/cls/cifar10_small_cpu.yaml --model.router dense --model.head_budget null \\
+    python train_cls.py --config configs/cls/cifar10_small_cpu.yaml --model.router dense \\
         --max-steps 1500 --data.root SHARDS --output runs/cls/cifar10_dense
     python benchmarks/convert.py --dense runs/cls/cifar10_dense --data SHARDS
 

@@ -6,14 +6,16 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 import typing
 from pathlib import Path
-from typing import List
+from typing import Any, Dict, List, Set
 
 import jsonargparse
 import yaml
 
 from moh_vision.config import FREE_KEYS, LATER_KEYS, ClsConfig, Flags, RunConfig
+from moh_vision.config.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
 
 FREE_FORM = ("model.kwargs", "model.router_kwargs", "model.convert")  # mappings whose keys are the model's
@@ -23,6 +25,9 @@ MAX_DEPTH = 20
 
 def parse_config(kind, argv: List[str], prog: str):
     """Read `--config FILE` and `--key.sub value` overrides.
+
+    A key that has no effect beside the others (see `config.effects`) is refused. Where an option on the command line takes
+    the effect from a key of the file, the key is left out instead, and a line on stderr says so.
 
     Args:
         kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change, a ClsConfig
@@ -43,6 +48,7 @@ def parse_config(kind, argv: List[str], prog: str):
     flags = ["config", "print_config", "help"] + ["dry_run", "fresh", "allow_change"] * is_run
     flags += ["validate_only", "checkpoint"] * judges
     _refuse_unknown_options(argv, known, flags)
+    given = _given(argv)
     _refuse_strange_values(argv, kind)
     if judges:
         argv = _with_the_runs_config(argv)
@@ -65,8 +71,11 @@ def parse_config(kind, argv: List[str], prog: str):
     try:
         namespace = parser.parse_args(argv)
         _refuse_nulls(namespace, kind)
-        built = parser.instantiate(namespace)
-        config = kind(**{f.name: built[f.name] for f in dataclasses.fields(kind)})
+        config = _built(kind, parser, namespace)  # before the next step, which compares values: they must be in range
+        if judges and namespace.validate_only:
+            _refuse_for_validation(given)
+        elif _leave_out_idle(namespace, parser.get_defaults(), given, known, argv, prog):
+            config = _built(kind, parser, namespace)
     except (jsonargparse.ArgumentError, TypeError, RecursionError) as error:
         raise ValueError(_one_line(str(error))) from None
     if not is_run:
@@ -74,12 +83,51 @@ def parse_config(kind, argv: List[str], prog: str):
     for key in namespace.allow_change:
         if key not in known:
             raise ValueError(f"--allow-change {key}: {_unknown_key(key, known)}")
-    flags = Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change))
+    flags = Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change), given)
     if judges:
         flags.validate_only, flags.checkpoint = namespace.validate_only, namespace.checkpoint
         if flags.validate_only != (flags.checkpoint is not None):
             raise ValueError("--validate-only and --checkpoint PATH belong together; --init-from starts from weights")
     return config, flags
+
+
+def _built(kind, parser, namespace):
+    built = parser.instantiate(namespace)
+    return kind(**{f.name: built[f.name] for f in dataclasses.fields(kind)})
+
+
+def _given(argv: List[str]) -> Set[str]:
+    """Names of the options on the command line; model.kwargs for --model.kwargs.NAME."""
+    options = {token[2:].partition("=")[0] for token in argv if token.startswith("--")}
+    return {next((key for key in FREE_FORM if name.startswith(key + ".")), name) for name in options}
+
+
+def _refuse_for_validation(given: Set[str]) -> None:
+    """Raise ValueError for an option that validation does not read."""
+    for name in sorted(given):
+        read = name in ("config", "validate_only", "checkpoint", "data", *VALIDATION_KEYS)
+        if not read and name.partition(".")[0] != "model":
+            raise ValueError(
+                f"{name} has no effect with --validate-only; allowed are model.*, {', '.join(VALIDATION_KEYS)}"
+            )
+
+
+def _leave_out_idle(namespace, defaults, given: Set[str], known: List[str], argv: List[str], prog: str) -> bool:
+    """Refuse keys without effect, or give them their defaults; whether there were any of these."""
+    files, left_out = ", ".join(_config_files(argv)), {}
+    for key, deciding, needed in idle_keys({k: namespace[k] for k in known}):
+        value = namespace[key]
+        if not value or (key not in given and value == defaults[key]):  # off anyway, or as it always is
+            continue
+        if key in given or not given.intersection(deciding):
+            where = f"--config {files}: " if files and key not in given else ""
+            raise ValueError(f"{where}{key} {value!r} needs {needed}, and has no effect otherwise")
+        left_out[key] = f"{key} {value!r} (needs {needed})"
+    for key in left_out:
+        namespace[key] = defaults[key]
+    if left_out and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}", file=sys.stderr)
+    return bool(left_out)
 
 
 def _refuse_nulls(namespace, kind, prefix: str = "") -> None:
@@ -142,7 +190,7 @@ def _underscored(token: str) -> str:
 
 def _switched_on(argv: List[str], kind) -> List[str]:
     """The arguments, with "true" after a switch that stands alone, as in `--compile --seed 1`."""
-    switches = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
+    switches = {f"--{key}" for key, hint in _leaf_keys(kind).items() if hint is bool}
     written = []
     for token, following in zip(argv, [*argv[1:], "--"]):
         written += [token, "true"] if token in switches and following.startswith("--") else [token]
@@ -151,25 +199,22 @@ def _switched_on(argv: List[str], kind) -> List[str]:
 
 def _paired(argv: List[str], kind) -> List[str]:
     """The arguments, with `--cfg_interval 0.1 0.8` as `--cfg_interval [0.1,0.8]`, for keys that hold two values."""
-    hints = typing.get_type_hints(kind).items()
-    pairs = {
-        f"--{name}" for name, hint in hints if typing.get_origin(hint) is tuple and len(typing.get_args(hint)) == 2
-    }
+    pairs = {f"--{key}" for key, hint in _leaf_keys(kind).items() if typing.get_origin(hint) is tuple}
     written, rest = [], list(argv)
     while rest:
         written.append(rest.pop(0))
-        if written[-1] in pairs and len(rest) > 1 and not rest[0].startswith(("[", "--")):
+        if written[-1] in pairs and len(rest) > 1 and not any(token.startswith(("[", "--")) for token in rest[:2]):
             written.append(f"[{rest.pop(0)},{rest.pop(0)}]")
     return written
 
 
-def _leaf_keys(kind, prefix: str = ""):
-    hints = typing.get_type_hints(kind)
+def _leaf_keys(kind, prefix: str = "") -> Dict[str, Any]:
+    """Every dotted key of a dataclass, with its type."""
+    hints, found = typing.get_type_hints(kind), {}
     for f in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(hints[f.name]):
-            yield from _leaf_keys(hints[f.name], f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name
+        inside = dataclasses.is_dataclass(hints[f.name])
+        found.update(_leaf_keys(hints[f.name], f"{prefix}{f.name}.") if inside else {prefix + f.name: hints[f.name]})
+    return found
 
 
 def _unknown_key(key: str, known: List[str]) -> str:

@@ -19,6 +19,7 @@ from moh_vision.engine.script import index_dir, message_of
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary
+from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import to_validate
 from moh_vision.tasks import ClassificationTask
 
@@ -97,12 +98,15 @@ def draw_usage(
         say(f"{path} could not be drawn: {message_of(error)}")
 
 
-def validate_only(config, path: str, accelerator) -> None:
+def validate_only(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+
+    A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`), and any
+    other option of the model is refused.
 
     Args:
         config: a `ClsConfig`.
-        path: what --checkpoint names; see `models.weights.to_validate`.
+        flags: `Flags`; its checkpoint is what `models.weights.to_validate` takes.
         accelerator: accelerate's Accelerator.
 
     Raises:
@@ -111,8 +115,18 @@ def validate_only(config, path: str, accelerator) -> None:
     """
     with accelerator.main_process_first():
         val = open_source(config.data.root, "val", index_dir(config.output))
+    path = flags.checkpoint
     arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
     model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
+    if about["of_run"]:
+        for key in sorted(flags.given):
+            if key.partition(".")[0] == "model" and key != "model.head_budget":
+                raise ValueError(
+                    f"{key} has no effect: --checkpoint {path} brings its model, {about['name']}; "
+                    "allowed is model.head_budget"
+                )
+        if "model.head_budget" in flags.given and config.model.head_budget is not None:
+            set_head_budget(model, config.model.head_budget)
     check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
     img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
     _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)

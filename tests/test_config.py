@@ -1,9 +1,16 @@
+import dataclasses
+import functools
+import operator
+
 import pytest
 import yaml
 from conftest import ROOT
 
-from moh_vision.command_line import changed_keys, parse_config
+from moh_vision.attention import head_budget
+from moh_vision.command_line import _leaf_keys, changed_keys, parse_config
 from moh_vision.config import BlockDescentConfig, ClsConfig, DitConfig, SampleConfig, TextConfig
+from moh_vision.config.effects import idle_keys
+from moh_vision.models.weights import create
 
 
 def parse(*argv, kind=ClsConfig):
@@ -151,8 +158,8 @@ def test_print_config_prints_a_config(tmp_path, capsys):
 def test_sampling_options():
     config, flags = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
     assert (config.cfg_scale, flags) == (1.5, None)
-    with pytest.raises(ValueError, match="extractor runs.cls needs --score REFERENCE"):
-        parse("--checkpoint", "run", "--extractor", "runs/cls", kind=SampleConfig)
+    with pytest.raises(ValueError, match="extractor 'runs/cls' needs --score REFERENCE"):
+        parse("--checkpoint", "run", "--out", "x", "--extractor", "runs/cls", kind=SampleConfig)
     with pytest.raises(ValueError, match="checkpoint"):
         parse("--steps", "5", kind=SampleConfig)
     with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):
@@ -177,7 +184,7 @@ def test_the_papers_recipe(name):
     assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (1e-3, 1e-6, 1e-5, 0.05, 1e-8, 1.0)
     assert (o.batch_size, o.schedule, o.betas) == (1024, "cosine", (0.9, 0.999))
     assert config.steps(1_281_167) == (375342, 375342, 6256)
-    assert (d.augment, d.repeats, d.auto_augment, d.color_jitter) == ("imagenet", 3, "rand-m9-mstd0.5-inc1", 0.4)
+    assert (d.augment, d.repeats, d.auto_augment) == ("imagenet", 3, "rand-m9-mstd0.5-inc1")
     assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (0.25, "pixel", (0.08, 1.0), 224)
     assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (0.8, 1.0, 1.0, 0.5)
     assert (config.label_smoothing, config.balance_weight, config.ema.decay) == (0.1, 0.01, 0)
@@ -203,8 +210,8 @@ def test_steps_from_epochs():
     "argv, words",
     [
         (["--optim.warmup_epochs", "1", "--optim.warmup_steps", "1"], "are the same thing: give one"),
-        (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1 needs optim.epochs"),
-        (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet; it is none"),
+        (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1.0 needs optim.epochs"),
+        (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet"),
         (["--data.erase_prob", "0.5", "--data.augment", "flip"], "data.erase_prob 0.5 needs data.augment imagenet"),
         (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: 0 <= fraction < 1"),
         (["--data.repeats", "0"], "data.repeats 0 is out of range"),
@@ -236,6 +243,163 @@ def test_a_switch_may_stand_alone():
     config = parse("--compile", "--channels-last", "--seed", "3")[0]
     assert config.compile and config.channels_last and config.seed == 3
     assert parse("--compile", "false")[0].compile is False
+
+
+def test_bools_and_pairs_in_sections_are_flags_too():
+    config = parse("--ema.decay", "0.9", "--ema.warmup", "--optim.betas", "0.8", "0.95", "--seed", "3")[0]
+    assert config.ema.warmup and config.optim.betas == (0.8, 0.95) and config.seed == 3
+    with pytest.raises(ValueError, match='"optim.betas"'):
+        parse("--optim.betas", "0.8", "--seed", "3")
+
+
+# ---------------------------------------------------------------- keys without effect
+
+# (scripts, keys that decide where the others have no effect, and where they have, the others)
+IDLE = [
+    ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, {"model.router": "moh"}, "model.head_budget model.scope"),
+    ((ClsConfig, DitConfig), {"model.router": "mae"}, {"model.router": "query_norm"}, "model.head_budget"),
+    ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget model.scope balance_weight"),
+    ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
+    ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
+    ((TextConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
+    ((TextConfig,), {}, {"model.name": "clm_x", "model.convert": {}}, "balance_weight"),
+    ((TextConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
+    ((TextConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
+    ((TextConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
+    (
+        (ClsConfig, DitConfig, TextConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
+        {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period block_descent.gate_lr",
+    ),
+    (
+        (ClsConfig, DitConfig, TextConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
+        "optim.lr optim.weight_decay optim.betas optim.clip_norm optim.schedule optim.warmup_steps",
+    ),
+    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.name optim.lr"),
+    ((ClsConfig,), {}, {"init_from": "x"}, "calibrate_images"),
+    ((ClsConfig, DitConfig, TextConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
+    ((ClsConfig, TextConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
+    ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
+    ((ClsConfig,), {"train_only": "gates"}, {}, "optim.warmup_epochs optim.layer_decay optim.eps"),
+    ((ClsConfig,), {}, {"optim.epochs": 3}, "optim.cooldown_epochs"),
+    ((TextConfig,), {"optim.name": "nesterov"}, {"optim.name": "adam"}, "optim.betas optim.eps"),
+    ((TextConfig,), {"optim.name": "adam"}, {"optim.name": "nesterov"}, "optim.momentum"),
+    ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
+    (
+        (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
+        "data.crop_scale data.auto_augment data.color_jitter data.erase_prob data.erase_mode",
+    ),
+    ((ClsConfig,), {"data.augment": "imagenet"}, {"data.augment": "imagenet", "data.erase_prob": 0.2}, "data.erase_mode"),
+    (
+        (ClsConfig,), {"data.augment": "imagenet", "data.auto_augment": "rand-m9"},
+        {"data.augment": "imagenet", "data.auto_augment": "3a"}, "data.color_jitter",
+    ),
+    ((ClsConfig,), {}, {"mix.cutmix": 1}, "mix.prob mix.mode"),
+    ((ClsConfig,), {"mix.cutmix": 1}, {"mix.cutmix": 1, "mix.mixup": 1}, "mix.switch_prob"),
+    ((ClsConfig,), {"mix.prob": 0}, {"mix.prob": 0.5}, "mix.mixup mix.cutmix"),
+    (
+        (DitConfig,), {}, {"preview.every": 1},
+        "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns",
+    ),
+    (
+        (DitConfig,), {}, {"score.every": 1}, "score.images score.sampler score.steps score.cfg_scale score.seed "
+        "score.reference score.split score.extractor score.inception_weights score.allow_biased",
+    ),
+    ((SampleConfig,), {}, {"cfg_scale": 0}, "guide_channels cfg_interval"),
+    ((SampleConfig,), {}, {"grid": "a.png"}, "grid_columns"),
+    ((SampleConfig,), {}, {"score": "x"}, "score_split extractor inception_weights allow_biased score_file"),
+    ((SampleConfig,), {"checkpoint": "run/ema.safetensors"}, {"checkpoint": "run"}, "weights"),
+    ((SampleConfig,), {"num_images": 0}, {}, "labels seed cfg_scale batch_size"),
+    (
+        (TextConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
+        "data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio data.share "
+        "generate.beam generate.length_penalty generate.max_length generate.batch_size generate.tokenizer "
+        "generate.compound_split generate.gate_modes",
+    ),
+    ((TextConfig,), {}, {"model.name": "mlm_base"}, "data.block data.eval_batch_size data.words data.mask_prob optim.batch_size"),
+    (
+        (TextConfig,), {"model.name": "mlm_base"}, {"model.name": "clm_small"},
+        "data.mixture data.vocab_size data.bin_dtype data.context",
+    ),
+    ((TextConfig,), {"data.words": 0}, {}, "data.merges"),
+    ((TextConfig,), {"data.tokenizer": "x"}, {}, "data.merges data.target_merges data.lowercase"),
+    ((TextConfig,), {"model.name": "clm_x", "data.vocab_size": 9}, {"model.name": "clm_x"}, "data.merges data.words data.lowercase"),
+    ((TextConfig,), {}, {"eval_every": 1}, "patience"),
+    ((TextConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
+]  # fmt: skip
+ALWAYS = set(
+    "output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
+    "model.name model.router model.executor model.router_kwargs model.embed_dim model.depth model.num_heads model.patch_size "
+    "model.kwargs model.pretrained data.root data.img_size data.augment data.shuffle_shards data.workers data.max_bad_fraction "
+    "data.repeats data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
+    "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every channels_last vae learn_sigma "
+    "label_drop preview.every score.every checkpointing average checkpoint num_images sampler steps save_pipeline out grid "
+    "head_usage score overwrite".split()
+)
+
+
+def defaults(kind):
+    tree = dataclasses.asdict(kind(checkpoint="run", out="x") if kind is SampleConfig else kind())
+    return {key: functools.reduce(operator.getitem, key.split("."), tree) for key in _leaf_keys(kind)}
+
+
+@pytest.mark.parametrize("kinds, asleep, awake, keys", IDLE, ids=lambda v: v.split()[0] if isinstance(v, str) else "")
+def test_keys_without_effect(kinds, asleep, awake, keys):
+    for kind in kinds:
+        for deciding, idle in ((asleep, True), (awake, False)):
+            found = {key for key, *_ in idle_keys({**defaults(kind), **deciding})}
+            assert found & set(keys.split()) == (set(keys.split()) if idle else set()), (kind.__name__, deciding)
+
+
+@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, TextConfig, SampleConfig])
+def test_every_key_has_an_effect_or_is_tried_above(kind):
+    tried = {key for kinds, _, _, keys in IDLE if kind in kinds for key in keys.split()}
+    assert set(_leaf_keys(kind)) <= tried | ALWAYS, "a new key: when does it have an effect?"
+    assert {key for key, *_ in idle_keys(defaults(kind))} <= tried
+
+
+@pytest.mark.parametrize("text, argv, message", [
+    ("", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs an optim.schedule that falls"),
+    ("", "--ema.warmup", "ema.warmup True needs ema.decay above 0"),
+    ("", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
+    ("optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
+    ("optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
+    ("model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
+    ("", "--validate-only --checkpoint x --optim.lr 1", "optim.lr has no effect with --validate-only; allowed are model"),
+    ("", "--validate-only --checkpoint x --dry-run", "dry_run has no effect with --validate-only"),
+])  # fmt: skip
+def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text or "seed: 0")
+    with pytest.raises(ValueError, match=message) as error:
+        parse("--config", str(file), *argv.split())
+    assert "\n" not in str(error.value)
+
+
+def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("optim: {min_lr: 0.0001, lr: 0.1}\nmodel: {name: moh_vit, head_budget: 0.5}\n")
+    config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")[0]
+    assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"test: left out of {file}, without effect here: ")
+    assert "model.head_budget 0.5 (needs a model that routes its heads), optim.min_lr 0.0001 (needs" in said
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))  # what a run saves says nothing more
+    assert parse("--config", str(tmp_path / "run.yaml"))[0] == config and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("config, baseline", [
+    ("cls/cifar10_small_cpu", "--model.router dense"), ("quickstart/cls", "--model.router mae"),
+    ("dit/cifar10_small_cpu", "--model.name dit_small_patch2"), ("quickstart/dit", "--model.name dit_small_patch2"),
+])  # fmt: skip
+def test_a_dense_baseline_has_all_heads(config, baseline):
+    """The configurations with a budget, beside the documented option that makes a model without one of them."""
+    kind = DitConfig if "dit" in config else ClsConfig
+    argv = ["--config", str(ROOT / "configs" / f"{config}.yaml"), *baseline.split()]
+    model = parse(*argv, kind=kind)[0].model
+    built = create(
+        model.name, "diffusion" if kind is DitConfig else "classifier", **dict(model.arguments(), img_size=32)
+    )
+    assert head_budget(built)["share"] == 1
 
 
 def test_validation_reads_the_runs_configuration(tmp_path):
@@ -284,8 +448,8 @@ def test_what_earlier_runs_did_not_have_is_what_they_did():
             k: v for k, v in new.items() if k not in ("train_only", "moa_balance_weight", "z_weight", "block_descent")
         }
         assert changed_keys(old, new, []) == []
-        argv = "--train_only gates --moa_balance_weight 0.1 --z_weight 0 --block_descent.mode joint".split()
-        other = parse_config(kind, argv, "test")[0].tree()
+        joint = dict(new["block_descent"], mode="joint")
+        other = dict(new, train_only="gates", moa_balance_weight=0.1, z_weight=0.0, block_descent=joint)
         assert changed_keys(old, other, []) == [
             "block_descent.mode: 'bcd' -> 'joint'",
             "moa_balance_weight: 0.01 -> 0.1",

@@ -477,7 +477,7 @@ def test_mistakes_in_scoring(tmp_path, capsys):
     run, some = run_of(tmp_path, 3), tmp_path / "some.npz"
     np.savez(some, arr_0=np.zeros((5, 4, 4, 3), np.uint8))
     for argv, words in {
-        "--score-split val": "score_split val needs --score REFERENCE",
+        "--score-split val": "score_split 'val' needs --score REFERENCE",
         "--allow-biased true": "allow_biased True needs --score REFERENCE",
         "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
         f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
@@ -485,7 +485,7 @@ def test_mistakes_in_scoring(tmp_path, capsys):
         f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
         assert words in refused(capsys, run, *argv.split())
-    assert "extractor cls needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
+    assert "extractor 'cls' needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
     assert "nowhere: no such folder" in refused(capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t")
     assert "is not inception, timm:NAME" in refused(capsys, run, "--score", "digits", "--extractor", "vgg")
     error = refused(capsys, run, "--score", "digits", "--inception-weights", tmp_path / "none.pth")

@@ -30,7 +30,7 @@ from moh_vision.previews import Samples  # noqa: E402
 SMALL = "--optim.batch_size 16 --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 4".split()
 STEPS = 30
 RECIPE = (
-    "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.4 --data.erase_prob 0.25 "
+    "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 "
     "--data.repeats 3 --mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1 --optim.layer_decay 0.9"
 ).split()
 MORE = {

@@ -16,10 +16,11 @@ import train_cls  # noqa: E402
 from moh_vision import head_budget  # noqa: E402
 from moh_vision.models.weights import from_run  # noqa: E402
 
-TINY = (
+MODEL = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "
-    "--data.img_size 8 --data.workers 0 --optim.batch_size 8 --log-every 1"
+    "--data.img_size 8 --data.workers 0"
 ).split()
+TINY = [*MODEL, *"--optim.batch_size 8 --log-every 1".split()]
 RECIPE = (
     "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3 "
     "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1"
@@ -31,10 +32,10 @@ def train(root, run, *more):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def refused(capsys, *argv):
+def refused(capsys, *argv, given=TINY):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        train_cls.main([*TINY, *(str(a) for a in argv)])
+        train_cls.main([*given, *(str(a) for a in argv)])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("train_cls.py: error: ") and error.count("\n") == 1, error
     return error
@@ -84,13 +85,21 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     train_cls.main(["--validate-only", "--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
     out = capsys.readouterr().out
     assert "12 px" in out and f"loss {results['loss']:.4f}" not in out
+    train_cls.main(["--validate-only", "--checkpoint", str(run), "--model.head_budget", "[[1,1],[1,1]]"])
+    assert "active heads per layer: 2, 2 (66.7 % of all)" in capsys.readouterr().out
+    for option, value in (("--model.name", "moh_vit_nano"), ("--model.depth", 3), ("--model.kwargs.qk_norm", "true")):
+        error = refused(capsys, "--validate-only", "--checkpoint", run, option, value, given=[])
+        key = option[2:].removesuffix(".qk_norm")
+        assert f"{key} has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224" in error
+    error = refused(capsys, "--validate-only", "--checkpoint", run, "--model.head_budget", 0.1, given=[])
+    assert "head_budget 0.1: the shared heads and one routed head per layer are 4 of 6" in error
 
     torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
     train_cls.main(["--config", str(run / "config.yaml"), "--validate-only", "--checkpoint", str(run / "model.pth")])
     assert f"loss {results['loss']:.4f}, 17 images" in capsys.readouterr().out
 
     (root / "val" / "dog").rename(root / "val" / "fox")
-    error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root)
+    error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root, given=[])
     assert f"2 classes in --checkpoint {run}, 2 in val" in error and "has class 'dog', which val has not" in error
 
 
@@ -144,9 +153,9 @@ def test_mistakes(tmp_path, capsys):
     assert "makes micro-batches of 3; mixup and cutmix pair images" in error
     error = refused(capsys, *argv, "--data.augment", "imagenet", "--data.auto_augment", "rnd-m9")
     assert "data.auto_augment 'rnd-m9': timm does not understand it" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", tmp_path / "nowhere", "--data.root", root)
+    error = refused(capsys, "--validate-only", "--checkpoint", tmp_path / "nowhere", "--data.root", root, given=MODEL)
     assert f"--checkpoint {tmp_path / 'nowhere'}: neither a run" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit", "--data.root", root)
+    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit", "--data.root", root, given=MODEL)
     assert "--checkpoint moh_vit: No pretrained weights" in error
     (root / "val" / "dog").rename(tmp_path / "dog")
     error = refused(capsys, *argv)
@@ -179,7 +188,8 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     export_weights(
         train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs), tmp_path / "other.safetensors", {}
     )
-    error = refused(capsys, "--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors")
+    argv = ["--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors"]
+    error = refused(capsys, *argv, given=MODEL)
     assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
 
 

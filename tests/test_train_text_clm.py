@@ -199,7 +199,7 @@ def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
 def test_mistakes(place, tmp_path, capsys):
     run, ids = tmp_path / "run", ["--data.root", place / "ids", "--data.vocab_size", 20]
     assert "only its task counts" in refused(run, capsys, "--model.pretrained", place / "llama")
-    assert "model.convert is for model.pretrained" in refused(run, capsys, *CLM, "--model.convert.head_budget", 0.5)
+    assert "needs model.pretrained" in refused(run, capsys, *CLM, "--model.convert.head_budget", 0.5)
     assert "model_type" in refused(run, capsys, *CLM, *ids, "--model.pretrained", place / "plain")
     llama = [*CLM, *ids, "--model.pretrained", place / "llama"]
     assert "model.convert: there is no 'head_budge'" in refused(run, capsys, *llama, "--model.convert.head_budge", 0.5)
@@ -217,7 +217,7 @@ def test_mistakes(place, tmp_path, capsys):
     shutil.copytree(place / "llama", broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
-    assert "data.mixture is for causal" in refused(run, capsys, "--data.mixture", "[{root: a, weight: 1}]")
+    assert "needs a causal language model" in refused(run, capsys, "--data.mixture", "[{root: a, weight: 1}]")
 
 
 def test_dry_run(place, tmp_path, capsys):

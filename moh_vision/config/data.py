@@ -45,8 +45,8 @@ class ClsDataConfig(DataConfig):
         augment: as above, or "imagenet": random resized crop, mirror, and what the keys below add.
         repeats: repeated augmentation: copies of an image in an epoch, which covers as much less of the images.
         crop_scale: area of the random crop, as a share of the image's.
-        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1; timm leaves color_jitter out where it is given.
-        color_jitter: of brightness, contrast and saturation.
+        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1.
+        color_jitter: of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a.
         erase_prob: how often a rectangle is erased.
         erase_mode: what it is filled with: zeros, one random colour, or random pixels.
         crop_pct: validation crops this share of the resized image; left out: the model's own with augment imagenet, else 1.
@@ -75,11 +75,6 @@ class ClsDataConfig(DataConfig):
         check("data.erase_prob", self.erase_prob, 0 <= self.erase_prob <= 1, "0 to 1")
         check("data.crop_pct", self.crop_pct, self.crop_pct is None or 0 < self.crop_pct <= 1, "0 < share <= 1")
         check("data.eval_batch_size", self.eval_batch_size, self.eval_batch_size >= 1, "at least 1")
-        for name in ("auto_augment", "color_jitter", "erase_prob"):
-            if getattr(self, name) and self.augment != "imagenet":
-                raise ValueError(
-                    f"data.{name} {getattr(self, name)!r} needs data.augment imagenet; it is {self.augment}"
-                )
 
     def train_options(self) -> dict:
         """Keyword arguments of `imagenet_train_transform`."""

@@ -80,8 +80,6 @@ class ClsOptimConfig(OptimConfig):
         )
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError("optim.warmup_epochs and optim.warmup_steps are the same thing: give one")
-        if self.cooldown_epochs and self.epochs is None:
-            raise ValueError(f"optim.cooldown_epochs {self.cooldown_epochs:g} needs optim.epochs")
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional, Tuple
+from typing import List, Literal, Optional, Set, Tuple
 
 from moh_vision.config.checks import check, check_seed, plain
 from moh_vision.config.data import ClsDataConfig, DataConfig, MixConfig
@@ -103,8 +103,6 @@ class ClsConfig(RunConfig):
         super().__post_init__()
         check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
         check("calibrate_images", self.calibrate_images, self.calibrate_images >= 0, "0 or more")
-        if self.calibrate_images and not self.init_from:
-            raise ValueError(f"calibrate_images {self.calibrate_images} needs init_from, the dense model to judge")
         check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
 
     def steps(self, images: int) -> Tuple[int, int, int]:
@@ -176,6 +174,7 @@ class Flags:
     dry_run: bool
     fresh: bool
     allow_change: List[str]
+    given: Set[str] = field(default_factory=set)  # names of the options on the command line
     validate_only: bool = False
     checkpoint: Optional[str] = None
 

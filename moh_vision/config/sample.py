@@ -88,15 +88,10 @@ class SampleConfig:
         check("guide_channels", guided, guided == "all" or guided >= 1, 'at least 1, or "all"')
         low, high = self.cfg_interval
         check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
-        if self.cfg_scale == 1 and (low, high) != (0, 1):
-            raise ValueError(f"cfg_interval {[low, high]} needs a cfg_scale other than 1")
         check_seed(self.seed)
         for name in ("grid", "head_usage"):
             path = getattr(self, name)
             check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
-        for name in ("score_split", "extractor", "inception_weights", "allow_biased", "score_file"):
-            if getattr(self, name) and self.score is None:
-                raise ValueError(f"{name} {getattr(self, name)} needs --score REFERENCE")
         if self.num_images and not written:
             raise ValueError(
                 f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage or --score, or "

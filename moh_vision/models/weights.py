@@ -18,31 +18,49 @@ from moh_vision.models.weight_files import one_line, read_safetensors, read_tens
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
 REMADE = ("head.", "y_embedder.", "pos_embed")
+# By the modules that timm groups registered names by.
+FAMILIES = dict(classifier=("moh_vit", "moh_transnext"), diffusion=("moh_dit",))
 
 
 def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
-    """timm.create_model for models with head routing; a wrong name or argument is a ValueError that helps.
+    """timm.create_model for models with head routing; `kind` is "classifier", "diffusion" or None: either.
 
-    `kind` is "classifier", "diffusion" or None: either.
+    Raises:
+        ValueError: for a name that is none, or that of another kind of model, with names that fit; or for an argument that
+            the model does not have.
     """
-    if not timm.is_model(name.split(".")[0]):
-        models = timm.list_models()
-        near = [m for m in models if m.startswith(name)][:3] or difflib.get_close_matches(name, models, n=3)
-        raise ValueError(
-            f"model.name '{name}' is not a registered model" + (f", did you mean {' or '.join(near)}?" if near else "")
-        )
+    check_name(name, kind)
     try:
         model = timm.create_model(name, **arguments)
     except TypeError as error:
         if "unexpected keyword" in str(error):
             raise ValueError(f"{name}: {error}") from None
         raise
+    # Models that others have registered are known by what they can do.
     if not hasattr(model, "forward_routed"):
-        raise ValueError(f"model.name '{name}' has no head routing; a dense ViT is moh_vit_* with model.router dense")
+        raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
     actual = "classifier" if hasattr(model, "get_classifier") else "diffusion"
     if kind not in (None, actual):
         raise ValueError(f"model.name '{name}' is a {actual} model, a {kind} model is needed")
     return model
+
+
+def check_name(name: str, kind: Optional[str]) -> None:
+    """Raise ValueError for a name that is not registered, is timm's own, or is of another `kind` of model (None: any)."""
+    kinds = {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
+    fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
+    if not timm.is_model(base):
+        what = "is not a registered model"
+    elif base in kinds and base not in fitting:
+        what = f"is a {kinds[base]} model, a {kind} model is needed"
+    elif timm.models.model_entrypoint(base).__module__.startswith("timm."):
+        what = "has no head routing" + ("; a dense ViT is moh_vit_* with model.router dense" * (kind == "classifier"))
+    else:
+        return
+    asked = name.lower().replace("/", "_patch")  # DiT-S/2 is dit_small_patch2
+    near = [n for n in fitting if n.startswith(asked)] or difflib.get_close_matches(asked, fitting, cutoff=0.4)
+    hint = f", did you mean {' or '.join(near[:3])}?" if near else f"; known: {', '.join(fitting)}"
+    raise ValueError(f"model.name '{name}' {what}{hint}")
 
 
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
@@ -168,7 +186,7 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
         img_size: another one than the run's; positions are resized.
 
     Returns:
-        (model in eval mode, dict(name, arguments, classes or None, weights: the file))
+        (model in eval mode, dict(name, arguments, classes or None, weights: the file, of_run: whether a run wrote it))
 
     Raises:
         ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
@@ -192,7 +210,8 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
         raise ValueError(
             f"{path} does not hold all of {name}: {'; '.join(f.removeprefix('init_from: ') for f in fresh)}"
         )
-    return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path)
+    of_run = "architecture" in about
+    return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path, of_run=of_run)
 
 
 def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> bool:
