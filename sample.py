@@ -98,7 +98,7 @@ def main(argv) -> None:
                 latents = pipe(
                     labels[numbers.start : numbers.stop],
                     config.cfg_scale,
-                    None if config.guide_channels == "all" else config.guide_channels,
+                    config.guide_channels,
                     config.cfg_interval,
                     config.steps,
                     generators,

@@ -8,7 +8,7 @@ ALLOWED = {
     "attention": set(),
     "engine": set(),
     "data": set(),
-    "diffusion": set(),
+    "diffusion": {"data", "models"},
     "evaluation": set(),
     "models": {"attention"},
     "analysis": {"models", "attention"},

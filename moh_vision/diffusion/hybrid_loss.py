@@ -43,7 +43,13 @@ class HybridLoss(nn.Module):
             self.register_buffer(name, table.float(), persistent=False)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t of q(x_t | x_0), Ho 2020 eq. 4. x0, noise [B, C, h, w]; t [B]."""
+        """x_t of q(x_t | x_0), Ho 2020 eq. 4. x0, noise [B, C, h, w]; t [B], integers 0 .. 999.
+
+        Raises:
+            ValueError: for timesteps that are not integers.
+        """
+        if t.is_floating_point():
+            raise ValueError(f"timesteps are {t.dtype}; expected integers from 0 to {NUM_TIMESTEPS - 1}")
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:

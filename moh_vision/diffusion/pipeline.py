@@ -5,7 +5,6 @@ noise of the steps from nowhere. The path of this class is a promise, saved pipe
 """
 
 import difflib
-import importlib
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -13,6 +12,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, Mod
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from moh_vision.data.latents.vae import check_scaling, decode
 from moh_vision.diffusion.sampling import (
     Guidance,
     denoise,
@@ -21,28 +21,30 @@ from moh_vision.diffusion.sampling import (
     refuse_not_finite,
     set_steps,
 )
+from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
+from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 
-# Where saved pipelines say that their transformer is.
-TRANSFORMER_MODULE = "moh_vision.models.dit_transformer"
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
 class MoHDiTPipeline(DiffusionPipeline):
     """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on the latents of a VAE.
 
-    Any scheduler of `moh_vision.diffusion.make_scheduler`, or one made `from_config` of the one that is here
-    (`DDIMScheduler`, `DPMSolverMultistepScheduler`), can take the scheduler's place.
+    Any scheduler of `moh_vision.diffusion.make_scheduler`, or one of diffusers made `from_config` of the one that is here
+    (`DDIMScheduler`, `DPMSolverMultistepScheduler`, `UniPCMultistepScheduler`, `HeunDiscreteScheduler`, ...), can take the
+    scheduler's place. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
 
     Args:
-        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`; its config.num_classes is the label
-            that means "no class".
-        scheduler: DDPM, DDIM or DPM-Solver++.
+        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes one with
+            the same outputs. Its config.num_classes is the label that means "no class".
+        scheduler: of diffusers, for a model that predicts noise over 1000 steps.
         vae: decodes latents, scaled as its config says; None: the transformer works on pixels in [-1, 1].
         id2label: names of the classes.
         label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
 
     Raises:
-        ValueError: if the VAE's latents have other channels than the transformer.
+        ValueError: for another transformer, and for a VAE whose latents have other channels or are scaled by more than
+            scaling_factor and shift_factor.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -58,6 +60,14 @@ class MoHDiTPipeline(DiffusionPipeline):
         label_drop: Optional[float] = None,
     ):
         super().__init__()
+        if is_diffusers_dit(transformer):
+            transformer = from_diffusers(transformer)
+        if not isinstance(transformer, MoHDiTTransformer2DModel):
+            raise ValueError(
+                f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
+            )
+        if vae is not None:
+            check_scaling(vae, "the VAE")
         channels = transformer.config.in_channels
         if vae is not None and vae.config.latent_channels != channels:
             raise ValueError(
@@ -71,14 +81,13 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As diffusers' own, which loads parts only from modules that have been imported; safetensors only."""
-        importlib.import_module(TRANSFORMER_MODULE)
+        """As diffusers' own, from safetensors only."""
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
     @property
     def labels(self) -> Dict[str, int]:
         """Class numbers by name."""
-        return {name: int(k) for k, name in (self.config.id2label or {}).items()}
+        return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
         """Class numbers of names.
@@ -88,18 +97,20 @@ class MoHDiTPipeline(DiffusionPipeline):
         """
         numbers = self.labels
         names = [label] if isinstance(label, str) else list(label)
+        if not numbers:
+            raise ValueError(f"class_labels {names[:5]}: this pipeline has no class names, pass class numbers")
         for name in names:
             if name not in numbers:
-                near = difflib.get_close_matches(name, numbers, n=1) or list(numbers)[:5]
+                near = difflib.get_close_matches(str(name), numbers, n=1) or list(numbers)[:5]
                 raise ValueError(f"no class is named {name!r}; there are {len(numbers)}, such as {', '.join(near)}")
         return [numbers[name] for name in names]
 
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Union[int, Sequence[int], Tensor],
+        class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
         guidance_scale: float = 4.0,
-        guide_channels: Optional[int] = 3,
+        guide_channels: Union[int, str, None] = 3,
         guidance_interval: Optional[Tuple[float, float]] = None,
         num_inference_steps: int = 250,
         generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
@@ -112,7 +123,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers; num_classes draws without a class, where there is no guidance.
+            class_labels: B class numbers, or names of classes; num_classes draws without a class, where there is no guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
             generator: a list with one generator per image, whose noise, at the start and at every step, then depends on
@@ -178,25 +189,23 @@ class MoHDiTPipeline(DiffusionPipeline):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
-        if self.vae is None:
-            return latents
-        shift = getattr(self.vae.config, "shift_factor", None) or 0.0
-        latents = latents / self.vae.config.scaling_factor + shift
-        return self.vae.decode(latents.to(self.vae.dtype)).sample.float()
+        return latents if self.vae is None else decode(self.vae, latents)
 
     def _checked_labels(self, class_labels, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes
-        labels = torch.as_tensor(class_labels).reshape(-1)
+        several = [class_labels] if isinstance(class_labels, str) else class_labels
+        if isinstance(several, (list, tuple)) and any(isinstance(label, str) for label in several):
+            several = self.get_label_ids(several)
+        labels = torch.as_tensor(several).reshape(-1)
         if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(f"class_labels {class_labels!r}: expected whole numbers, one per image")
+            raise ValueError(
+                f"class_labels {class_labels!r}: expected whole numbers or names of classes, one per image"
+            )
         if guidance.scale != 1 and self.config.label_drop == 0:
             raise ValueError(
                 f"guidance_scale {guidance.scale:g} needs a model that was trained without some labels too; this one was "
                 "trained with label_drop 0: pass guidance_scale=1"
             )
-        wrong = labels[(labels < 0) | (labels > null)].tolist()
-        if wrong:
-            raise ValueError(f"class_labels {wrong[:5]} are out of range: 0 to {null - 1}, or {null} for no class")
         if guidance.scale != 1 and (labels == null).any():
             raise ValueError(
                 f"class_labels {null} means no class, which guidance_scale {guidance.scale:g} cannot guide to"

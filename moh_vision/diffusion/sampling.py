@@ -1,7 +1,8 @@
 """Class-conditional sampling with classifier-free guidance, on diffusers' schedulers."""
 
+import inspect
 from dataclasses import dataclass
-from typing import Callable, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -21,22 +22,22 @@ class Guidance:
     Args:
         scale: 1: none, half the work; 0: as if without a class.
         channels: how many channels are guided, from the first; the others keep eps(class). 3: the official DiT, whose
-            published scores leave the fourth channel of the latents alone; None: all, as diffusers' DiT. On images with
-            3 channels these are the same.
+            published scores leave the fourth channel of the latents alone; "all" or None: all, as diffusers' DiT. On
+            images with 3 channels these are the same.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside of it
             the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's schedule
             t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
     """
 
     scale: float = 1.0
-    channels: Optional[int] = 3
+    channels: Union[int, str, None] = 3
     interval: Tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self):
         if not self.scale >= 0:
             raise ValueError(f"guidance scale {self.scale} is out of range: 0 or more")
-        if self.channels is not None and self.channels < 1:
-            raise ValueError(f"guidance channels {self.channels} is out of range: at least 1, or None for all")
+        if self.channels not in (None, "all") and not (isinstance(self.channels, int) and self.channels >= 1):
+            raise ValueError(f'guidance channels {self.channels!r} is out of range: at least 1, or "all"')
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
             raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
 
@@ -45,7 +46,7 @@ class Guidance:
 
     def combine(self, cond: Tensor, uncond: Tensor, noise_channels: int) -> Tensor:
         """Both [B, C or 2C, h, w], of which noise_channels predict the noise -> the same shape."""
-        n = min(noise_channels, self.channels or noise_channels)
+        n = noise_channels if self.channels in (None, "all") else min(noise_channels, self.channels)
         guided = uncond[:, :n] + self.scale * (cond[:, :n] - uncond[:, :n])
         return torch.cat([guided, cond[:, n:]], dim=1)
 
@@ -110,24 +111,24 @@ def fit_scheduler(scheduler, learned_variance: bool):
     """The scheduler, or one in its place without what `from_config` carries over from another class and breaks it.
 
     From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts the prediction to
-    three channels, and loses the clipping; DDIM inherits a spacing that does not meet its own strides.
+    three channels. It and others that have thresholding in place of clip_sample lose the clipping. DDIM inherits a spacing
+    that does not meet its own strides.
 
     Raises:
         ValueError: for a scheduler that needs a learned variance where there is none.
     """
-    from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+    from diffusers import DDIMScheduler, DDPMScheduler
 
-    config = scheduler.config
+    config, own = scheduler.config, inspect.signature(type(scheduler).__init__).parameters
     if isinstance(scheduler, DDPMScheduler) and config.variance_type in LEARNED and not learned_variance:
         raise ValueError(f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance")
-    change = {}
+    change: dict = {}
     if isinstance(scheduler, DDIMScheduler) and config.timestep_spacing == "linspace":
         change = dict(timestep_spacing="leading")
-    if isinstance(scheduler, DPMSolverMultistepScheduler):
-        if config.variance_type in LEARNED:
-            change = dict(variance_type=None)
-        if config.get("clip_sample") and not config.thresholding:
-            change.update(thresholding=True, sample_max_value=config.get("clip_sample_range", 1.0))
+    if not isinstance(scheduler, DDPMScheduler) and "variance_type" in own and config.variance_type in LEARNED:
+        change.update(variance_type=None)
+    if "thresholding" in own and "clip_sample" not in own and config.get("clip_sample") and not config.thresholding:
+        change.update(thresholding=True, sample_max_value=config.get("clip_sample_range", 1.0))
     return type(scheduler).from_config(config, **change) if change else scheduler
 
 
@@ -163,12 +164,20 @@ def denoise(
         [B, C, h, w]
 
     Raises:
+        ValueError: for labels out of range.
         FloatingPointError: naming the step, as soon as images hold NaN or infinity.
     """
     from diffusers import DDPMScheduler
 
+    wrong = labels[(labels < 0) | (labels > null_label)].tolist()
+    if wrong:
+        raise ValueError(
+            f"class_labels {wrong[:5]} are out of range: 0 to {null_label - 1}, or {null_label} for no class"
+        )
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers remember their last run
     uses_variance = isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
+    # Deterministic solvers such as UniPC's and Heun's take no generator.
+    noise_source = dict(generator=generators) if "generator" in inspect.signature(scheduler.step).parameters else {}
     channels = x.shape[1]
     both = torch.cat([labels, torch.full_like(labels, null_label)])
     x = x * scheduler.init_noise_sigma
@@ -181,7 +190,7 @@ def denoise(
             out = guidance.combine(*out.chunk(2), channels)
         if not uses_variance:
             out = out[:, :channels]
-        x = scheduler.step(out, t, x, generator=generators).prev_sample
+        x = scheduler.step(out, t, x, **noise_source).prev_sample
         if on_step is not None:
             changed = on_step(step, t, x)
             x = x if changed is None else changed

@@ -6,6 +6,7 @@ trained elsewhere fit the official numbers, which are the default; `compat="diff
 """
 
 import math
+import warnings
 from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -61,7 +62,13 @@ class LabelEmbedder(nn.Module):
         self.embedding_table = nn.Embedding(num_classes + 1, dim)
 
     def forward(self, labels: Tensor) -> Tensor:
-        return self.embedding_table(labels)
+        try:
+            return self.embedding_table(labels)
+        except IndexError:  # on a GPU the kernel fails instead
+            null = self.embedding_table.num_embeddings - 1
+            raise ValueError(
+                f"class_labels {labels.min()} to {labels.max()}: expected 0 to {null - 1}, or {null} for no class"
+            ) from None
 
 
 class DiTBlock(nn.Module):
@@ -166,6 +173,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         for what, value, allowed in (("compat", compat, COMPAT), ("route_by", route_by, ROUTE_BY)):
             if value not in allowed:
                 raise ValueError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+        if scope != "sample" and route_by != "condition":
+            raise ValueError(
+                f"route_by {route_by!r} needs scope 'sample': with scope {scope!r} routers read the tokens"
+            )
         if router is None:
             router = "dense" if head_budget is None else "moh"
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
@@ -222,6 +233,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(
                 f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
             )
+        if timestep.is_floating_point() and not torch.compiler.is_compiling() and 0 < timestep.max() < 1:
+            # Samplers with fractional timesteps may end on one of these, so they are no error.
+            warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
         stats: List[RoutingStats] = []
         x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
         t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
@@ -244,9 +258,12 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 .. 999.
+            timestep: [B] or a scalar tensor, 0 .. 999. Floats that are all below 1, and not all 0, give a warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: an object with `.sample`, else a tuple.
+
+        Raises:
+            ValueError: for hidden_states of another shape, and (on a CPU) for class_labels out of range.
 
         Returns:
             sample [B, out_channels, size, size]; with learn_sigma the second half is the variance's interpolation.

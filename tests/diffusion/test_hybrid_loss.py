@@ -170,3 +170,8 @@ def test_the_loss_is_computed_in_float32_or_better(dtype):
     terms = loss(torch.randn(2, 6, 4, 4, dtype=dtype), x0, xt, noise, t)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert all(term.dtype == wanted and term.shape == (2,) and term.isfinite().all() for term in terms.values())
+
+
+def test_timesteps_are_integers():
+    with pytest.raises(ValueError, match="timesteps are torch.float32; expected integers from 0 to 999"):
+        batch(torch.rand(2))

@@ -7,7 +7,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiffusionPipeline, DPMSolverMultistepScheduler
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    DiTPipeline,
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    HeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 
 from moh_vision import set_head_budget
 from moh_vision.analysis import HeadLoad
@@ -179,6 +189,42 @@ def test_schedulers_can_be_swapped(kind):
     assert torch.equal(images, draw(other, [1, 2], 5, 6, steps=10, output_type="latent"))
 
 
+@pytest.mark.parametrize("kind", [UniPCMultistepScheduler, HeunDiscreteScheduler])
+def test_deterministic_schedulers_without_a_generator(kind):
+    pipe = pipeline()
+    pipe.scheduler = kind.from_config(pipe.scheduler.config)
+    images = draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent")
+    assert images.shape == (2, 3, 4, 4) and images.abs().max() <= 1.001  # clipped
+    torch.testing.assert_close(draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent"), images)  # it starts over
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_folder_of_diffusers_own_dit(tmp_path):
+    """Loaded and drawn from, it gives the images of diffusers' pipeline."""
+    torch.manual_seed(3)
+    theirs = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
+        norm_num_groups=4,
+    ).eval()  # fmt: skip
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    shared = theirs.transformer_blocks[0].norm1.emb.state_dict()
+    theirs.transformer_blocks[1].norm1.emb.load_state_dict(shared)
+    scheduler = DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
+    other = DiTPipeline(theirs, vae(), scheduler)
+    other.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())  # published ones have names in it
+    (tmp_path / "model_index.json").write_text(json.dumps(dict(index, id2label={"0": "tench", "7": "cock"})))
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path)
+    for p in (pipe, other):
+        p.set_progress_bar_config(disable=True)
+    how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
+    want = other([7], generator=torch.Generator().manual_seed(2), **how).images
+    got = pipe("cock", generator=seeded(2), guide_channels="all", **how).images
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert want.std() > 0.01
+
+
 def test_guidance_is_the_official_forward_with_cfg():
     """One step of DDPM, from the formula: both halves through the model, three channels guided."""
     pipe = pipeline(True)
@@ -233,6 +279,8 @@ def test_half_precision_runs_the_loop_in_float32():
         ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
         ([0], dict(num_inference_steps=0), "steps 0 is out of range: 1 to 1000"),
         ([0], dict(guidance_scale=-2.0), "guidance scale -2"),
+        ([0], dict(guide_channels="most"), "guidance channels 'most' is out of range: at least 1, or \"all\""),
+        (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
         ([0], dict(guidance_interval=(0.9, 0.1)), "guidance interval"),
         ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
         ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
@@ -261,6 +309,13 @@ def test_guidance_without_dropped_labels_is_refused():
 def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="latents of 4 channels, the transformer works on 3"):
         MoHDiTPipeline(transformer(3), DDPMScheduler(), vae(4))
+    with pytest.raises(
+        ValueError, match="the transformer is a AutoencoderKL, expected a DiT of moh_vision or diffusers"
+    ):
+        MoHDiTPipeline(vae(), DDPMScheduler())
+    for key in ("latents_mean", "latents_std"):  # training refuses them too
+        with pytest.raises(ValueError, match="the VAE: normalises latents by latents_mean and latents_std"):
+            MoHDiTPipeline(transformer(4), DDPMScheduler(), vae(**{key: [0.1] * 4}))
     plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
     with pytest.raises(ValueError, match="4 channels are no image and there is no VAE"):
         plain([0])
@@ -273,6 +328,8 @@ def test_class_names():
     assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids("crane") == [1]
     with pytest.raises(ValueError, match="no class is named 'crain'; there are 2, such as crane"):
         pipe.get_label_ids("crain")
+    assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
+    assert torch.equal(draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None))
 
 
 def test_diffusers_own_loader_needs_to_be_told_the_class(tmp_path):

@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import pytest
 import timm
@@ -267,5 +268,21 @@ def test_sample_scope_with_gradient_checkpointing_and_saving(tmp_path):
 def test_a_condition_needs_sample_scope():
     with pytest.raises(ValueError, match="route_by 'class' is not one of condition, timestep"):
         tiny(scope="sample", route_by="class")
+    with pytest.raises(ValueError, match="route_by 'timestep' needs scope 'sample': with scope 'token' routers read"):
+        tiny(route_by="timestep")
     with pytest.raises(ValueError, match="it needs scope 'sample'"):
         tiny().blocks[0].attn(torch.zeros(1, 4, 32), condition=torch.zeros(1, 32))
+
+
+def test_labels_and_timesteps_out_of_range():
+    model = tiny()
+    x, t, null = FIXED[0], FIXED[1], model.config.num_classes
+    with pytest.raises(
+        ValueError, match=f"class_labels 0 to {null + 1}: expected 0 to {null - 1}, or {null} for no class"
+    ):
+        model(x, t, torch.tensor([0, null + 1] + [0] * (len(x) - 2)))
+    with pytest.warns(UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"):
+        model(x, torch.tensor(0.5), FIXED[2])
+    with warnings.catch_warnings(action="error"):
+        for fine in (0.0, 1.0, 978.6):
+            model(x, torch.tensor(fine), FIXED[2])

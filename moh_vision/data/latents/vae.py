@@ -101,9 +101,14 @@ def load_vae(name: str):
         raise ValueError(f"vae {name}: its weights lack {len(missing)} tensors of the model, the first {missing[0]}")
     if vae.config.in_channels not in (1, 3) or vae.config.out_channels != vae.config.in_channels:
         raise ValueError(f"vae {name}: encodes {vae.config.in_channels} channels; images have 3, or 1 if grey")
-    if vae.config.latents_mean is not None or vae.config.latents_std is not None:
-        raise ValueError(f"vae {name}: normalises latents by latents_mean and latents_std, which is not supported")
+    check_scaling(vae, f"vae {name}")
     return vae.requires_grad_(False).eval()
+
+
+def check_scaling(vae, name: str) -> None:
+    """Raise ValueError for a VAE whose latents are scaled by more than scaling_factor and shift_factor."""
+    if vae.config.get("latents_mean") is not None or vae.config.get("latents_std") is not None:
+        raise ValueError(f"{name}: normalises latents by latents_mean and latents_std, which is not supported")
 
 
 def _find(name: str):
@@ -182,4 +187,4 @@ def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tens
 def decode(vae, latents: Tensor) -> Tensor:
     """Latents [B, C, h, w] as a diffusion model makes them -> images [B, 3, H, W] in -1 .. 1."""
     unscaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-    return vae.decode(unscaled).sample.float().clamp(-1, 1)
+    return vae.decode(unscaled.to(vae.dtype)).sample.float().clamp(-1, 1)
