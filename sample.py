@@ -136,7 +136,7 @@ def main(argv) -> None:
 
     # ---------------------------------------------------------------- score
     if judge:
-        with user_errors("sample.py", every_rank=True):
+        with user_errors("sample.py"):  # what fails on one process fails on all
             scores, text = judge(parts, labels, device, config.batch_size)
         if main_process:
             scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})

@@ -26,7 +26,7 @@ from moh_vision.engine.image_parts import ImageParts  # noqa: E402
 from moh_vision.evaluation.fidelity import TimmExtractor, score  # noqa: E402
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command  # noqa: E402
 from moh_vision.models.weights import create, from_run  # noqa: E402
-from moh_vision.sample_scores import open_extractor  # noqa: E402
+from moh_vision.sample_scores import ClassifierScores, open_extractor  # noqa: E402
 
 NAME = "moh_dit_small_patch2_75"
 
@@ -432,6 +432,21 @@ def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
     with torch.no_grad():
         want = model.forward_head(model.forward_features((x / 255 - mean) / std), pre_logits=True)
         torch.testing.assert_close(network(x).pooled, want)
+
+
+@pytest.mark.parametrize("samples, channels", [(3, 1), (1, 3)])
+def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channels):
+    """Beside digits, which are grey."""
+    name, classes, shape = "moh_vit_tiny_patch16_224", [str(i) for i in range(10)], (30, samples, 8, 8)
+    arguments = dict(patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=10, in_chans=channels)
+    arguments.update(img_size=8, head_budget=[(1, 1)])
+    about = dict(architecture=name, arguments=arguments, classes=classes, config={})
+    export_weights(create(name, "classifier", **arguments), tmp_path / "model.safetensors", about)
+    parts = ImageParts(tmp_path, 30, 30, {})
+    parts.add(0, torch.randint(0, 256, shape, dtype=torch.uint8))
+    judge = ClassifierScores("digits", str(tmp_path), classes, str(tmp_path))
+    scores, _ = judge(parts, torch.arange(30) % 10, "cpu", 30)
+    assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
 
 
 def references(folder):
