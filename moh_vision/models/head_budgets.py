@@ -2,10 +2,9 @@
 
 import functools
 from pathlib import Path
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, List, Optional
 
 from timm.models import resolve_pretrained_cfg
-from timm.models._input import update_model_args
 from torch import Tensor, nn
 
 from moh_vision.attention import (
@@ -104,12 +103,33 @@ def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
     return arguments.get("head_budget") if isinstance(arguments, dict) else None
 
 
+class RecordedArguments:
+    """Descriptor for timm's `_model_args`, from which timm saves a model: the arguments, with the present head budget.
+
+    `timm.create_model` writes the caller's arguments there last, whose head_budget may be a share. A share does not say
+    which heads are shared in a model that took them from its weights.
+    """
+
+    def __get__(self, model: Optional[nn.Module], owner: type):
+        if model is None:
+            return self
+        return {**vars(model).get("_model_args", {}), "head_budget": budget_pairs(model)}
+
+    def __set__(self, model: nn.Module, args: dict) -> None:
+        vars(model)["_model_args"] = args
+
+
+def budget_pairs(model: nn.Module) -> List[List[int]]:
+    """[shared, routed] of every attention layer."""
+    return [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
+
+
 def record_head_budget(model: nn.Module) -> None:
-    """Write the budget into what timm's, diffusers' or transformers' saving takes the model's arguments from."""
-    pairs = [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
+    """Write the budget into what diffusers' or transformers' saving takes the model's arguments from.
+
+    timm's takes it from `RecordedArguments`.
+    """
     if hasattr(model, "register_to_config"):
-        model.register_to_config(head_budget=pairs)
-    elif hasattr(model, "pretrained_cfg"):
-        update_model_args(model, head_budget=pairs)
+        model.register_to_config(head_budget=budget_pairs(model))
     elif getattr(getattr(model, "config", None), "moh", None) is not None:
-        model.config.moh = dict(model.config.moh, head_budget=pairs)
+        model.config.moh = dict(model.config.moh, head_budget=budget_pairs(model))

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
-from moh_vision.models.head_budgets import at_trained_budget, record_head_budget, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, at_trained_budget, take_shared_heads
 from moh_vision.models.official_routers import rename_routers
 
 STAGES = 4
@@ -174,6 +174,8 @@ class TransNeXt(nn.Module):
     Raises:
         ValueError: for sizes or budgets that do not fit.
     """
+
+    _model_args = RecordedArguments()
 
     def __init__(
         self,
@@ -496,7 +498,7 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
         args = {k: v for k, v in args.items() if k != "head_budget"}
     args = dict(args, **kwargs)
     out_indices = args.pop("out_indices", tuple(range(STAGES)))
-    model = build_model_with_cfg(
+    return build_model_with_cfg(
         TransNeXt,
         variant,
         pretrained,
@@ -504,9 +506,6 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
         feature_cfg=dict(out_indices=out_indices, flatten_sequential=True),
         **args,
     )
-    if isinstance(model, TransNeXt) and args.get("router", "dense") != "dense":
-        record_head_budget(model)  # also a default, so that a saved model does not depend on it
-    return model
 
 
 @register_model

@@ -33,7 +33,7 @@ from moh_vision.attention import (
     set_budgets,
 )
 from moh_vision.attention.routers import MoHRouter
-from moh_vision.models.head_budgets import at_trained_budget, record_head_budget, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, at_trained_budget, take_shared_heads
 
 
 class MoHBlock(Block):
@@ -79,6 +79,7 @@ class MoHVisionTransformer(VisionTransformer):
         **kwargs: those of timm's VisionTransformer, but block_fn, attn_layer and scale_attn_norm.
     """
 
+    _model_args = RecordedArguments()
     checkpoint_filter = staticmethod(timm_filter)  # what `load_checkpoint` reads foreign layouts by
 
     def __init__(
@@ -245,7 +246,7 @@ def _create_moh_vit(
 ) -> MoHVisionTransformer:
     out_indices = kwargs.pop("out_indices", 3)
     keep_budget = kwargs.get("head_budget") is not None or runs_all_heads(kwargs.get("router"))
-    model = build_model_with_cfg(
+    return build_model_with_cfg(
         model_cls,
         variant,
         pretrained,
@@ -253,9 +254,6 @@ def _create_moh_vit(
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
         **kwargs,
     )
-    if isinstance(model, MoHVisionTransformer):
-        record_head_budget(model)  # also a default, so that a saved model does not depend on it
-    return model
 
 
 @register_model

@@ -82,6 +82,8 @@ def test_a_lower_share_of_what_timm_saved(router, tmp_path):
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     lower = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, head_budget=LOWER)
     assert same(lower, moh_vision.set_head_budget(model, LOWER))
+    timm.models.save_for_hf(lower, tmp_path / "lower", safe_serialization=True)
+    assert same(timm.create_model(f"local-dir:{tmp_path / 'lower'}", pretrained=True), lower)
     anew = timm.create_model(f"local-dir:{tmp_path}", head_budget=LOWER)  # no weights, so nothing to keep
     assert moh_vision.head_budget(anew)["layers"][0]["shared"] == 2
 
