@@ -104,7 +104,8 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     model = accelerator.unwrap_model(task).model
     start = batches.start
     if resumed:
-        load_training(accelerator, resumed[1], model, ema, accelerator.print)
+        with user_errors("train_dit.py"):
+            load_training(accelerator, resumed[1], model, ema, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     saver = Saver(accelerator, run, config.keep_checkpoints)
     log = open_log(

@@ -98,7 +98,8 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     task, optimizer = descent.prepare(task, optimizer, update)
     model = accelerator.unwrap_model(task).model
     if resumed:
-        load_training(accelerator, resumed[1], model, None, accelerator.print)
+        with user_errors(NAME):
+            load_training(accelerator, resumed[1], model, None, accelerator.print)
         accelerator.print(f"resuming {run} at step {start}")
     saver = Saver(accelerator, run, config.keep_checkpoints)
     patience = Patience(config.patience, earlier_losses(run / "metrics.jsonl", start))

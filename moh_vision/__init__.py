@@ -5,6 +5,6 @@ from moh_vision.attention import head_budget
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import load_checkpoint, load_run
+from moh_vision.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]
+__all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]

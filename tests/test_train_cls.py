@@ -163,6 +163,9 @@ def test_mistakes(tmp_path, capsys):
     (tmp_path / "dog").rename(root / "val" / "dog")
     (root / "train" / "empty").mkdir()
     assert "train/empty: a class folder without images" in refused(capsys, *argv)
+    (root / "train" / "empty").rmdir()
+    (root / "train" / "loop").symlink_to("loop")
+    assert f"Too many levels of symbolic links: '{root}/train/loop'" in refused(capsys, *argv)
     assert not run.exists()
 
 

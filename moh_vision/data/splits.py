@@ -135,7 +135,7 @@ class DataRecord:
 
     def save(self, run: Path) -> None:
         """Write the record."""
-        write_whole(run / RECORD, json.dumps(self.splits, ensure_ascii=False) + "\n")
+        write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
 def _outline(source) -> dict:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moh_vision.engine.ema import gathered
 from moh_vision.engine.failures import attempt, why_not_written
-from moh_vision.engine.manifest import Seal, damage, fsync
+from moh_vision.engine.manifest import MANIFEST, Seal, damage, fsync, other_version
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
 
@@ -115,7 +115,22 @@ def save_training(
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
-    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`."""
+    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`.
+
+    Raises:
+        ValueError: in one line, naming the folder and the version that wrote it, for weights of another model.
+    """
+    try:
+        _load(accelerator, folder, model, ema, say)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, KeyError) as error:
+        version = json.loads((folder / MANIFEST).read_text()).get("version", "0.1.0 or before")
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}, of moh_vision {version}, is not of this model ({reason})") from error
+
+
+def _load(accelerator, folder: Path, model, ema, say: Callable[[str], None]) -> None:
     accelerator.load_state(str(folder))
     if ema and not (folder / EMA).exists():
         say(f"{folder} has no EMA; it starts from the weights of that step")
@@ -128,10 +143,13 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     """(step, folder) of the newest whole checkpoint, or None if there is none at all.
 
     Raises:
-        ValueError: if there are checkpoints and every one is damaged, or there are weights that only a checkpoint can
-            have left; starting over in silence would lose the run.
+        ValueError: if there are checkpoints and every one is damaged or of a version that is not read, or there are
+            weights that only a checkpoint can have left; starting over in silence would lose the run.
     """
     candidates = by_age(run / "checkpoints")
+    others = [other_version(folder) for _, folder in candidates]
+    if others and all(others):
+        raise ValueError(f"{candidates[0][1]}: {others[0]}; take that version, or --fresh to start over")
     for step, folder in candidates:
         reason = damage(folder, step) or foreign_objects(folder)
         if reason is None:

@@ -1,6 +1,6 @@
 """What makes a checkpoint's folder whole: a manifest with the sum of every file, and of itself.
 
-    {"format": 2, "step": 200, "sha256": {"ema.safetensors": "...", ...}, "own_sha256": "..."}
+    {"format": 3, "version": "0.1.0", "step": 200, "sha256": {"ema.safetensors": "...", ...}, "own_sha256": "..."}
 
 safetensors and pickles hold no sums, so a flipped bit in a weight would load without a word.
 """
@@ -14,7 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Callable, Dict, List, Optional
 
-FORMAT = 2
+from moh_vision.version import __version__
+
+FORMAT = 3
+READABLE = (2, 3)  # 2 has no version
 MANIFEST = "manifest.json"
 
 
@@ -80,9 +83,25 @@ class Seal:
 
 def manifest_text(step: int, sums: Dict[str, str]) -> str:
     """The one text of a manifest; `own_sha256` is of the rest."""
-    body = dict(format=FORMAT, step=step, sha256=sums)
+    return _sealed(dict(format=FORMAT, version=__version__, step=step, sha256=sums))
+
+
+def _sealed(body: dict) -> str:
     own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps(dict(body, own_sha256=own), indent=1) + "\n"
+
+
+def other_version(folder: Path) -> Optional[str]:
+    """Which version wrote a checkpoint, if it is one that this version does not read; else None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        form, version = manifest["format"], str(manifest.get("version", "before 0.1.0"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # it is damaged
+    if form in READABLE:
+        return None
+    reads = " and ".join(map(str, READABLE))
+    return f"{MANIFEST} has format {form} of moh_vision {version}; this is {__version__}, which reads {reads}"
 
 
 def damage(folder: Path, step: int) -> Optional[str]:
@@ -95,10 +114,10 @@ def damage(folder: Path, step: int) -> Optional[str]:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({error})"
-    if form != FORMAT:
-        return f"{MANIFEST} has format {form}, this version reads {FORMAT}"
+    if form not in READABLE:
+        return other_version(folder)
     # Written again from what was read: nothing can be missing, added or changed and still be the same text.
-    if text != manifest_text(recorded, sums):
+    if text != _sealed({key: value for key, value in manifest.items() if key != "own_sha256"}):
         return f"{MANIFEST} does not have its own sha256"
     if recorded != step:
         return f"{MANIFEST} is of step {recorded}"

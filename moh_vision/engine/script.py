@@ -22,7 +22,7 @@ from moh_vision.engine.io import LOCK, only_one
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.tracking import check_tracker
 
-MISTAKES = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
 
 
@@ -32,7 +32,7 @@ def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False, 
 
     Args:
         script: its name.
-        kinds: exceptions that are one; during set-up a ValueError or a missing file.
+        kinds: exceptions that are one.
         every_rank: print on whatever process it happens, where others do not see the same.
         code: another exit code, for what is no mistake of the user's.
     """

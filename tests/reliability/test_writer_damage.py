@@ -102,7 +102,7 @@ def lists_fewer_files(folder):
 
 def future(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(dict(manifest, format=3, files="elsewhere")))
+    (folder / "manifest.json").write_text(json.dumps(dict(manifest, format=4, files="elsewhere")))
 
 
 def outside(folder):
@@ -117,7 +117,7 @@ def empty(folder):
 
 CASES = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "a future format": (future, "manifest.json has format 3, this version reads 2"),
+    "a future format": (future, "manifest.json has format 4 of moh_vision 0.1.0; this is 0.1.0, which reads 2 and 3"),
     "another step": (lambda f: rewrite(f, step=40), "manifest.json is of step 40"),
     "a name outside": (outside, "manifest.json names ../step_2/model.safetensors, which is outside of the folder"),
     "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "manifest.json names /etc/hostname, which is"),
