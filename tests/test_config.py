@@ -268,13 +268,14 @@ IDLE = [
     ((TextConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
     (
         (ClsConfig, DitConfig, TextConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
-        {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period block_descent.gate_lr",
+        {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period",
     ),
     (
         (ClsConfig, DitConfig, TextConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
         "optim.lr optim.weight_decay optim.betas optim.clip_norm optim.schedule optim.warmup_steps",
     ),
-    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.name optim.lr"),
+    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
+    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
     ((ClsConfig,), {}, {"init_from": "x"}, "calibrate_images"),
     ((ClsConfig, DitConfig, TextConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
     ((ClsConfig, TextConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),

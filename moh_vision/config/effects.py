@@ -38,13 +38,13 @@ NEEDS = (
      "router moh or query_norm"),
     ("moa_balance_weight z_weight", MODEL, lambda *m: "moa" in routers(*m), "router moa"),
     ("block_descent.*", f"{MODEL} model.router_kwargs", learns_gates, "router mae with mode soft"),
-    ("block_descent.period block_descent.gate_lr", "block_descent.mode", lambda mode: mode == "bcd",
-     "block_descent.mode bcd"),
+    ("block_descent.period", "block_descent.mode", lambda mode: mode == "bcd", "block_descent.mode bcd"),
     ("block_descent.period", "train_only", lambda which: which != "gates", "train_only all or gates_and_outputs"),
     ("calibrate_images", "init_from", some, "init_from"),
-    ("optim.name optim.lr optim.weight_decay optim.betas optim.eps optim.momentum optim.clip_norm optim.schedule "
-     "optim.warmup_* optim.min_lr optim.layer_decay", "train_only block_descent.mode",
-     lambda which, mode: which != "gates" or mode == "joint", "train_only all, or block_descent.mode joint"),
+    ("optim.name optim.lr optim.weight_decay optim.betas optim.eps optim.momentum optim.schedule optim.warmup_* "
+     "optim.min_lr optim.layer_decay", "train_only", lambda which: which != "gates", "train_only all"),
+    ("optim.clip_norm", "train_only block_descent.mode", lambda which, mode: which != "gates" or mode == "joint",
+     "train_only all, or block_descent.mode joint"),
     ("optim.min_lr", "optim.schedule", lambda schedule: schedule != "constant", "an optim.schedule that falls"),
     ("optim.warmup_lr", "optim.warmup_steps optim.warmup_epochs", some, "a warm-up: optim.warmup_steps"),
     ("optim.cooldown_epochs", "optim.epochs", some, "optim.epochs"),

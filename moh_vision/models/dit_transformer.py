@@ -233,7 +233,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(
                 f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
             )
-        if timestep.is_floating_point() and not torch.compiler.is_compiling() and 0 < timestep.max() < 1:
+        # Only on a CPU: elsewhere reading a number waits for the device in every forward.
+        in_memory = timestep.device.type == "cpu" and not torch.compiler.is_compiling()
+        if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
             # Samplers with fractional timesteps may end on one of these, so they are no error.
             warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
         stats: List[RoutingStats] = []
@@ -258,7 +260,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 .. 999. Floats that are all below 1, and not all 0, give a warning.
+            timestep: [B] or a scalar tensor, 0 .. 999. On a CPU, floats that are all below 1, and not all 0, give a
+                warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: an object with `.sample`, else a tuple.
 
