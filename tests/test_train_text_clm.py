@@ -217,7 +217,9 @@ def test_mistakes(place, tmp_path, capsys):
     shutil.copytree(place / "llama", broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
-    assert "needs a causal language model" in refused(run, capsys, "--data.mixture", "[{root: a, weight: 1}]")
+    assert "needs a causal language model" in refused(
+        run, capsys, "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"
+    )
 
 
 def test_dry_run(place, tmp_path, capsys):

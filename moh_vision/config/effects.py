@@ -26,6 +26,11 @@ def both(*values) -> bool:
     return all(values)
 
 
+def is_not(*tasks: str):
+    """Not of these tasks; a name that is none is the model's to refuse."""
+    return lambda name: not name.startswith(tasks)
+
+
 MODEL = "model.name model.router model.kwargs model.convert"
 
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
@@ -68,12 +73,12 @@ NEEDS = (
     ("weights", "checkpoint", lambda path: not path.endswith(".safetensors"), "the folder of a run as --checkpoint"),
     ("labels cfg_scale seed batch_size", "num_images", lambda number: number != 0, "num_images above 0"),
     ("data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio "
-     "data.share generate.*", "model.name", lambda name: name.startswith("mt_"), "a model that translates, mt_*"),
-    ("data.block data.eval_batch_size data.words optim.batch_size", "model.name",
-     lambda name: not name.startswith("mt_"), "a language model, clm_* or mlm_*"),
+     "data.share generate.*", "model.name", is_not("mlm_", "clm_"), "a model that translates, mt_*"),
+    ("data.block data.eval_batch_size data.words optim.batch_size", "model.name", is_not("mt_"),
+     "a language model, clm_* or mlm_*"),
     ("data.mixture data.vocab_size data.bin_dtype data.context", "model.name",
-     lambda name: name.startswith("clm_"), "a causal language model, clm_*"),
-    ("data.mask_prob", "model.name", lambda name: name.startswith("mlm_"), "a masked language model, mlm_*"),
+     is_not("mt_", "mlm_"), "a causal language model, clm_*"),
+    ("data.mask_prob", "model.name", is_not("mt_", "clm_"), "a masked language model, mlm_*"),
     ("data.merges", "data.words", lambda words: words is None, "data.words left out"),
     ("data.merges data.target_merges data.words data.lowercase", "data.tokenizer", lambda made: not made,
      "data.tokenizer left out"),
