@@ -20,8 +20,9 @@ class TextModelConfig:
     Args:
         name: a preset of moh_vision.models.moh_text.
         kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
-        pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name on the
-            Hugging Face hub. Its sizes then count, and of name only clm_*. Its vocabulary grows to that of data.tokenizer.
+        pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name
+            on the Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that
+            of data.tokenizer.
         convert: arguments of moh_vision.convert for it, such as {head_budget: 0.75, router: query_norm}; left out: it stays
             as it is.
     """
@@ -34,8 +35,8 @@ class TextModelConfig:
     def __post_init__(self):
         if self.pretrained is None:
             return
-        if not self.name.startswith("clm_"):
-            raise ValueError(f"model.name {self.name}: with model.pretrained only its task counts: allowed is clm_*")
+        if self.name != "clm_pretrained":  # clm_moh_small_75, say, would have none of its routers
+            raise ValueError(f"model.name {self.name} has no effect with model.pretrained: allowed is clm_pretrained")
         if self.kwargs:
             raise ValueError(
                 f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"
