@@ -69,7 +69,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             return
         resumed = take_up(config.output, stop, flags.fresh, accelerator, held)
         if resumed:
-            keep_shared_heads(model, config.output)
+            keep_shared_heads(model, resumed[1])
         elif config.init_from:
             config.check_calibration(init_from(model, config.init_from, accelerator.print))
         train_only(model, config.train_only)

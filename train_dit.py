@@ -66,7 +66,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
             return
         resumed = take_up(config.output, config.max_steps, flags.fresh, accelerator, held)
         if resumed:
-            keep_shared_heads(model, config.output)
+            keep_shared_heads(model, resumed[1])
         elif config.init_from:
             init_from(model, config.init_from, accelerator.print)
         train_only(model, config.train_only)

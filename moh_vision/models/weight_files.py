@@ -78,7 +78,8 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{file}: not a readable .safetensors file of a run ({one_line(error)})") from None
     if step is not None:
-        metadata = dict(read_safetensors(run_of(file) / "model.safetensors", lambda name: False)[1], step=step)
+        own = run_of(file) / "model.safetensors"  # written after the checkpoint
+        metadata = dict(read_safetensors(own, lambda name: False)[1] if own.exists() else {}, step=step)
     return state, metadata
 
 

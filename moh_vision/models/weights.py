@@ -258,11 +258,16 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
     return routers > 0
 
 
-def keep_shared_heads(model: nn.Module, run: str) -> None:
-    """Give the model of a resumed run the shared heads that it took from `init_from` when the run started."""
-    file = Path(run) / "model.safetensors"
-    if file.exists():
-        take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
+def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
+    """Give the model of a resumed run the shared heads that it took from `init_from` when the run started.
+
+    Args:
+        checkpoint: the folder that the run goes on from. Sharded ones have no file of weights; the run has one.
+    """
+    for folder in (checkpoint, checkpoint.parents[1]):
+        file = folder / "model.safetensors"
+        if file.exists():
+            return take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
