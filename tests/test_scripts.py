@@ -416,7 +416,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moh_vision.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
-    monkeypatch.setattr(train_dit, "make_training_judge", lambda *_: None)  # there is nothing to score
+    monkeypatch.setattr(train_dit, "make_judge", lambda **_: None)  # there is nothing to score
     output = tmp_path / "run"
     argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
     train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
