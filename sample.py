@@ -83,7 +83,7 @@ def main(argv) -> None:
         accelerator.print(f"{here - len(todo)} of {here} batches of this process are there already")
     quiet = not (main_process and sys.stderr.isatty())
     with (
-        user_errors("sample.py", (FloatingPointError,), every_rank=True, code=1),
+        user_errors("sample.py", (FloatingPointError, OSError), every_rank=True, code=1),
         tqdm(total=len(todo) * len(scheduler.timesteps), desc="sampling", unit="step", disable=quiet) as bar,
     ):
 
