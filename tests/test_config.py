@@ -262,7 +262,7 @@ IDLE = [
     ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
     ((TextConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
-    ((TextConfig,), {}, {"model.name": "clm_pretrained", "model.convert": {}}, "balance_weight"),
+    ((TextConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
     ((TextConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
     ((TextConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
     ((TextConfig,), {}, {"model.pretrained": "x"}, "model.convert"),

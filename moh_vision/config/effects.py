@@ -6,16 +6,17 @@ from fnmatch import filter as matching
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 
-def routers(name: str, router: Optional[str], kwargs: Optional[dict], convert: Optional[dict]) -> str:
+def routers(name: str, router: Optional[str], kwargs: Optional[dict]) -> str:
     """The router that these keys of the model choose; for text a line with the names of all of them."""
     if name.startswith(("mt_", "mlm_", "clm_")):
-        return f"{name.replace('nobcd', 'mae')} {kwargs} {'' if convert is None else 'query_norm'}"
+        # Only the files of model.pretrained tell whether it was saved with routers.
+        return f"{name.replace('nobcd', 'mae')} {kwargs} {'query_norm' if name == 'clm_pretrained' else ''}"
     return router or ("dense" if name.startswith(("dit_", "transnext_")) else "moh")
 
 
-def learns_gates(name, router, kwargs, convert, router_kwargs) -> bool:
+def learns_gates(name, router, kwargs, router_kwargs) -> bool:
     soft = (router_kwargs or {}).get("mode", "soft") == "soft"
-    return soft and "mae" in routers(name, router, kwargs, convert).replace("uni_mae", "")
+    return soft and "mae" in routers(name, router, kwargs).replace("uni_mae", "")
 
 
 def some(*values) -> bool:
@@ -31,7 +32,7 @@ def is_not(*tasks: str):
     return lambda name: not name.startswith(tasks)
 
 
-MODEL = "model.name model.router model.kwargs model.convert"
+MODEL = "model.name model.router model.kwargs"
 
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
 # A * in the first stands for the rest of a name. The value of a key that a script does not have is None.
