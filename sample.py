@@ -4,6 +4,7 @@ Also under `accelerate launch`: processes share the images, which do not depend 
 again after a kill goes on. See `python sample.py --help` for every option.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Optional
@@ -23,9 +24,9 @@ from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.image_parts import ImageParts
-from moh_vision.engine.io import run_of, step_of
+from moh_vision.engine.io import only_one, run_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
-from moh_vision.engine.script import claim_outputs, finish, index_dir, make_accelerator, user_errors
+from moh_vision.engine.script import by_main, claim_outputs, finish, index_dir, make_accelerator, user_errors
 from moh_vision.models.weights import from_run
 from moh_vision.sample_scores import make_judge
 
@@ -62,9 +63,11 @@ def main(argv) -> None:
         hashes = dict(weights=sha256_of(weights), vae=vae and vae_fingerprint(vae))
         place = Path(config.out).absolute().parent if config.out else run.absolute()
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
+        held = contextlib.ExitStack()
+        # All processes have looked at what is there when one of them begins to write.
+        by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
     device, main_process = accelerator.device, accelerator.is_main_process
     pipe.to(device).set_progress_bar_config(disable=True)
-    accelerator.wait_for_everyone()  # all have looked at what is there before one writes
     if config.save_pipeline and main_process:
         pipe.save_pretrained(config.save_pipeline)
         print(f"pipeline: {config.save_pipeline}")
@@ -126,13 +129,6 @@ def main(argv) -> None:
         numbers = [i for c in shown for i in drawn[c][:columns]]
         draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in shown])
         print(f"grid, one class a row: {config.grid}")
-    if config.head_usage and main_process:
-        load.sums = parts.sums()
-        title = f"{about['architecture']}: head usage by class while sampling"
-        rows = [*classes, "none"] if config.cfg_scale != 1 else classes
-        share, shared = [s[: len(rows)] for s in load.share()], [layer["shared"] for layer in budget]
-        draw_head_usage(share, shared, rows, config.head_usage, title)
-        print(f"head usage: {config.head_usage}")
 
     # ---------------------------------------------------------------- score
     if judge:
@@ -142,8 +138,18 @@ def main(argv) -> None:
             scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
             write_json(scores_path, scores)
             print(f"{text}\nscores: {scores_path}")
+
+    # ---------------------------------------------------------------- the end
+    if config.head_usage and main_process:
+        load.sums = parts.sums()
+        title = f"{about['architecture']}: head usage by class while sampling"
+        rows = [*classes, "none"] if config.cfg_scale != 1 else classes
+        share, shared = [s[: len(rows)] for s in load.share()], [layer["shared"] for layer in budget]
+        draw_head_usage(share, shared, rows, config.head_usage, title)
+        print(f"head usage: {config.head_usage}")
     accelerator.wait_for_everyone()
     if main_process:
+        held.close()  # before its file is removed, which NFS does not do to an open one
         parts.remove()
     finish(accelerator)
 

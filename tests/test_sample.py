@@ -243,6 +243,35 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch
     assert len(shares) == 3 and torch.equal(shares[1], shares[0]) and torch.equal(shares[2], shares[0])
 
 
+def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
+    """Or the first to end would remove the samples of the other."""
+    run, lock = run_of(tmp_path, 3), sample.only_one
+    hold = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
+    )
+    others = []
+
+    def after_another(folder, option):
+        others.append(
+            subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)", folder / ".lock"], stdout=subprocess.PIPE)
+        )
+        others[0].stdout.readline()
+        return lock(folder, option)
+
+    monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
+    monkeypatch.setattr(sample, "only_one", after_another)
+    try:
+        error = refused(capsys, run, "--out", tmp_path / "a.npz")
+    finally:
+        others[0].kill()
+        others[0].communicate()
+    assert "error: samples in" in error and "another process is writing there" in error
+    assert not list(tmp_path.glob(".samples-*/*.npy"))
+    monkeypatch.setattr(sample, "only_one", lock)
+    call(run, "--out", tmp_path / "a.npz")
+    assert not list(tmp_path.glob(".samples-*"))
+
+
 def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch):
     run = run_of(tmp_path, 3)
     monkeypatch.setattr(sample, "write_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -382,6 +411,21 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert (
         refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json").count("allow_biased") == 1
     )
+
+
+def test_a_figure_that_fails_costs_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
+    run, judge, draw = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), sample.draw_head_usage
+    call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "12")
+    argv = ["--num-images", "12", "--extractor", judge, "--score", tmp_path / "ref.npz", "--score-file"]
+    argv += [tmp_path / "s.json", "--head-usage", tmp_path / "h.png"]
+    monkeypatch.setattr(sample, "draw_head_usage", lambda *_: open(tmp_path))
+    with pytest.raises(IsADirectoryError):
+        call(run, *argv)
+    assert json.loads((tmp_path / "s.json").read_text())["num_generated"] == 12
+    monkeypatch.setattr(sample, "draw_head_usage", draw)
+    call(run, *argv, "--overwrite")
+    assert "4 of 4 batches of this process are there already" in capsys.readouterr().out
+    assert (tmp_path / "h.png").exists()
 
 
 def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):

@@ -112,7 +112,7 @@ def take_up(
             check_writable(folder)
             held.enter_context(only_one(folder, "--output"))
 
-    _by_main(lock_it, accelerator)
+    by_main(lock_it, accelerator)
     return resume_point(Path(output), max_steps, fresh, accelerator.print)
 
 
@@ -183,13 +183,13 @@ def open_run(
         if data:
             data.save(folder)
 
-    _by_main(write, accelerator)
+    by_main(write, accelerator)
     return Path(output)
 
 
-def _by_main(part: Callable[[], None], accelerator) -> None:
-    """Let the main process do `part`, and raise its ValueError on every process."""
-    problem = attempt(part if accelerator.is_main_process else lambda: None, ValueError)
+def by_main(part: Callable[[], None], accelerator) -> None:
+    """Let the main process do `part`; what a user can mend about it is raised as a ValueError on every process."""
+    problem = attempt(part if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)
 
