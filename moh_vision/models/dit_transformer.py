@@ -28,6 +28,7 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
+from moh_vision.attention.layer import is_captured
 from moh_vision.models.dit_checkpoints import checkpoint_filter_fn
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -234,7 +235,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
             )
         # Only on a CPU: elsewhere reading a number waits for the device in every forward.
-        in_memory = timestep.device.type == "cpu" and not torch.compiler.is_compiling()
+        in_memory = timestep.device.type == "cpu" and not is_captured(timestep)
         if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
             # Samplers with fractional timesteps may end on one of these, so they are no error.
             warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)

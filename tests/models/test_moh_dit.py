@@ -4,6 +4,7 @@ import warnings
 import pytest
 import timm
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moh_vision
 from moh_vision.attention import load_balance_loss
@@ -286,3 +287,15 @@ def test_labels_and_timesteps_out_of_range():
     with warnings.catch_warnings(action="error"):
         for fine in (0.0, 1.0, 978.6):
             model(x, torch.tensor(fine), FIXED[2])
+
+
+def test_floating_timesteps_without_values():
+    """Under torch.func and fake tensors no value of a timestep may be read."""
+    model, (x, t, labels) = awake(tiny()).eval(), inputs()
+
+    def sample(x, t, label):
+        return model(x[None], t[None], label[None]).sample[0]
+
+    torch.testing.assert_close(torch.func.vmap(sample)(x, t.float(), labels), model(x, t, labels).sample)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert model(*map(fake.from_tensor, (x, t.float(), labels))).sample.shape == (3, 6, 8, 8)
