@@ -184,6 +184,7 @@ def checkpoint_filter_fn(
     state_dict = timm_filter(state_dict, model)
     take_shared_heads(model, state_dict)
     if not keep_budget and not has_routers(state_dict):
+        model.head_budget_spec = 1.0
         layers = attention_layers(model)
         heads = [layer.num_heads for layer in layers]
         set_budgets(layers, resolve_budget(all_heads(heads), len(heads), heads, [layer.head_dim for layer in layers]))

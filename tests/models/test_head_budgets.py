@@ -105,6 +105,10 @@ def test_dense_weights_keep_a_given_budget_and_run_all_heads_without(tmp_path):
     name = "moh_vit_small_patch16_224"
     dense = timm.create_model(name, router="dense", **FAMILIES[name])
     save_file(dense.state_dict(), tmp_path / "vit.safetensors")
-    assert moh_vision.head_budget(pretrained(name, tmp_path / "vit.safetensors"))["share"] == 1
+    all_run = pretrained(name, tmp_path / "vit.safetensors")
+    assert moh_vision.head_budget(all_run)["share"] == 1
+    other = timm.create_model(name, head_budget="uniform:0.75:0.2", **FAMILIES[name])  # fewer shared heads
+    save_file(other.state_dict(), tmp_path / "moh.safetensors")
+    assert moh_vision.head_budget(moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors"))["share"] == 1
     given = pretrained(name, tmp_path / "vit.safetensors", head_budget=LOWER)
     assert moh_vision.head_budget(given)["share"] == 0.5
