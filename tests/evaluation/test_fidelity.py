@@ -375,14 +375,14 @@ def score_on_a_rank(rank, folder):
         score(folder / "a", images(5), extractor=Tiny())
     except ValueError as error:
         (folder / f"{rank}.txt").write_text(str(error))
-    broken = Tiny()
-    broken.forward = lambda x: (_ for _ in ()).throw(KeyError("sizes"))
-    if rank == 0:
+    for name in ("forward", "to"):
         broken = Tiny()
-    try:  # one process fails; the other learns of it instead of waiting
-        score(images(40), images(40), extractor=broken, batch_size=8)
-    except RuntimeError as error:
-        (folder / f"{rank}.broken").write_text(str(error))
+        if rank == 1:
+            setattr(broken, name, lambda x: (_ for _ in ()).throw(KeyError("sizes")))
+        try:  # one process fails; the other learns of it instead of waiting
+            score(iter([images(40)]), images(40), extractor=broken, batch_size=8)
+        except RuntimeError as error:
+            (folder / f"{rank}.{name}").write_text(str(error))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -397,4 +397,5 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         for name, value in want.items():
             assert got[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
         assert "5 reference images for 12 features" in (tmp_path / f"{rank}.txt").read_text()
-        assert (tmp_path / f"{rank}.broken").read_text() == "KeyError: 'sizes'"
+        for name in ("forward", "to"):
+            assert (tmp_path / f"{rank}.{name}").read_text() == "KeyError: 'sizes'"

@@ -60,13 +60,13 @@ def score(
     """
     network = make_extractor(extractor, inception_weights)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    network = network.to(device).eval()
+    network = network.eval()
     if not isinstance(reference, Reference):
         reference = Reference(reference)
     images = open_images(generated, "generated")
     if hasattr(images, "__len__"):  # an iterator can be read once
         with torch.no_grad():
-            dims = network(next(images.batches(2))[1].to(device)).pooled.shape[1]
+            dims = network.to(device)(next(images.batches(2))[1].to(device)).pooled.shape[1]
         reference.check(network, dims, len(images), allow_biased)
     statistics = reference.read(network, batch_size, device)
     compared = statistics.features is not None  # else no score needs features themselves
@@ -144,7 +144,7 @@ def statistics_of(images, network: Extractor, batch_size: int, device, title: st
         batch_size, device: see `score`.
         title: of the progress bar, and of the set where it has no name.
     """
-    images, network = open_images(images, title), network.to(device).eval()
+    images, network = open_images(images, title), network.eval()
     return of_set(extract(images, network, batch_size, device, title), network, images.name)
 
 
@@ -156,8 +156,9 @@ def extract(
 
     Args:
         images: of `open_images`.
-        network: the extractor, on `device`.
+        network: the extractor.
         batch_size: images at a time.
+        device: where it runs.
         title: of the progress bar.
         keep_features: see `SetStatistics`.
 
@@ -168,6 +169,7 @@ def extract(
     total = len(images) if hasattr(images, "__len__") else None
     hidden = not sys.stderr.isatty() or _rank() > 0
     try:
+        network.to(device)  # in here: one GPU may have no room for it
         with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
             for first, batch in images.batches(batch_size, _rank(), _world()):
                 out = network(batch.to(device))
