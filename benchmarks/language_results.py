@@ -79,7 +79,7 @@ def perplexities(found, task):
     print("|---|---|---|")
     for (kind, model), seeds in found.items():
         if kind == task:
-            values = spread([r["validation"]["perplexity"] for r in seeds.values()])
+            values = spread([r.get("test", r["validation"])["perplexity"] for r in seeds.values()])
             print(f"| {model} | {values} | {PAPER.get((task, model), '')} |")
 
 
