@@ -26,8 +26,8 @@ MAX_DEPTH = 20
 def parse_config(kind, argv: List[str], prog: str):
     """Read `--config FILE` and `--key.sub value` overrides.
 
-    A key that has no effect beside the others (see `config.effects`) is refused. Where an option on the command line takes
-    the effect from a key of the file, the key is left out instead, and a line on stderr says so.
+    A key that has no effect beside the others (see `config.effects`) is refused. If an option on the command line makes
+    a key of the file ineffective, the key is left out instead, and a line on stderr says so.
 
     Args:
         kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change, a ClsConfig
@@ -113,7 +113,7 @@ def _refuse_for_validation(given: Set[str]) -> None:
 
 
 def _leave_out_idle(namespace, defaults, given: Set[str], known: List[str], argv: List[str], prog: str) -> bool:
-    """Refuse keys without effect, or give them their defaults; whether there were any of these."""
+    """Refuse keys without effect, or reset them to their defaults. Return whether any key was reset."""
     files, left_out = ", ".join(_config_files(argv)), {}
     for key, deciding, needed in idle_keys({k: namespace[k] for k in known}):
         value = namespace[key]

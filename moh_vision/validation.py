@@ -101,7 +101,7 @@ def draw_usage(
 def validate_only(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
-    A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`), and any
+    A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
     other option of the model is refused.
 
     Args:

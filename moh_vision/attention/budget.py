@@ -75,7 +75,7 @@ def resolve_budget(
                 d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
             "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
-                0.4 if left out (Jin 2024, section 4.5 and table 7); "ramp" rounds it over the model, "uniform" in each
+                0.4 by default (Jin 2024, section 4.5 and table 7); "ramp" rounds it over the model, "uniform" in each
                 layer;
             [(shared, routed), ...]: one pair per layer.
             A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
@@ -128,7 +128,8 @@ def resolve_budget(
 def all_heads(heads: Sequence[int]) -> list[list[int]]:
     """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
 
-    40 % of each layer's heads are shared, rounded down, but so few that half of the heads leaves one to route.
+    40 % of each layer's heads are shared, rounded down. Narrow layers share fewer, so that a budget of half the heads
+    still routes one.
     """
     shared = [min(int(SHARED_SHARE * h), max(h // 2 - 1, 0)) for h in heads]
     return [[s, h - s] for s, h in zip(shared, heads)]
@@ -182,8 +183,8 @@ def change_routed(
                 )
         if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
             raise ValueError(
-                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of {sum(heads)} already; "
-                "give the lower budget when the model is made or converted, it then shares fewer heads"
+                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
+                f"{sum(heads)} already; give the lower budget when the model is made or converted, it then shares fewer heads"
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])

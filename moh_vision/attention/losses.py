@@ -11,9 +11,9 @@ from moh_vision.attention.routing import RoutingStats
 def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
     """MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
 
-    Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the share of tokens that select head i (a hard
-    count, no gradient) and P_i the mean softmax probability. It is k, the number of routed heads, at perfect
-    balance. Layers that route nothing are left out of the mean.
+    Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the
+    share of tokens that select head i (a hard count, no gradient) and P_i the mean softmax probability. The loss is k,
+    the number of routed heads, at perfect balance. Layers that route nothing are left out of the mean.
 
     Args:
         stats: one entry per layer.
@@ -71,7 +71,7 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
 
 
 def head_runs(stats: Sequence[RoutingStats]) -> List[Tensor]:
-    """Number of tokens that ran each head and, last, number of all tokens: one tensor [H + 1] per layer. No gradient."""
+    """Number of tokens that ran each head, then the number of all tokens: one tensor [H + 1] per layer. No gradient."""
     runs = []
     for s in stats:
         counts = s.counts.detach().sum(0)

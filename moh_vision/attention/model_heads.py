@@ -40,7 +40,7 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
 
 
 def init_routers(model: nn.Module) -> None:
-    """Set what a router's method fixes: MoA's first weights, MAE's experts. For a model that has set weights of its own."""
+    """Set what a router's paper prescribes: MoA's first weights, MAE's experts. Call it after initialising a model."""
     for module in model.modules():
         if isinstance(module, HeadMixtureAttention):
             for name in ("init_weights", "init_non_persistent_buffers"):

@@ -59,7 +59,7 @@ class ScoreConfig(DrawConfig):
 
     Args:
         reference: what samples are compared with, as `score` of sample.py; left out: data.root.
-        split: of a data set: "train" (left out) or "val".
+        split: split of a data set: "train" (the default) or "val".
         extractor: "inception", "timm:NAME", or a classification run.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: also with no more images than features, labelled FID@N.

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 
 def routers(name: str, router: Optional[str], kwargs: Optional[dict]) -> str:
-    """The router that these keys of the model choose; for text a line with the names of all of them."""
+    """The router that these keys of the model choose; for a text model, a string that contains all its routers."""
     if name.startswith(("mt_", "mlm_", "clm_")):
         # Only the files of model.pretrained tell whether it was saved with routers.
         return f"{name.replace('nobcd', 'mae')} {kwargs} {'query_norm' if name == 'clm_pretrained' else ''}"
@@ -28,14 +28,14 @@ def both(*values) -> bool:
 
 
 def is_not(*tasks: str):
-    """Not of these tasks; a name that is none is the model's to refuse."""
+    """Condition: the name has none of these prefixes. Unknown names are refused when the model is built."""
     return lambda name: not name.startswith(tasks)
 
 
 MODEL = "model.name model.router model.kwargs"
 
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
-# A * in the first stands for the rest of a name. The value of a key that a script does not have is None.
+# A * in a key stands for the rest of its name. The value of a key that a script does not have is None.
 NEEDS = (
     ("model.head_budget", MODEL, lambda *m: routers(*m) not in ("dense", "mae"), "a model that routes its heads"),
     ("model.scope", MODEL, lambda *m: routers(*m) != "dense", "a model that routes its heads"),

@@ -15,8 +15,8 @@ class ModelConfig:
 
     Args:
         name: model name in timm's registry.
-        head_budget: share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75", with the share of shared heads among
-            them such as "uniform:0.75:0.4", or a list with one [shared, routed] per layer.
+        head_budget: share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; also with the share of shared
+            heads among them, such as "uniform:0.75:0.4"; or a list with one [shared, routed] per layer.
         router: who chooses the heads.
         scope: "token" or "sample".
         executor: how attention is computed.

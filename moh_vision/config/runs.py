@@ -25,11 +25,11 @@ class RunConfig:
         save_every: steps between checkpoints.
         keep_checkpoints: how many checkpoints stay.
         mixed_precision: "no", "bf16" or "fp16".
-        init_from: weights to start from: a run folder, a file of weights, or a timm model name. The shared heads are those of
-            weights with routers; model.head_budget says how many heads run.
+        init_from: weights to start from: a run folder, a file of weights, or a timm model name. If they have routers,
+            an image model takes their shared heads, and model.head_budget says how many heads run.
         train_only: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
             attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
-        balance_weight: weight of MoH's load-balance loss (0.01 in Jin 2024). The loss is that of the released code: eq. 7
+        balance_weight: weight of MoH's load-balance loss (0.01 in Jin 2024). As in the released code, the loss is eq. 7
             times the number of candidate heads, averaged over the layers that route.
         moa_balance_weight: weight of MoA's (0.01 in Zhang 2022).
         z_weight: weight of MoA's z-loss (0.001 in Zhang 2022).

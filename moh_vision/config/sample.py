@@ -14,7 +14,8 @@ class SampleConfig:
     """Sampling from a trained run.
 
     Args:
-        checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
+        checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file
+            in either.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many.
         labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
@@ -35,7 +36,7 @@ class SampleConfig:
         head_usage: PNG of head usage per layer and class while sampling.
         score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
             (.safetensors); or a data set as in data.root.
-        score_split: of a data set: "val" (left out) or "train".
+        score_split: split of a data set: "val" (the default) or "train".
         extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
             that also tells how many samples are recognised.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.

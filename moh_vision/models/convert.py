@@ -61,14 +61,14 @@ def convert(
     Args:
         model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling), one
             of our dense models, diffusers' DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared,
-            but so few that half of the heads leaves one to route.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared. Narrow
+            layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head.
         router: "moh", "query_norm" or "mae"; None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
-            (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered by
-            how much they contribute (see `head_contributions`), so that the shared heads are the strongest ones; without
-            it they are the first. The dense output stays, up to the order of its sums.
+            (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered
+            by how much they contribute (see `head_contributions`), so that the shared heads are the strongest ones;
+            without batches they are the first. The dense output stays the same, up to the order of its sums.
         group: for language models, see `convert_llama`.
 
     Returns:

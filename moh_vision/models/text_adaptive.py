@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Projection(nn.Linear):
-    """A linear layer whose weight is also used transposed. Of a class of its own, so that quantisation leaves it alone."""
+    """A linear layer whose weight is also used transposed. Dynamic quantisation replaces nn.Linear, not this class."""
 
 
 class AdaptiveVocabulary(nn.Module):

@@ -22,8 +22,7 @@ MAX_UNPACKED = 10
 
 
 def weights_file(path: str, weights: str = "ema") -> Path:
-    """The file that `path` means: itself, or in the folder of a run or of one of its checkpoints the EMA (where there is
-    one) or the model.
+    """The file that `path` means: itself, or in a run or checkpoint folder the EMA (where there is one) or the model.
 
     The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
 

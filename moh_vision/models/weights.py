@@ -26,8 +26,7 @@ def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
     """timm.create_model for models with head routing; `kind` is "classifier", "diffusion" or None: either.
 
     Raises:
-        ValueError: for a name that is none, or that of another kind of model, with names that fit; or for an argument that
-            the model does not have.
+        ValueError: for an unknown name or another kind of model, with the names that fit; or for an unknown argument.
     """
     check_name(name, kind)
     try:
@@ -46,7 +45,7 @@ def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
 
 
 def check_name(name: str, kind: Optional[str]) -> None:
-    """Raise ValueError for a name that is not registered, is timm's own, or is of another `kind` of model (None: any)."""
+    """Raise ValueError for an unknown name, a model without head routing, or another `kind` of model (None: any)."""
     kinds = {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from moh_vision.attention.executors.masked import has_head_masks, masked
 from moh_vision.attention.routing import Call
 
-# How many others a head is tried with when evenly spaced heads are looked for; two always are, whatever they be.
+# Number of other heads that a head is paired with in the search for evenly spaced heads. Any two are evenly spaced.
 PARTNERS = 4
 
 # `decode` must leave so many numbers of the cached keys unread to pay, for each thread: a fixed cost and one for each of
