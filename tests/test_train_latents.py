@@ -171,6 +171,10 @@ def test_pixel_runs_have_no_vae(tmp_path):
             "data.img_size 15: not a multiple of 2",
         ),
         (["--data.root", "{images}", "--vae", "/no/where"], "vae /no/where: no such folder"),
+        (
+            ["--data.root", "{cache}", "--score.every", "1"],
+            "preview.every and score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
+        ),
         (["--data.root", "{images}"], "data.img_size is needed for {images}: the images there have no one size"),
     ],
 )

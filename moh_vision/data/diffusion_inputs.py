@@ -113,7 +113,7 @@ class CachedInputs(PixelInputs):
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         if self.vae is None:
             raise ValueError(
-                f"preview.every needs the VAE of the latents: --vae {self.space.name} or a folder; or --preview.every 0"
+                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0"
             )
         return partial(decode, self.vae.to(device))
 
