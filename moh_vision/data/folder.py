@@ -71,7 +71,7 @@ class ImageFolder:
         return decode_image(data, str(path))
 
     def listing(self) -> Iterator[bytes]:
-        """What says which file is which sample: paths below the split's folder."""
+        """Bytes that tell which file is which sample: the paths below the folder of the split."""
         yield self.files.tobytes()
 
     def identities(self) -> Iterator[bytes]:

@@ -75,7 +75,7 @@ class HubDataset:
         return decode_image(data, where)
 
     def listing(self) -> Iterator[bytes]:
-        """Rows have no names; labels in their order must do."""
+        """Nothing: rows have no names, so the labels in their order tell two listings apart."""
         yield from ()
 
     def identities(self) -> Iterator[bytes]:

@@ -40,7 +40,7 @@ class Digits:
         return Image.fromarray(self.pixels[index])
 
     def listing(self) -> Iterator[bytes]:
-        """Labels say all."""
+        """Nothing: the labels in their order are enough."""
         yield from ()
 
     def identities(self) -> Iterator[bytes]:

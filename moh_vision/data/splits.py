@@ -76,18 +76,18 @@ def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
 
 
 class DataRecord:
-    """The outline of a run's data, kept in RUN/data.json: classes, samples of each, and which file is which sample.
+    """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a run must find the same listing again. File contents,
-    sizes and times are not looked at.
+    A sample's number and label follow from the listing of files, so a resumed run must find the same listing. Contents and
+    times of files are not compared.
 
     Args:
         root: data.root.
-        allowed: keys of --allow-change; with data.root among them other files are accepted, other classes never.
-        splits: name -> source, see `open_source`. All processes make a record together, and must see the same data.
+        allowed: keys of --allow-change. With data.root among them, other files are accepted; other classes never are.
+        splits: name -> source, see `open_source`. Every process must make the record, because they compare their data.
 
     Raises:
-        ValueError: if a process sees other data than the first one does.
+        ValueError: if a process sees other data than process 0.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
@@ -103,14 +103,14 @@ class DataRecord:
                     )
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder; a run of an earlier version has none.
+        """Compare with the record in a run's folder. A run of an earlier version has none, and passes.
 
         Args:
             run: the folder.
-            say: told of changes that are allowed.
+            say: called with a line for each change that is allowed.
 
         Raises:
-            ValueError: naming classes and numbers of samples that differ.
+            ValueError: naming the classes and numbers of samples that differ.
         """
         file = run / RECORD
         if not file.exists():
@@ -134,12 +134,12 @@ class DataRecord:
             say(f"{told}; accepted")
 
     def save(self, run: Path) -> None:
-        """Write the record."""
+        """Write the record into a run's folder."""
         write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
 def _outline(source) -> dict:
-    """What tells a listing of samples from another one: class names and their numbers of samples, and a sha256."""
+    """Summary of a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
     digest = hashlib.sha256(source.labels.tobytes())
     for part in source.listing():
         digest.update(part)

@@ -84,7 +84,7 @@ class TarSamples:
         return f"{self.paths[self.shard[index]]}, {self.what} at byte {self.offset[index]}"
 
     def listing(self) -> Iterator[bytes]:
-        """What says where each sample is: names of the shards, and bytes in them."""
+        """Bytes that tell where each sample is: the names of the shards, and the samples' offsets and sizes."""
         yield json.dumps([[path.name for path in self.paths], self.shard_sizes]).encode()
         yield self.offset.tobytes()
         yield self.bytes.tobytes()

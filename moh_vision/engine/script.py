@@ -32,9 +32,9 @@ def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False, 
 
     Args:
         script: its name.
-        kinds: exceptions that are one.
-        every_rank: print on whatever process it happens, where others do not see the same.
-        code: another exit code, for what is no mistake of the user's.
+        kinds: exceptions to handle.
+        every_rank: print on every process that has the error; otherwise once on each machine.
+        code: exit code.
     """
     try:
         yield
@@ -97,7 +97,7 @@ def take_up(
         max_steps: steps of the whole run.
         accelerator: its main process locks for all.
         held: releases the lock when it is closed.
-        lock: False only reads, and lets another process write meanwhile.
+        lock: if False, only read; another process may write to the run.
 
     Returns:
         (step, folder) of the checkpoint, or None for a run that begins.
@@ -188,7 +188,7 @@ def open_run(
 
 
 def by_main(part: Callable[[], None], accelerator) -> None:
-    """Let the main process do `part`; what a user can mend about it is raised as a ValueError on every process."""
+    """Let the main process do `part`. If it raises one of MISTAKES, every process raises a ValueError."""
     problem = attempt(part if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)

@@ -124,7 +124,7 @@ class LatentCache(TarSamples):
         return torch.from_numpy(numbers.astype(np.float32))
 
     def listing(self) -> Iterator[bytes]:
-        """As for images, with the sums of the shards: latents of another VAE lie at the same bytes."""
+        """Like that of images, with the sha256 of each shard: latents of another VAE have the same offsets and sizes."""
         yield from super().listing()
         yield json.dumps(self.manifest["shards"]).encode()
 
