@@ -450,13 +450,28 @@ def test_what_earlier_runs_did_not_have_is_what_they_did():
         }
         assert changed_keys(old, new, []) == []
         joint = dict(new["block_descent"], mode="joint")
-        other = dict(new, train_only="gates", moa_balance_weight=0.1, z_weight=0.0, block_descent=joint)
-        assert changed_keys(old, other, []) == [
-            "block_descent.mode: 'bcd' -> 'joint'",
-            "moa_balance_weight: 0.01 -> 0.1",
-            "train_only: 'all' -> 'gates'",
-            "z_weight: 0.001 -> 0.0",
-        ]
+        for router, other, changes in (
+            (
+                "mae",
+                dict(train_only="gates", block_descent=joint),
+                ["block_descent.mode: 'bcd' -> 'joint'", "train_only: 'all' -> 'gates'"],
+            ),
+            (
+                "moa",
+                dict(moa_balance_weight=0.1, z_weight=0.0),
+                ["moa_balance_weight: 0.01 -> 0.1", "z_weight: 0.001 -> 0.0"],
+            ),
+        ):
+            model = dict(new["model"], router=router)
+            assert changed_keys(dict(old, model=model), dict(new, model=model, **other), []) == changes
+
+
+def test_a_key_without_effect_makes_no_other_run():
+    """Earlier versions saved what was given; now such a key is dropped."""
+    for router, changes in (("dense", []), ("moh", ["model.head_budget: 0.75 -> None"])):
+        new = parse("--model.router", router)[0].tree()
+        old = dict(new, model=dict(new["model"], head_budget=0.75))
+        assert changed_keys(old, new, []) == changes
 
 
 def test_block_descent():
