@@ -184,7 +184,8 @@ def change_routed(
         if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
             raise ValueError(
                 f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
-                f"{sum(heads)} already; give the lower budget when the model is made or converted, it then shares fewer heads"
+                f"{sum(heads)} already; give the lower budget when the model is made or converted, it then shares fewer "
+                "heads"
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
