@@ -24,12 +24,8 @@ from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_di
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
 
-ROUTERS = (
-    "moh",
-    "query_norm",
-    "mae",
-)  # those that can be plain attention: MoA's experts share keys, which a ViT's do not
-
+# Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
+ROUTERS = ("moh", "query_norm", "mae", "dense")
 
 Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
 
@@ -63,7 +59,8 @@ def convert(
             of our dense models, diffusers' DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared. Narrow
             layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head.
-        router: "moh", "query_norm" or "mae"; None: "moh", and in a language model "query_norm".
+        router: "moh", "query_norm", "mae", or "dense" for a baseline in which all heads run (not in a language model);
+            None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
             (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered

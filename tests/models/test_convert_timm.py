@@ -116,6 +116,8 @@ def test_from_a_name():
     own = model.state_dict()
     assert {n: t.shape for n, t in theirs.state_dict().items()} == {n: own[n].shape for n in own if ".router." not in n}
     assert moh_vision.head_budget(model)["share"] == 0.75 and model.pretrained_cfg["architecture"] == "moh_vit"
+    dense = timm.create_model("moh_vit", base="vit_tiny_patch16_224", router="dense", depth=1)
+    assert moh_vision.head_budget(dense)["share"] == 1 and hasattr(dense, "forward_routed")
     for base, words in (
         ("vit_gone", "base 'vit_gone' is not a model in timm's registry"),
         ("resnet10t", "not ResNet"),
