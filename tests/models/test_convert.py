@@ -182,7 +182,7 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
         (lambda: timm.create_model("resnet10t"), {}, "takes timm's VisionTransformer, .*, not ResNet"),
         (lambda: moh_vision.convert(dense()), {}, "has routed heads already: set_head_budget"),
         (lambda: dense(scale_attn_norm=True), {}, "blocks.0.attn has a norm over all heads"),
-        (dense, dict(router="moa"), "router 'moa' cannot start as plain attention: give one of moh, query_norm"),
+        (dense, dict(router="moa"), "'moa' cannot start as plain attention: give one of moh, query_norm, mae, dense"),
         (dense, dict(head_budget=2), "head_budget 2 is not understood"),
         (dense, dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 3"),
         (dense, dict(calibrate=[]), "calibrate holds no batch"),
