@@ -283,10 +283,10 @@ def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):
 
 
 def test_sampling_mistakes(runs, tmp_path, capsys):
-    folder = runs[0]
-    assert "no such file" in refused(capsys, sample.main, "--checkpoint", tmp_path / "nothing.safetensors")
-    assert "holds no ema.safetensors or model.safetensors" in refused(capsys, sample.main, "--checkpoint", tmp_path)
-    error = refused(capsys, sample.main, "--checkpoint", folder / "cls")
+    folder, drawn = runs[0], ["--grid", tmp_path / "never.png", "--checkpoint"]
+    assert "no such file" in refused(capsys, sample.main, *drawn, tmp_path / "nothing.safetensors")
+    assert "holds no ema.safetensors or model.safetensors" in refused(capsys, sample.main, *drawn, tmp_path)
+    error = refused(capsys, sample.main, *drawn, folder / "cls")
     assert "is a classifier model, a diffusion model is needed" in error
     (tmp_path / "taken").write_text("precious")
     checkpoint = ["--checkpoint", folder / "dit"]
@@ -296,7 +296,7 @@ def test_sampling_mistakes(runs, tmp_path, capsys):
     assert "a path that ends in .png" in refused(capsys, sample.main, *checkpoint, "--grid", tmp_path / "grid")
     assert (tmp_path / "taken").read_text() == "precious"
     (tmp_path / "torn.safetensors").write_bytes((folder / "dit" / "ema.safetensors").read_bytes()[:1000])
-    assert "not a readable .safetensors" in refused(capsys, sample.main, "--checkpoint", tmp_path / "torn.safetensors")
+    assert "not a readable .safetensors" in refused(capsys, sample.main, *drawn, tmp_path / "torn.safetensors")
 
 
 def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
@@ -355,7 +355,7 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     empty = tmp_path / "run" / "checkpoints" / "step_1"
     (empty / "model.safetensors").unlink()
     (empty / "ema.safetensors").unlink()
-    error = refused(capsys, sample.main, "--checkpoint", empty)
+    error = refused(capsys, sample.main, "--checkpoint", empty, "--grid", tmp_path / "never.png")
     assert f"checkpoints of a sharded run have none, {tmp_path / 'run'} has the newest" in error
 
 
