@@ -1,6 +1,8 @@
 # Each target makes .venv on first use; a second run installs nothing.
 PYTHON ?= python3
 BIN = .venv/bin
+# Processes that share the tests of `make test`, with one thread each.
+WORKERS ?= 2
 INSTALLED = .venv/.installed
 
 .PHONY: quickstart test test-slow reliability benchmark clean
@@ -11,7 +13,7 @@ quickstart: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
-	$(BIN)/python -m pytest -q -m "not slow and not reliability" --timeout 300
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not reliability" --timeout 300
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow --timeout 3600
