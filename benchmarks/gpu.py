@@ -117,12 +117,16 @@ class Released(nn.Module):
     def gates(self, x):
         """x [B, N, C] -> [B, N, H]"""
         router = self.layer.router
-        probs = router.routed(x).softmax(-1)  # [B, N, E]
+
+        def linear(of):
+            return F.linear(x, of.weight)  # a call of our routers computes in float32
+
+        probs = linear(router.routed).softmax(-1)  # [B, N, E]
         mask = torch.zeros_like(probs).scatter_(-1, probs.topk(router.num_routed).indices, 1.0)
         routed = probs * mask
         routed = router.num_routed * routed / routed.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).eps)
-        alpha = 2 * router.balance(x).softmax(-1)  # [B, N, 2]
-        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else router.shared(x).softmax(-1)
+        alpha = 2 * linear(router.balance).softmax(-1)  # [B, N, 2]
+        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else linear(router.shared).softmax(-1)
         return torch.cat([router.num_shared * alpha[..., :1] * shared, alpha[..., 1:] * routed], -1)
 
     def forward(self, x, is_causal=False):

@@ -30,7 +30,8 @@ TINY = dict(
     "--model.kwargs.adaptive_cutoffs [6] --label_smoothing 0",
 )
 PRESETS = dict(mt="mt_mae_7", mlm="mlm_moa_2K4E16D", clm="clm_wt103_mae_7")
-FAST = "--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5".split()
+FAST = "--log-every 1".split()
+RATE = "--optim.lr 3e-3 --optim.warmup_steps 5".split()
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,10 @@ def data(tmp_path_factory):
 
 
 def arguments(kind, data, run, steps, *more, preset=None):
-    argv = [*TINY[kind].split(), "--model.name", preset or PRESETS[kind], "--data.root", str(data[kind]), *FAST]
-    return [*argv, "--max-steps", str(steps), "--output", str(run), *map(str, more)]
+    tiny = TINY[kind] if "--data.tokenizer" not in more else TINY[kind].replace("--data.merges 60 ", "")
+    argv = [*tiny.split(), "--model.name", preset or PRESETS[kind], "--data.root", str(data[kind]), *FAST]
+    rate = [] if "gates" in more else RATE  # gates alone have a rate of their own
+    return [*argv, *rate, "--max-steps", str(steps), "--output", str(run), *map(str, more)]
 
 
 def train(kind, data, run, steps, *more, preset=None):

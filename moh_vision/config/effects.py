@@ -48,9 +48,10 @@ NEEDS = (
     ("block_descent.period", "train_only", lambda which: which != "gates", "train_only all or gates_and_outputs"),
     ("calibrate_images", "init_from", some, "init_from"),
     ("optim.name optim.lr optim.weight_decay optim.betas optim.eps optim.momentum optim.schedule optim.warmup_* "
-     "optim.min_lr optim.layer_decay", "train_only", lambda which: which != "gates", "train_only all"),
+     "optim.min_lr optim.layer_decay", "train_only", lambda which: which != "gates",
+     "train_only all or gates_and_outputs"),
     ("optim.clip_norm", "train_only block_descent.mode", lambda which, mode: which != "gates" or mode == "joint",
-     "train_only all, or block_descent.mode joint"),
+     "train_only all or gates_and_outputs, or block_descent.mode joint"),
     ("optim.min_lr", "optim.schedule", lambda schedule: schedule != "constant", "an optim.schedule that falls"),
     ("optim.warmup_lr", "optim.warmup_steps optim.warmup_epochs", some, "a warm-up: optim.warmup_steps"),
     ("optim.cooldown_epochs", "optim.epochs", some, "optim.epochs"),

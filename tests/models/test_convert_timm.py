@@ -22,7 +22,7 @@ for folder in sys.argv[1:]:
     expected = torch.load(f"{folder}/expected.pt")
     assert moh_vision.head_budget(model) == expected["budget"], folder
     with torch.no_grad():
-        assert torch.equal(model(expected["x"]), expected["y"]), folder
+        assert torch.allclose(model(expected["x"]), expected["y"], rtol=1e-4, atol=1e-5), folder
 """
 
 
@@ -105,7 +105,7 @@ def test_our_own_dense_models(router, tmp_path):
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     again, x = timm.create_model(f"local-dir:{tmp_path}", pretrained=True), torch.randn(1, 3, 32, 32)
     assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
-    assert torch.equal(again.eval()(x), model.eval()(x))
+    torch.testing.assert_close(again.eval()(x), model.eval()(x))
 
 
 def test_from_a_name():
