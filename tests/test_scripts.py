@@ -180,6 +180,27 @@ def test_a_model_without_routing_is_refused(tmp_path, capsys):
     assert "'vit_tiny_patch16_224' has no head routing" in refused(capsys, train_cls.main, *argv, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    "main, name, words",
+    [
+        (train_dit.main, "DiT-S/2", "is not a registered model, did you mean dit_small_patch2?"),
+        (
+            train_dit.main,
+            "moh_vit_tiny_patch16_224",
+            "is a classifier model, a diffusion model is needed, did you mean",
+        ),
+        (
+            train_cls.main,
+            "dit_small_patch2",
+            "is a diffusion model, a classifier model is needed, did you mean moh_vit_",
+        ),
+        (train_cls.main, "vit_small_patch16_224", "has no head routing; a dense ViT is moh_vit_*"),
+    ],
+)
+def test_names_of_other_models_are_refused_with_names_that_fit(main, name, words, capsys):
+    assert f"model.name '{name}' {words}" in refused(capsys, main, "--model.name", name, "--data.root", "digits")
+
+
 def test_diffusion_mistakes(tmp_path, capsys, cifar10):
     config = ROOT / "configs" / "quickstart" / "dit.yaml"
     error = refused(capsys, train_dit.main, "--config", config, "--output", tmp_path / "run", "--data.root", cifar10)

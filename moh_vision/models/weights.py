@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from pathlib import Path
 from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
@@ -56,7 +57,8 @@ def check_name(name: str, kind: Optional[str]) -> None:
         what = "has no head routing" + ("; a dense ViT is moh_vit_* with model.router dense" * (kind == "classifier"))
     else:
         return
-    asked = name.lower().replace("/", "_patch")  # DiT-S/2 is dit_small_patch2
+    sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
+    asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
     near = [n for n in fitting if n.startswith(asked)] or difflib.get_close_matches(asked, fitting, cutoff=0.4)
     hint = f", did you mean {' or '.join(near[:3])}?" if near else f"; known: {', '.join(fitting)}"
     raise ValueError(f"model.name '{name}' {what}{hint}")
