@@ -118,7 +118,8 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
     """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`.
 
     Raises:
-        ValueError: in one line, naming the folder and the version that wrote it, for weights of another model.
+        ValueError: in one line, naming the folder and the version that wrote it, if it cannot be loaded, as with weights
+            of another model.
     """
     try:
         _load(accelerator, folder, model, ema, say)
@@ -127,7 +128,7 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
     except (RuntimeError, ValueError, KeyError) as error:
         version = json.loads((folder / MANIFEST).read_text()).get("version", "0.1.0 or before")
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder}, of moh_vision {version}, is not of this model ({reason})") from error
+        raise ValueError(f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})") from error
 
 
 def _load(accelerator, folder: Path, model, ema, say: Callable[[str], None]) -> None:

@@ -166,7 +166,7 @@ def test_checkpoints_of_other_versions_are_read_or_refused_in_one_line(trained):
     with torch.no_grad():
         accelerator._models = [torch.nn.Linear(4, 2)]  # as after a change of the model's code
         with pytest.raises(
-            ValueError, match="step_6, of moh_vision 0.1.0 or before, is not of this model .*size mismatch"
+            ValueError, match="step_6, of moh_vision 0.1.0 or before, cannot be loaded into this model .*size mismatch"
         ):
             load_training(accelerator, folders[1], model, ema)
     for folder, version in zip(folders, (dict(), dict(version="0.9.0"))):
