@@ -65,14 +65,13 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[G
 
     The encoder is a group of its own: Peng 2020, section 5.1, looks at the encoders alone.
     """
-    translates = hasattr(model, "encoder")
     vocabulary_of = dict(zip(("input_ids", "decoder_input_ids"), vocabularies))
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
     found: Dict[Tuple[str, str], List[int]] = {}
     for place, (name, layer) in enumerate(layers):
         mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
         if mixes or layer.budget.routed and not layer.router.all_heads:
-            part = name.partition(".")[0] if translates else "model"
+            part = part_of(name)
             reads = "decoder_input_ids" if part == "decoder" and not layer.by_context else "input_ids"
             found.setdefault((part, reads), []).append(place)
     groups = []
@@ -104,12 +103,17 @@ def add_up(model: nn.Module, groups: List[Group], batches: Iterable[Dict[str, Te
         group.statistics.reduce(total_over_processes(accelerator))
 
 
+def part_of(layer: str) -> str:
+    """The part of a model that a layer of this name is in: "encoder" or "decoder", or "model" without these."""
+    part = layer.partition(".")[0]
+    return part if part in ("encoder", "decoder") else "model"
+
+
 def mean_entropies(entropies: Dict[str, float]) -> Dict[str, float]:
     """Mean over the layers of each part, from the entropies that `report_gates` returns by name of layer."""
     parts: Dict[str, List[float]] = {}
     for name, value in entropies.items():
-        part = name.partition(".")[0]
-        parts.setdefault(part if part in ("encoder", "decoder") else "model", []).append(value)
+        parts.setdefault(part_of(name), []).append(value)
     return {part: round(statistics.mean(values), 4) for part, values in parts.items()}
 
 

@@ -14,8 +14,8 @@ from accelerate.utils import gather_object
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.latents.cache import is_latent_cache
-from moh_vision.data.shards.record import write_whole
 from moh_vision.data.sources import Digits, Shards
+from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
 

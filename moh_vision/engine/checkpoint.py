@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moh_vision.engine.ema import gathered
 from moh_vision.engine.failures import attempt, why_not_written
-from moh_vision.engine.manifest import MANIFEST, Seal, damage, fsync, other_version
+from moh_vision.engine.io import fsync
+from moh_vision.engine.manifest import MANIFEST, Seal, damage, other_version
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
 

@@ -1,4 +1,4 @@
-"""Folders of runs, and folders that more than one process may want to write; every room may import this module."""
+"""Folders of runs, locks, and files that are written whole; every room may import this module."""
 
 from __future__ import annotations
 
@@ -87,3 +87,25 @@ def _is_named(file, place: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), place.stat())
     except FileNotFoundError:
         return False
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of UTF-8 so that it is there whole or not at all; the same text again changes nothing."""
+    if path.exists() and path.read_bytes() == text.encode():
+        return
+    hidden = path.with_name(f".{path.name}.tmp")
+    with open(hidden, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,6 +14,7 @@ from typing import List, Optional, Tuple
 import torch
 from tqdm import tqdm
 
+from moh_vision.engine.io import write_whole
 from moh_vision.engine.tracking import Tracker, open_tracker
 
 UNITS = dict(images="img", tokens="tok")  # as shown
@@ -171,9 +172,7 @@ def without_nan(values: dict) -> Tuple[dict, List[str]]:
 def write_json(path: Path, values: dict) -> None:
     """Write numbers to a JSON file, whole or not at all. NaN and infinity become null, and a printed line names them."""
     values, replaced = without_nan(values)
-    hidden = path.with_name(f".{path.name}.tmp")
-    hidden.write_text(json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    hidden.rename(path)
+    write_whole(path, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if replaced:
         print(f"{path}: null stands for a number that is not finite: {', '.join(replaced)}")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Callable, Dict, List, Optional
 
+from moh_vision.engine.io import fsync
 from moh_vision.version import __version__
 
 FORMAT = 3
@@ -145,12 +145,3 @@ def _first_damaged(folder: Path, sums: Dict[str, str]) -> Optional[str]:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

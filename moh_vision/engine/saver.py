@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Callable, Dict, Optional
 
 from moh_vision.engine.checkpoint import save_training
-from moh_vision.engine.manifest import fsync
+from moh_vision.engine.io import fsync
 
 MAX_FAILED_SAVES = 3
 

@@ -13,7 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Callable, List, Tuple
 
-from moh_vision.engine.manifest import damage, fsync
+from moh_vision.engine.io import fsync
+from moh_vision.engine.manifest import damage
 
 
 def hidden_folder(parent: Path, step: int) -> Path:

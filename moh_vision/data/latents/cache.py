@@ -16,8 +16,9 @@ from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.latents.vae import LatentSpace
-from moh_vision.data.shards.record import sha256_of, write_whole
+from moh_vision.data.shards.record import sha256_of
 from moh_vision.data.tar_samples import TarSamples
+from moh_vision.engine.io import write_whole
 
 FORMAT = 1
 DTYPES = ("float16", "float32")

@@ -17,8 +17,9 @@ from moh_vision.data.latents.images import ImageBatches
 from moh_vision.data.latents.ranks import Ranks
 from moh_vision.data.latents.vae import LatentSpace, encode_moments
 from moh_vision.data.shards.out_folder import write_classes
-from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one_line, part_path, write_whole
+from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one_line, part_path
 from moh_vision.data.shards.shard_file import ShardFile
+from moh_vision.engine.io import write_whole
 
 
 class LatentWriter:

@@ -14,6 +14,7 @@ from typing import Callable, Collection, Dict, List
 from tqdm import tqdm
 
 from moh_vision.data.shards.shard_file import hidden_path
+from moh_vision.engine.io import fsync, write_whole
 
 FORMAT = 1
 SECONDS_BETWEEN_LINES = 10
@@ -126,7 +127,7 @@ class RecordPart:
         self.file.flush()
         os.fsync(self.file.fileno())
         hidden_path(self.out, entry["shard"]).rename(self.out / entry["shard"])
-        fsync_folder(self.out)
+        fsync(self.out)
 
     def close(self) -> None:
         self.file.close()
@@ -206,28 +207,6 @@ class Progress:
         if not self.terminal and not self.quiet and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
             self.shown = time.monotonic()
             print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of UTF-8 so that it is there whole or not at all; the same text again changes nothing."""
-    if path.exists() and path.read_bytes() == text.encode():
-        return
-    hidden = path.with_name(f".{path.name}.tmp")
-    with open(hidden, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make renames in it last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256_of(path: Path) -> str:

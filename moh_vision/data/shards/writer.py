@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders
-from moh_vision.data.shards.record import Progress, ShardRecord, one_line, write_whole
+from moh_vision.data.shards.record import Progress, ShardRecord, one_line
 from moh_vision.data.shards.shard_file import hidden_path
 from moh_vision.data.shards.worker import (
     CONTEXT,
@@ -21,6 +21,7 @@ from moh_vision.data.shards.worker import (
     write_shard,
 )
 from moh_vision.data.sources import Shards
+from moh_vision.engine.io import write_whole
 
 
 class SplitWriter:

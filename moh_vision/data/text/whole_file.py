@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Iterator
 
-from moh_vision.data.shards.record import fsync_folder
+from moh_vision.engine.io import fsync
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def whole_file(place: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         hidden.rename(place)
-        fsync_folder(place.parent)
+        fsync(place.parent)
     except OSError as error:
         raise ValueError(f"{place} cannot be written: {error.strerror}") from None
     finally:
