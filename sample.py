@@ -16,19 +16,19 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_head_usage, draw_image_grid, write_images
 from moh_vision.attention import head_budget
-from moh_vision.command_line import parse_config
-from moh_vision.config import SampleConfig
-from moh_vision.data.latents.vae import load_vae, vae_fingerprint
 from moh_vision.data.order import derive_seed
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
 from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion.scores import make_judge
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, run_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.script import by_main, claim_outputs, finish, index_dir, make_accelerator, user_errors
 from moh_vision.models.weights import from_run
-from moh_vision.sample_scores import make_judge
 
 # What the images depend on, beside the weights.
 SAMPLING = ("sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision")

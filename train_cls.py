@@ -16,8 +16,9 @@ from timm.scheduler import create_scheduler_v2
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad, describe
-from moh_vision.command_line import changed_keys, parse_config
-from moh_vision.config import ClsConfig
+from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.classification.validate import draw_usage, validate, validate_only
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
@@ -25,6 +26,7 @@ from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training
+from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
@@ -35,8 +37,6 @@ from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
-from moh_vision.tasks import ClassificationTask
-from moh_vision.validation import draw_usage, validate, validate_only
 
 NAME = "train_cls.py"
 

@@ -16,17 +16,20 @@ from timm.optim import create_optimizer_v2
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
-from moh_vision.command_line import changed_keys, parse_config
-from moh_vision.config import DitConfig
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.diffusion_inputs import open_inputs
 from moh_vision.data.order import StepBatches, derive_seed
 from moh_vision.data.splits import DataRecord
 from moh_vision.diffusion import HybridLoss
-from moh_vision.diffusion.hybrid_loss import NUM_TIMESTEPS
+from moh_vision.diffusion.config import DitConfig
+from moh_vision.diffusion.inputs import open_inputs
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS
+from moh_vision.diffusion.previews import Samples
+from moh_vision.diffusion.scores import make_judge
+from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training
+from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
@@ -35,9 +38,6 @@ from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
-from moh_vision.previews import Samples
-from moh_vision.sample_scores import make_judge
-from moh_vision.tasks import DiffusionTask
 
 
 def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:

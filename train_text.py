@@ -17,11 +17,10 @@ from accelerate.utils import DistributedType
 from timm.optim import param_groups_weight_decay
 
 from moh_vision.analysis import describe
-from moh_vision.command_line import changed_keys, parse_config
-from moh_vision.config import TextConfig
 from moh_vision.data.order import derive_seed
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights, load_training
+from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
@@ -29,18 +28,19 @@ from moh_vision.engine.script import finish, index_dir, make_accelerator, open_r
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
+from moh_vision.language.config import TextConfig
+from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.tasks import LanguageTask
 
 NAME = "train_text.py"
 
 try:
-    from moh_vision.data.text.open import open_text, tokenizer_of
-    from moh_vision.evaluation.perplexity import summary
-    from moh_vision.models.text_weights import init_text
-    from moh_vision.text_scores import BEST, final_scores, final_weights, make_judge
-    from moh_vision.text_setup import build_model, save_configs, task_for
-    from moh_vision.translation import check_gate_modes
+    from moh_vision.language.data.open import open_text, tokenizer_of
+    from moh_vision.language.evaluation.perplexity import summary
+    from moh_vision.language.evaluation.scores import BEST, final_scores, final_weights, make_judge
+    from moh_vision.language.evaluation.translation import check_gate_modes
+    from moh_vision.language.models.build import build_model, save_configs, task_for
+    from moh_vision.language.models.weights import init_text
 except ModuleNotFoundError as error:
     print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
     raise SystemExit(2) from None

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import moh_vision
+from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import (
     LabelledImages,
     calibration_batches,
@@ -29,7 +30,6 @@ from moh_vision.data.splits import open_source
 from moh_vision.engine.steps import learning_rate, set_learning_rate
 from moh_vision.evaluation.accuracy import evaluate
 from moh_vision.models.weights import from_run
-from moh_vision.tasks import ClassificationTask
 
 HERE = Path(__file__).parent
 BATCH, LR, BALANCE = 128, 3e-4, 0.01

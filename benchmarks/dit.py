@@ -29,7 +29,7 @@ from attention import machine, write_report
 
 import moh_vision
 from moh_vision.diffusion import HybridLoss, make_scheduler
-from moh_vision.tasks import DiffusionTask
+from moh_vision.diffusion.task import DiffusionTask
 
 HERE = Path(__file__).parent
 SIZE, CHANNELS, CLASSES = 32, 3, 10

@@ -83,8 +83,8 @@ class Projection(Extractor):
 
 def projected(data, saved, batch_size):
     """Scores of the training set against the test set, or against saved statistics without features."""
+    from moh_vision.diffusion.scores import source_batches
     from moh_vision.evaluation.fidelity import statistics_of
-    from moh_vision.sample_scores import source_batches
 
     train = source_batches(open_source(data, "train"), 32, batch_size)
     reference = source_batches(open_source(data, "val"), 32, batch_size)

@@ -42,7 +42,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
-from moh_vision.tasks import ClassificationTask, DiffusionTask
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.diffusion.task import DiffusionTask
 
 HERE = Path(__file__).parent
 # name -> batch, tokens, heads, head width, causal

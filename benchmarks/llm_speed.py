@@ -30,7 +30,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import moh_vision
 from moh_vision.attention import attention_layers
-from moh_vision.models.llama_cache import GrowingCache
+from moh_vision.language.models.llama.cache import GrowingCache
 
 HERE = Path(__file__).parent
 KINDS = {"multi-head": (1, False), "whole groups": (4, True)}  # query heads of a key-value head, chosen together

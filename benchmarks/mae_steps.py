@@ -19,9 +19,9 @@ from attention import machine, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.steps import Updater
+from moh_vision.language.models.create import create_text_model
+from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers
-from moh_vision.models.moh_text import create_text_model
-from moh_vision.tasks import LanguageTask
 
 HERE = Path(__file__).parent
 SMALL = dict(hidden_size=256, intermediate_size=1024, encoder_layers=3, decoder_layers=3)

@@ -1,10 +1,11 @@
 """moh_vision: attention heads as experts. Importing it registers the models with timm."""
 
+import moh_vision.language  # noqa: F401  registers its converter
 import moh_vision.models  # noqa: F401  registers
 from moh_vision.attention import head_budget
+from moh_vision.engine.io import __version__
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import load_checkpoint, load_run
-from moh_vision.version import __version__
 
 __all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]

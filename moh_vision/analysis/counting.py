@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, RoutingStats
 from moh_vision.models.foveal_attention import CosineAttention
-from moh_vision.models.text_adaptive import AdaptiveVocabulary
 
 
 class AttentionMacs(NamedTuple):
@@ -63,10 +62,6 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
     """
     shadow = copy.deepcopy(model).to("meta").eval()
-    for module in shadow.modules():
-        if isinstance(module, AdaptiveVocabulary) and module.clusters is not None:
-            # Which words are rare is not known without values, and widens no matrix by much.
-            module.forward = lambda ids, vocabulary=module: vocabulary.projections[0](vocabulary.embeddings[0](ids))
     layers: List[AttentionMacs] = []
     measured = []  # with all heads, by the counter
 

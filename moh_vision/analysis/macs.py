@@ -22,11 +22,9 @@ from torch import nn
 
 import moh_vision.models  # noqa: F401  registers those of images
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
+from moh_vision.models.registry import registered
 
-IMAGE_MODULES = ("moh_vit", "moh_transnext", "moh_dit")
-TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
-# Zhang's parameters are those of a dictionary of about 37,000 words, its MACs of 32,000 to choose from.
-MACS_WORDS = {"mt": 32_000}
+IMAGE_MODULES = ("vit", "transnext", "dit")
 
 # (parameters, MACs) in millions as the papers print them: Zhang 2022, tables 1 to 3; Peng 2020, tables 2 and 4; Jin 2024,
 # appendix A.
@@ -96,21 +94,7 @@ def count(preset: str, tokens: Optional[int] = None, vocab: Optional[int] = None
         about = f"{preset}, input {' x '.join(str(n) for n in inputs[0].shape[1:])}, batch 1"
         return Count(about, count_parameters(model), "", count_macs(model, *inputs), "")
 
-    kind = preset.partition("_")[0]
-    model = _text_model(preset, vocab)
-    words = vocab or MACS_WORDS.get(kind) or model.config.vocab_size
-    smaller = model if words == model.config.vocab_size else _text_model(preset, words)
-    length = tokens or TOKENS[kind]
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    named = dict(decoder_input_ids=ids) if kind == "mt" else {}
-    about = f"{length} source and {length} target tokens" if kind == "mt" else f"{length} tokens"
-    return Count(
-        f"{preset}, {about}, batch 1",
-        count_parameters(model),
-        f", {model.config.vocab_size:,} words",
-        count_macs(smaller, ids, **named),
-        f", {words:,} words",
-    )
+    return registered("counter", "text")(preset, tokens, vocab)
 
 
 def _image_models() -> List[str]:
@@ -122,17 +106,9 @@ def _image_model(name: str) -> Tuple[nn.Module, List[torch.Tensor]]:
     with torch.device("meta"):
         model = timm.create_model(name)
         inputs = [torch.zeros(1, *model.pretrained_cfg["input_size"])]
-        if name in timm.list_models(module="moh_dit"):
+        if name in timm.list_models(module="dit"):
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
     return model, inputs
-
-
-def _text_model(preset: str, words: Optional[int]) -> nn.Module:
-    from moh_vision.models.moh_text import create_text_model  # needs transformers, which image models do without
-
-    overrides = {} if words is None else dict(vocab_size=words)
-    with torch.device("meta"):
-        return create_text_model(preset, **overrides)
 
 
 def report(preset: str, found: Count) -> str:

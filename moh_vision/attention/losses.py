@@ -1,10 +1,15 @@
-"""Losses and summaries computed from `RoutingStats`, always as values."""
+"""Losses and summaries computed from `RoutingStats`, always as values, and the task module that adds them up.
 
-from typing import Callable, List, Optional, Sequence
+They are computed from what the model returns, so they are right under activation checkpointing, accumulation and several
+models in a process.
+"""
+
+from typing import Callable, Dict, List, Optional, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import RoutingStats
 
 
@@ -84,3 +89,56 @@ def head_runs(stats: Sequence[RoutingStats]) -> List[Tensor]:
 def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
     """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
     return [runs[:-1] / runs[-1].clamp_min(1) for runs in head_runs(stats)]
+
+
+class RoutedTask(nn.Module):
+    """Holds a model with head routing and adds its routers' auxiliary losses to that of the task.
+
+    Args:
+        model: its HeadMixtureAttention layers hand on their statistics in the order of `model.modules()`.
+        balance_weight: of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
+        moa_balance_weight, z_weight: of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The paper's
+            weights, which belong to a loss that is a mean over tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, balance_weight: float, moa_balance_weight: float = 0.01, z_weight: float = 0.001
+    ):
+        super().__init__()
+        self.model = model
+        self.balance_weight, self.moa_balance_weight, self.z_weight = balance_weight, moa_balance_weight, z_weight
+        layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+        self.aux_losses = [layer.router.aux_loss for layer in layers]  # in the order of the statistics
+
+    def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
+        """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
+
+        Returns:
+            dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only the
+            loss has a gradient. head_runs is what `moh_vision.attention.head_runs` returns.
+        """
+        moh, moa = (
+            [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper] for paper in ("moh", "moa")
+        )
+        terms = dict(balance_loss=load_balance_loss(moh, sum_over_processes) if moh else task_loss.new_zeros(()))
+        auxiliary = self.balance_weight * terms["balance_loss"]
+        if moa:
+            terms.update(moa_balance_loss=moa_balance_loss(moa, sum_over_processes), z_loss=router_z_loss(moa))
+            auxiliary = (
+                auxiliary + self.moa_balance_weight * terms["moa_balance_loss"] + self.z_weight * terms["z_loss"]
+            )
+        loss = task_loss + auxiliary
+        return dict(
+            loss=loss,
+            task_loss=task_loss.detach(),
+            **{name: value.detach() for name, value in terms.items()},
+            head_runs=head_runs(stats),
+        )
+
+
+def sum_over_processes(counts: Tensor) -> Tensor:
+    """All-reduce without a gradient; the tensor itself where there is one process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        counts = counts.clone()
+        torch.distributed.all_reduce(counts)
+    return counts

@@ -13,11 +13,20 @@ from accelerate.utils import gather_object
 
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
-from moh_vision.data.latents.cache import is_latent_cache
 from moh_vision.data.sources import Digits, Shards
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
+
+
+def manifest_path(folder: Path, split: str) -> Path:
+    """The file by which stored latents are recognised, see `moh_vision.diffusion.latents`."""
+    return folder / f"{split}.latents.json"
+
+
+def is_latent_cache(root: str, split: str = "train") -> bool:
+    """Whether `root` is a folder with latents of that split."""
+    return manifest_path(Path(root), split).is_file()
 
 
 def open_source(root: str, split: str, index_dir: Optional[str] = None):

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, Mod
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.data.latents.vae import check_scaling, decode
+from moh_vision.diffusion.latents.vae import check_scaling, decode
 from moh_vision.diffusion.sampling import (
     Guidance,
     denoise,

@@ -7,7 +7,7 @@ from typing import Callable, Iterable, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from moh_vision.diffusion.hybrid_loss import BETA_END, BETA_START, NUM_TIMESTEPS
+from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
 SAMPLERS = ("ddpm", "ddim", "dpm-solver++")
 LEARNED = ("learned", "learned_range")

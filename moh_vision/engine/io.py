@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Iterator, Optional, Union
 
+__version__ = "0.1.0"  # of moh_vision, for what is written into files; pyproject.toml reads it here
 LOCK = ".lock"
 ATTEMPTS, PAUSE = 20, 0.1  # a process that was killed just now, or its children, may need a moment to end
 

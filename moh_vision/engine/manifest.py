@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Callable, Dict, List, Optional
 
-from moh_vision.engine.io import fsync
-from moh_vision.version import __version__
+from moh_vision.engine.io import __version__, fsync
 
 FORMAT = 3
 READABLE = (2, 3)  # 2 has no version

@@ -3,7 +3,7 @@
 from timm.models import register_notrace_module
 
 from moh_vision.attention import HeadMixtureAttention
-from moh_vision.models import moh_dit, moh_transnext, moh_vit  # noqa: F401  registers
+from moh_vision.models import dit, transnext, vit  # noqa: F401  registers
 from moh_vision.models.timm_factory import read_checkpoints_of_our_models
 
 # A leaf for timm's and torchvision's feature extraction: which heads run is known only when it runs.

@@ -1,6 +1,5 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
-import sys
 from typing import Iterable, List, Optional, Sequence, Union
 
 import torch
@@ -22,7 +21,8 @@ from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models import head_strength
 from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.head_budgets import record_head_budget
-from moh_vision.models.moh_vit import MoHBlock, MoHVisionTransformer
+from moh_vision.models.registry import registered
+from moh_vision.models.vit import MoHBlock, MoHVisionTransformer
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
@@ -43,7 +43,7 @@ def convert(
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
     transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are handed to `convert_llama` in
-    `moh_vision.models.convert_llama`, which says where they differ. For the others:
+    `moh_vision.language.models.llama.convert`, which says where they differ. For the others:
 
     A timm VisionTransformer becomes a `MoHVisionTransformer`; `dit_*`, and `moh_vit_*` with the router "dense", keep their
     class. diffusers' DiT is the exception: the result is a new `MoHDiTTransformer2DModel` with its weights and outputs.
@@ -77,14 +77,10 @@ def convert(
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
-    theirs = sys.modules.get("transformers.modeling_utils")  # an extra; whoever has such a model has imported it
-    if theirs is not None and isinstance(model, theirs.PreTrainedModel):
-        from moh_vision.models.convert_llama import convert_llama
-
-        if scope != "token":
-            raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
-        router = "query_norm" if router is None else router
-        return convert_llama(model, head_budget, router, executor, router_kwargs, group, calibrate)
+    for kind in type(model).__mro__:
+        converter = registered("converter", f"{kind.__module__}.{kind.__qualname__}")
+        if converter is not None:
+            return converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
     if group:
         raise ValueError("group=True is for language models with key-value heads that several query heads share")
     router = "moh" if router is None else router

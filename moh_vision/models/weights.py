@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.models.head_budgets import take_shared_heads
-from moh_vision.models.moh_vit import MoHVisionTransformer, zero_missing_routers
+from moh_vision.models.registry import registered
+from moh_vision.models.vit import MoHVisionTransformer, zero_missing_routers
 from moh_vision.models.weight_files import one_line, read_safetensors, read_tensors, refuse_unpacking, weights_file
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
 REMADE = ("head.", "y_embedder.", "pos_embed")
 # By the modules that timm groups registered names by.
-FAMILIES = dict(classifier=("moh_vit", "moh_transnext"), diffusion=("moh_dit",))
+FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 
 
 def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
@@ -75,10 +76,11 @@ def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
         ValueError, FileNotFoundError: naming the file.
     """
     file = weights_file(str(path), weights)
-    if file.suffix == ".safetensors" and "vocabularies" in read_safetensors(file, lambda name: False)[1]:
-        from moh_vision.models.text_weights import text_from_run  # needs the packages of the extra "text"
-
-        return text_from_run(file)
+    metadata = read_safetensors(file, lambda name: False)[1] if file.suffix == ".safetensors" else {}
+    for key in metadata:
+        reader = registered("run", key)
+        if reader is not None:
+            return reader(file)
     return from_run(str(file), None)[0]
 
 

@@ -7,7 +7,7 @@ import torch
 from moh_vision.analysis import describe
 from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.analysis.macs import count, main, report
-from moh_vision.models.moh_text import create_text_model
+from moh_vision.language.models.create import create_text_model
 
 # Zhang 2022, table 3 and the dense rows of table 1: parameters and MACs in millions.
 TRANSLATION = {

@@ -9,7 +9,7 @@ from pictures import encoded, gradient, write_folder
 from PIL import Image, ImageOps
 from test_sources import write_shards
 
-from moh_vision.config import ClsDataConfig
+from moh_vision.classification.config import ClsDataConfig
 from moh_vision.data.batches import BadSamples, LabelledImages, collate, evaluation_batches, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import (

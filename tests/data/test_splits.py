@@ -9,8 +9,8 @@ import pytest
 from pictures import write_folder
 from test_sources import write_shards
 
-from moh_vision.data.latents.cache import LatentCache
 from moh_vision.data.splits import DataRecord, open_source, open_splits
+from moh_vision.diffusion.latents.cache import LatentCache
 
 
 def record(root, *allowed):

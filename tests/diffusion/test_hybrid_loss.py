@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from moh_vision.diffusion.hybrid_loss import HybridLoss, discretised_nll, gaussian_kl
+from moh_vision.diffusion.objectives import HybridLoss, discretised_nll, gaussian_kl
 
 BETA = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
 ALPHA_BAR = (1 - BETA).cumprod(0)

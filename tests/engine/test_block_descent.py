@@ -23,10 +23,10 @@ from small_runs import arguments, logged, outcome  # noqa: E402
 import moh_vision  # noqa: E402, F401
 import train_cls  # noqa: E402
 import train_dit  # noqa: E402
+from moh_vision.classification.task import ClassificationTask  # noqa: E402
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of  # noqa: E402
 from moh_vision.engine.steps import Updater  # noqa: E402
 from moh_vision.models.mae import mae_routers, train_only  # noqa: E402
-from moh_vision.tasks import ClassificationTask  # noqa: E402
 
 C, H, DEPTH = 24, 6, 2
 VIT = dict(img_size=16, patch_size=4, embed_dim=C, depth=DEPTH, num_heads=H, num_classes=5, router="mae")

@@ -18,14 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import moh_vision  # noqa: F401
-from moh_vision import validation
+from moh_vision.classification import validate as validation
+from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.steps import Updater
-from moh_vision.tasks import ClassificationTask
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 

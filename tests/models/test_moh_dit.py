@@ -57,7 +57,7 @@ def test_released_sizes(name):
 
 def test_registered():
     names = [f"dit_{s}_patch{p}" for s in ("base", "large", "small", "xlarge") for p in (2, 4, 8)]
-    assert timm.list_models(module="moh_dit") == sorted(names + [n for n in RELEASED if n.startswith("moh")])
+    assert timm.list_models(module="dit") == sorted(names + [n for n in RELEASED if n.startswith("moh")])
 
 
 def test_xlarge_has_8_16_and_24_heads_of_width_72():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import moh_vision
 from moh_vision.attention import load_balance_loss
 from moh_vision.models.foveal_attention import position_tables
-from moh_vision.models.moh_transnext import checkpoint_filter_fn
+from moh_vision.models.transnext import checkpoint_filter_fn
 
 SMALL = dict(img_size=64, embed_dims=(12, 24, 24, 48), num_heads=(2, 4, 4, 8), depths=(1, 2, 1, 2), num_classes=5)
 # Every case of the released gates: all shared; none shared; one shared; several, all routed.
@@ -42,7 +42,7 @@ def test_parameters_and_active_heads(name, parameters, share):
 
 
 def test_registered():
-    assert timm.list_models(module="moh_transnext") == timm.list_models("*transnext*")
+    assert timm.list_models(module="transnext") == timm.list_models("*transnext*")
     assert len(timm.list_models("*transnext*", pretrained=True)) == 8
 
 

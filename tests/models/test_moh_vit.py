@@ -17,7 +17,7 @@ def tiny(**kwargs):
 def test_registered():
     names = timm.list_models("moh_vit_*")
     assert names == [f"moh_vit_{s}_patch16_224" for s in ("base", "large", "small", "tiny")]
-    assert timm.list_models(module="moh_vit") == ["moh_vit", *names]
+    assert timm.list_models(module="vit") == ["moh_vit", *names]
 
 
 @pytest.mark.parametrize("head_budget", [0.5, "ramp:0.75", [(2, 2)] * 12])

@@ -39,7 +39,7 @@ SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.g
 
 def ours(filter="", module="", pretrained=False, exclude_filters="", include_tags=False, **kwargs):
     """timm.list_models for our families: which of them each of timm's filters means."""
-    names = [*list_models(module="moh_vit"), *list_models(module="moh_transnext")]
+    names = [*list_models(module="vit"), *list_models(module="transnext")]
     if pretrained or isinstance(filter, str) and filter:
         return []  # single models of timm's
     if "vit_*" in filter:

@@ -26,10 +26,10 @@ from moh_vision.data.batches import (  # noqa: E402
 from moh_vision.data.crop import center_crop  # noqa: E402
 from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image  # noqa: E402
 from moh_vision.data.imagenet import imagenet_eval_transform  # noqa: E402
-from moh_vision.data.latents.images import CroppedImages  # noqa: E402
 from moh_vision.data.order import StepBatches  # noqa: E402
 from moh_vision.data.shards.encode import BadImage, encode_sample  # noqa: E402
 from moh_vision.data.splits import open_source  # noqa: E402
+from moh_vision.diffusion.latents.images import CroppedImages  # noqa: E402
 from moh_vision.evaluation.fidelity.images import ImageFolder as ScoredFolder  # noqa: E402
 
 

@@ -25,20 +25,21 @@ from test_sources import write_shards  # noqa: E402
 from tiny_vae import save_tiny_vae  # noqa: E402
 
 import moh_vision  # noqa: E402
-from moh_vision.command_line import parse_config  # noqa: E402
-from moh_vision.config import ClsConfig, DitConfig  # noqa: E402
-from moh_vision.data.latents import LatentCache, load_vae  # noqa: E402
-from moh_vision.data.latents.__main__ import main as write_latents  # noqa: E402
+from moh_vision.classification.config import ClsConfig  # noqa: E402
 from moh_vision.data.shards.__main__ import main as write_image_shards  # noqa: E402
 from moh_vision.data.splits import open_source  # noqa: E402
 from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
+from moh_vision.diffusion.config import DitConfig  # noqa: E402
+from moh_vision.diffusion.latents import LatentCache, load_vae  # noqa: E402
+from moh_vision.diffusion.latents.__main__ import main as write_latents  # noqa: E402
+from moh_vision.diffusion.scores import ClassifierScores  # noqa: E402
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training  # noqa: E402
+from moh_vision.engine.command_line import parse_config  # noqa: E402
 from moh_vision.engine.image_parts import ImageParts  # noqa: E402
 from moh_vision.engine.manifest import manifest_text  # noqa: E402
 from moh_vision.engine.sharded_files import foreign_objects  # noqa: E402
 from moh_vision.evaluation.fidelity import Inception, load_statistics, score  # noqa: E402
 from moh_vision.models.weights import from_run, init_from, to_validate  # noqa: E402
-from moh_vision.sample_scores import ClassifierScores  # noqa: E402
 
 
 class Evil:

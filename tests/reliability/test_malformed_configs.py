@@ -7,8 +7,11 @@ import typing
 import pytest
 from repeat import cases
 
-from moh_vision.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
-from moh_vision.config import ClsConfig, DitConfig, MixConfig, OptimConfig, SampleConfig, TextConfig
+from moh_vision.classification.config import ClsConfig, MixConfig
+from moh_vision.diffusion.config import DitConfig, SampleConfig
+from moh_vision.engine.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
+from moh_vision.engine.config import OptimConfig
+from moh_vision.language.config import TextConfig
 from moh_vision.models.weights import create
 
 KINDS = [ClsConfig, DitConfig, TextConfig, SampleConfig]

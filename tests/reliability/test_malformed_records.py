@@ -11,9 +11,9 @@ sys.path.insert(0, str(ROOT / "tests" / "data"))
 from pictures import write_folder  # noqa: E402
 from tiny_vae import save_tiny_vae  # noqa: E402
 
-from moh_vision.data.latents import LatentCache, load_vae  # noqa: E402
-from moh_vision.data.latents.conversion import write_latents  # noqa: E402
 from moh_vision.data.shards import convert  # noqa: E402
+from moh_vision.diffusion.latents import LatentCache, load_vae  # noqa: E402
+from moh_vision.diffusion.latents.conversion import write_latents  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion import HybridLoss
-from moh_vision.models import moh_vit
-from moh_vision.tasks import ClassificationTask, DiffusionTask
+from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.models import vit as moh_vit
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5, head_budget=0.75)
 DIT = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4, head_budget=0.75)

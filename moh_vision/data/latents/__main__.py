@@ -1,51 +1,6 @@
-"""python -m moh_vision.data.latents"""
+"""Forwards to `moh_vision.diffusion.latents.__main__`."""
 
-from __future__ import annotations
-
-import sys
-import warnings
-from typing import List
-
-from moh_vision.data import latents
-from moh_vision.data.command import Parser, exit_code
-from moh_vision.data.latents.cache import DTYPES
-from moh_vision.data.latents.conversion import write_latents
-from moh_vision.data.latents.ranks import MistakeElsewhere, launched_ranks
-from moh_vision.data.latents.vae import DEFAULT_VAE
-
-
-def _parse(argv: List[str]) -> dict:
-    parser = Parser("python -m moh_vision.data.latents", latents.__doc__)
-    add = parser.add_argument
-    add("--vae", default=DEFAULT_VAE, metavar="NAME|FOLDER", help=f"on the hub, or a local folder ({DEFAULT_VAE})")
-    add("--data", dest="root", required=True, metavar="ROOT", help="what data.root of a training run takes")
-    add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
-    add("--split", choices=("train", "val"), default="train", help="(train)")
-    add("--size", type=int, default=256, help="pixels of the center-cropped images (256)")
-    add("--dtype", choices=DTYPES, default="float16", help="of the moments on disk (float16)")
-    add("--batch-size", type=int, default=32, help="images at a time (32)")
-    add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
-    add("--seed", type=int, default=0, help="of the shuffle (0)")
-    add("--workers", type=int, default=2, help="processes of each rank that read images (2)")
-    add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be unreadable and left out (0)")
-    return vars(parser.parse(argv))
-
-
-def main(argv: List[str]) -> int:
-    """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-
-    def work() -> None:
-        with warnings.catch_warnings(), launched_ranks() as ranks:
-            warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-            write_latents(
-                **ranks.from_first(lambda: _parse(argv)), ranks=ranks, say=lambda text: print(text, flush=True)
-            )
-
-    try:
-        return exit_code("latents", work)
-    except MistakeElsewhere:
-        return 2
-
+from moh_vision.diffusion.latents.__main__ import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -7,7 +7,7 @@ import warnings
 from typing import List
 
 from moh_vision.data import shards
-from moh_vision.data.command import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code
 
 
 def _parse(argv: List[str]) -> dict:

@@ -12,13 +12,13 @@ from typing import List
 
 import torch
 
-from moh_vision.data.command import Parser
+from moh_vision.engine.commands import Parser
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.evaluation import fidelity
+from moh_vision.evaluation.fidelity.extractors import make_extractor
 from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 from moh_vision.evaluation.fidelity.table import table
-from moh_vision.sample_scores import open_extractor
 
 
 def _parse(argv: List[str]) -> argparse.Namespace:
@@ -56,7 +56,7 @@ def _parse(argv: List[str]) -> argparse.Namespace:
 
 
 def _work(options: argparse.Namespace, main_process: bool) -> None:
-    network = open_extractor(options.extractor, options.inception_weights)
+    network = make_extractor(options.extractor, options.inception_weights)
     if options.save_statistics:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         statistics = statistics_of(options.generated, network, options.batch_size, device, "images")

@@ -10,6 +10,8 @@ from typing import NamedTuple, Optional, Sequence, Union
 import torch
 from torch import Tensor, nn
 
+from moh_vision.models.weights import from_run
+
 # torch-fidelity's file; its name ends in the first digits of its sha256.
 PUBLISHED = "weights-inception-2015-12-05-6726825d.pth"
 PUBLISHED_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
@@ -142,8 +144,8 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
     """The extractor that `score` means.
 
     Args:
-        extractor: "inception", "timm:NAME" (its pretrained weights), an `Extractor`, or any module from uint8 images to
-            features.
+        extractor: "inception", "timm:NAME" (its pretrained weights), a classification run, an `Extractor`, or any module
+            from uint8 images to features.
         inception_weights: path; see `Inception`.
 
     Raises:
@@ -157,8 +159,12 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
         raise ValueError(
             f"inception_weights {inception_weights} with extractor {extractor!r}: they are for 'inception'"
         )
+    if Path(extractor).exists():
+        model, about = from_run(extractor, "classifier")
+        name, img_size = f"{about['architecture']} of {extractor}", about["arguments"].get("img_size")
+        return TimmExtractor(model, name, img_size=img_size)
     if not extractor.startswith("timm:"):
-        raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, or a module")
+        raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
     import timm
 
     name = extractor.removeprefix("timm:")

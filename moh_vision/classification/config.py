@@ -1,0 +1,189 @@
+"""The configuration of a classification run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Optional, Tuple
+
+from moh_vision.engine.config import DataConfig, EmaConfig, OptimConfig, RunConfig, check
+
+
+@dataclass
+class ClsDataConfig(DataConfig):
+    """The images of a classifier; from `repeats` on: the ImageNet recipe, with timm's transforms.
+
+    Args:
+        augment: as above, or "imagenet": random resized crop, mirror, and what the keys below add.
+        repeats: repeated augmentation: copies of an image in an epoch, which covers as much less of the images.
+        crop_scale: area of the random crop, as a share of the image's.
+        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1.
+        color_jitter: of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a.
+        erase_prob: how often a rectangle is erased.
+        erase_mode: what it is filled with: zeros, one random colour, or random pixels.
+        crop_pct: validation crops this share of the resized image; left out: the model's own with augment imagenet, else 1.
+        crop_mode: validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1), or
+            the longer ("border"); left out: the model's own with augment imagenet, else "squash".
+        eval_batch_size: images at a time in validation, on each process.
+    """
+
+    augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = "none"
+    repeats: int = 1
+    crop_scale: Tuple[float, float] = (0.08, 1.0)
+    auto_augment: Optional[str] = None
+    color_jitter: float = 0.0
+    erase_prob: float = 0.0
+    erase_mode: Literal["const", "rand", "pixel"] = "pixel"
+    crop_pct: Optional[float] = None
+    crop_mode: Optional[Literal["center", "squash", "border"]] = None
+    eval_batch_size: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        low, high = self.crop_scale
+        check("data.repeats", self.repeats, self.repeats >= 1, "at least 1")
+        check("data.crop_scale", self.crop_scale, 0 < low <= high <= 1, "0 < smallest <= largest <= 1")
+        check("data.color_jitter", self.color_jitter, self.color_jitter >= 0, "0 or more")
+        check("data.erase_prob", self.erase_prob, 0 <= self.erase_prob <= 1, "0 to 1")
+        check("data.crop_pct", self.crop_pct, self.crop_pct is None or 0 < self.crop_pct <= 1, "0 < share <= 1")
+        check("data.eval_batch_size", self.eval_batch_size, self.eval_batch_size >= 1, "at least 1")
+
+    def train_options(self) -> dict:
+        """Keyword arguments of `imagenet_train_transform`."""
+        return {k: getattr(self, k) for k in ("crop_scale", "auto_augment", "color_jitter", "erase_prob", "erase_mode")}
+
+    def eval_options(self, pretrained_cfg: dict) -> dict:
+        """Keyword arguments of `imagenet_eval_transform`; `pretrained_cfg` is the model's."""
+        own = dict(crop_pct=1.0, crop_mode="squash")
+        if self.augment == "imagenet":
+            own = dict(
+                crop_pct=pretrained_cfg.get("crop_pct", 0.875), crop_mode=pretrained_cfg.get("crop_mode") or "center"
+            )
+        return dict(crop_pct=self.crop_pct or own["crop_pct"], crop_mode=self.crop_mode or own["crop_mode"])
+
+
+@dataclass
+class MixConfig:
+    """Mixup and cutmix, timm's, inside a micro-batch.
+
+    Args:
+        mixup: alpha of mixup; 0: none.
+        cutmix: alpha of cutmix; 0: none.
+        prob: how often a micro-batch is mixed.
+        switch_prob: how often it is cutmix, where both are on.
+        mode: what shares one draw: the "batch", a "pair", or each image ("elem").
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+    def __post_init__(self):
+        for name in ("mixup", "cutmix"):
+            check(f"mix.{name}", getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        for name in ("prob", "switch_prob"):
+            check(f"mix.{name}", getattr(self, name), 0 <= getattr(self, name) <= 1, "0 to 1")
+
+    @property
+    def on(self) -> bool:
+        return bool((self.mixup or self.cutmix) and self.prob)
+
+
+@dataclass
+class ClsOptimConfig(OptimConfig):
+    """AdamW with timm's schedule: warm-up and cosine both count from step 0, as in timm.
+
+    Args:
+        epochs: length of the schedule; an epoch is as many images as there are, whatever data.repeats.
+        warmup_epochs: linear warm-up, instead of warmup_steps.
+        cooldown_epochs: at min_lr, after `epochs`.
+        warmup_lr: where the warm-up begins.
+        eps: of AdamW.
+        layer_decay: factor of the learning rate from each layer to the one before, for fine-tuning (timm's).
+    """
+
+    epochs: Optional[float] = None
+    warmup_epochs: float = 0.0
+    cooldown_epochs: float = 0.0
+    warmup_lr: float = 0.0
+    eps: float = 1e-8
+    layer_decay: Optional[float] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check("optim.epochs", self.epochs, self.epochs is None or self.epochs > 0, "above 0")
+        check("optim.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
+        check("optim.cooldown_epochs", self.cooldown_epochs, self.cooldown_epochs >= 0, "0 or more")
+        check("optim.warmup_lr", self.warmup_lr, 0 <= self.warmup_lr <= self.lr, "from 0 to optim.lr")
+        check("optim.eps", self.eps, self.eps > 0, "above 0")
+        check(
+            "optim.layer_decay",
+            self.layer_decay,
+            self.layer_decay is None or 0 < self.layer_decay <= 1,
+            "0 < factor <= 1",
+        )
+        if self.warmup_epochs and self.warmup_steps:
+            raise ValueError("optim.warmup_epochs and optim.warmup_steps are the same thing: give one")
+
+
+@dataclass
+class ClsConfig(RunConfig):
+    """Classification.
+
+    Args:
+        max_steps: optimiser steps; left out: optim.epochs, or 1000. With optim.epochs, the schedule stays theirs and
+            max_steps only stops sooner.
+        label_smoothing: of the cross-entropy.
+        calibrate_images: with init_from of a dense ViT: how many training images judge its heads, so that the strongest
+            ones of each layer become the shared ones and the first to run; 0: those that come first.
+        eval_every: steps between validations; 0: only at the end.
+        channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
+    """
+
+    validates = True  # on the command line: --validate-only and --checkpoint
+
+    max_steps: Optional[int] = None
+    label_smoothing: float = 0.0
+    calibrate_images: int = 0
+    eval_every: int = 0
+    channels_last: bool = False
+    data: ClsDataConfig = field(default_factory=ClsDataConfig)
+    optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
+        check("calibrate_images", self.calibrate_images, self.calibrate_images >= 0, "0 or more")
+        check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
+
+    def steps(self, images: int) -> Tuple[int, int, int]:
+        """(last step, steps of the cosine, of its warm-up) for so many training images."""
+        o = self.optim
+
+        def count(epochs: float) -> int:
+            return round(epochs * images / o.batch_size)
+
+        warmup = o.warmup_steps or count(o.warmup_epochs)
+        if o.epochs is None:
+            cosine = end = self.max_steps or 1000
+        else:
+            cosine = max(1, count(o.epochs))
+            end = min(cosine + count(o.cooldown_epochs), self.max_steps or 2**62)
+        return end, cosine, warmup
+
+    def check_calibration(self, fresh_routers: bool) -> None:
+        """Raise ValueError if there is nothing to calibrate, because the routers of init_from are trained."""
+        if self.calibrate_images and not fresh_routers:
+            raise ValueError(f"calibrate_images {self.calibrate_images}: the routers of init_from are trained already")
+
+    def check_micro_batch(self, processes: int) -> None:
+        """Raise ValueError if mixing cannot pair the images of a micro-batch."""
+        size, rest = divmod(self.optim.batch_size, self.optim.accumulation * processes)
+        if self.mix.on and not rest and size % 2:
+            raise ValueError(
+                f"optim.batch_size {self.optim.batch_size} over accumulation {self.optim.accumulation} x processes "
+                f"{processes} makes micro-batches of {size}; mixup and cutmix pair images and need an even number"
+            )

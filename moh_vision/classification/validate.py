@@ -1,0 +1,137 @@
+"""Validation of a classifier: exact over processes, with the use of its heads."""
+
+import time
+from pathlib import Path
+from typing import Callable, Iterable, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from moh_vision.analysis import HeadLoad
+from moh_vision.analysis.figures import draw_head_usage
+from moh_vision.attention import head_budget
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.imagenet import classification_transforms
+from moh_vision.data.order import rank_slice
+from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.engine.script import index_dir, message_of
+from moh_vision.engine.sharding import whole_weights
+from moh_vision.engine.steps import total_over_processes
+from moh_vision.evaluation.accuracy import evaluate, summary
+from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.weights import to_validate
+
+
+def validate(
+    task: nn.Module,
+    source,
+    transform: Callable,
+    data,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+) -> Tuple[dict, HeadLoad]:
+    """Scores of a `ClassificationTask` over a split: every readable image once over all processes, none padded.
+
+    Args:
+        task: as accelerate prepared it, or bare; it is left in eval mode.
+        source: see `data.splits.open_source`.
+        transform: PIL image -> tensor, without randomness.
+        data: a `ClsDataConfig`.
+        accelerator: accelerate's Accelerator.
+        progress: puts a bar around batches.
+
+    Returns:
+        (dict(top1, top5 in percent, loss, images, images_per_s, peak_memory_mib, unreadable, active_heads per layer:
+        heads that a token runs, on average, active_share of all heads), the use of heads by class)
+
+    Raises:
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
+    slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
+    load = HeadLoad([layer["heads"] for layer in head_budget(task)["layers"]], len(source.classes))
+    unreadable = BadSamples(len(source), data.max_bad_fraction)
+
+    @torch.no_grad()
+    def predict(images, labels):
+        with accelerator.autocast():
+            logits, stats = task(images)
+        load.add(stats, labels)
+        return logits
+
+    total = total_over_processes(accelerator)
+    images = LabelledImages(source, transform, seed=0, replace=False)
+    batches = evaluation_batches(images, slices, data.workers, unreadable)
+    since = time.monotonic()
+    with whole_weights(task):
+        scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
+    rate = scores["images"] / max(time.monotonic() - since, 1e-9)
+    load.reduce(total)
+    active = load.active()
+    scores.update(
+        images_per_s=round(rate, 1),
+        peak_memory_mib=round(peak_memory_mib()),
+        unreadable=int(total(torch.tensor(len(unreadable.seen)))),
+        active_heads=[round(heads, 3) for heads in active],
+        active_share=round(sum(active) / sum(load.layers), 4),
+    )
+    return scores, load
+
+
+def draw_usage(
+    load: HeadLoad, model: nn.Module, classes: Sequence[str], path: Path, title: str, say: Callable[[str], None]
+) -> None:
+    """Draw the use of heads by class, see `draw_head_usage`; a failure is said and is not raised.
+
+    Args:
+        load: of `validate`.
+        model: whose heads they are.
+        classes, path, title: of the figure.
+        say: told of a failure.
+    """
+    shared = [layer["shared"] for layer in head_budget(model)["layers"]]
+    try:
+        draw_head_usage(load.share(), shared, classes, str(path), title)
+    except Exception as error:
+        say(f"{path} could not be drawn: {message_of(error)}")
+
+
+def validate_only(config, flags, accelerator) -> None:
+    """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+
+    A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
+    other option of the model is refused.
+
+    Args:
+        config: a `ClsConfig`.
+        flags: `Flags`; its checkpoint is what `models.weights.to_validate` takes.
+        accelerator: accelerate's Accelerator.
+
+    Raises:
+        ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    with accelerator.main_process_first():
+        val = open_source(config.data.root, "val", index_dir(config.output))
+    path = flags.checkpoint
+    arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
+    model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
+    if about["of_run"]:
+        for key in sorted(flags.given):
+            if key.partition(".")[0] == "model" and key != "model.head_budget":
+                raise ValueError(
+                    f"{key} has no effect: --checkpoint {path} brings its model, {about['name']}; "
+                    "allowed is model.head_budget"
+                )
+        if "model.head_budget" in flags.given and config.model.head_budget is not None:
+            set_head_budget(model, config.model.head_budget)
+    check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
+    img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
+    _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)
+    task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
+    scores, _ = validate(task, val, transform, config.data, accelerator)
+    accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
+    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
+    accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")

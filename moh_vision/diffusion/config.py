@@ -1,0 +1,216 @@
+"""The configurations of a diffusion run and of sampling from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional, Tuple, Union
+
+from moh_vision.engine.config import EmaConfig, ModelConfig, RunConfig, check, check_seed
+
+
+@dataclass
+class DrawConfig:
+    """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any.
+
+    Args:
+        every: steps between them; 0: never.
+        images: how many; image i has class i modulo the number of classes.
+        sampler: as in sample.py.
+        steps: denoising steps.
+        cfg_scale: classifier-free guidance; 1: none.
+        seed: of the noise.
+    """
+
+    every: int = 0
+    images: int = 40
+    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddim"
+    steps: int = 50
+    cfg_scale: float = 1.5
+    seed: int = 0
+
+    section = "preview"
+
+    def __post_init__(self):
+        check(f"{self.section}.every", self.every, self.every >= 0, "0 or more")
+        check(f"{self.section}.images", self.images, self.images >= 1, "at least 1")
+        check(f"{self.section}.steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        check(f"{self.section}.cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        check(f"{self.section}.seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+
+
+@dataclass
+class PreviewConfig(DrawConfig):
+    """Pictures: OUTPUT/previews/step_N.png.
+
+    Args:
+        columns: images a row.
+    """
+
+    columns: int = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        check("preview.columns", self.columns, self.columns >= 1, "at least 1")
+
+
+@dataclass
+class ScoreConfig(DrawConfig):
+    """Fidelity scores while training, into metrics.jsonl; see docs/fidelity.md.
+
+    Args:
+        reference: what samples are compared with, as `score` of sample.py; left out: data.root.
+        split: split of a data set: "train" (the default) or "val".
+        extractor: "inception", "timm:NAME", or a classification run.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: also with no more images than features, labelled FID@N.
+    """
+
+    images: int = 5000
+    cfg_scale: float = 1.0
+    reference: Optional[str] = None
+    split: Optional[Literal["train", "val"]] = None
+    extractor: str = "inception"
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
+
+    section = "score"
+
+    def scoring(self, root: str) -> dict:
+        """Keyword arguments of `sample_scores.make_judge`; `root` is the reference if none is given."""
+        return dict(
+            key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
+            extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,
+            num_images=self.images,
+        )  # fmt: skip
+
+
+@dataclass
+class DitConfig(RunConfig):
+    """Diffusion.
+
+    Args:
+        vae: diffusion on the latents of this VAE: its name on the Hugging Face hub, or a local folder. "none" or left
+            out: on pixels, or on latents where data.root holds them.
+        learn_sigma: learn the variance too (hybrid loss).
+        label_drop: share of labels replaced by "no class", for guidance.
+        preview: pictures while training.
+        score: fidelity scores while training.
+    """
+
+    vae: Optional[str] = None
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
+    learn_sigma: bool = True
+    label_drop: float = 0.1
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    preview: PreviewConfig = field(default_factory=PreviewConfig)
+    score: ScoreConfig = field(default_factory=ScoreConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.vae = self.vae or "none"  # as it stands in the config.yaml of earlier runs
+        check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
+        for draw in (self.preview, self.score):
+            if draw.every and draw.cfg_scale != 1 and not self.label_drop:
+                raise ValueError(
+                    f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
+                )
+
+
+@dataclass
+class SampleConfig:
+    """Sampling from a trained run.
+
+    Args:
+        checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file
+            in either.
+        weights: "ema" (falls back to "model" where the run has none) or "model".
+        num_images: how many.
+        labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
+        sampler: "ddpm", "ddim" or "dpm-solver++".
+        steps: denoising steps.
+        cfg_scale: classifier-free guidance; 1: none.
+        guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
+        cfg_interval: two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied.
+        seed: the noise of image i depends on (seed, i) alone.
+        batch_size: images at a time on each process; equal sizes give equal bits.
+        mixed_precision: "no", "bf16" or "fp16".
+        vae: of latent models: name or folder of an AutoencoderKL; left out: the one that the run was trained with.
+        save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
+            num_images 0 that is all.
+        out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
+        grid: PNG with one class a row.
+        grid_columns: images a row.
+        head_usage: PNG of head usage per layer and class while sampling.
+        score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
+            (.safetensors); or a data set as in data.root.
+        score_split: split of a data set: "val" (the default) or "train".
+        extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
+            that also tells how many samples are recognised.
+        inception_weights: torch-fidelity's .pth file; left out: fetched once.
+        allow_biased: score also with no more images than features, labelled FID@N.
+        score_file: where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json).
+        overwrite: replace what is at the output paths.
+    """
+
+    checkpoint: str
+    weights: Literal["ema", "model"] = "ema"
+    num_images: int = 100
+    labels: Literal["balanced", "random"] = "balanced"
+    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
+    steps: int = 250
+    cfg_scale: float = 1.0
+    guide_channels: Union[int, Literal["all"]] = 3
+    cfg_interval: Tuple[float, float] = (0.0, 1.0)
+    seed: int = 0
+    batch_size: int = 100
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    vae: Optional[str] = None
+    save_pipeline: Optional[str] = None
+    out: Optional[str] = None
+    grid: Optional[str] = None
+    grid_columns: int = 10
+    head_usage: Optional[str] = None
+    score: Optional[str] = None
+    score_split: Optional[Literal["train", "val"]] = None
+    extractor: Optional[str] = None
+    inception_weights: Optional[str] = None
+    allow_biased: bool = False
+    score_file: Optional[str] = None
+    overwrite: bool = False
+
+    def __post_init__(self):
+        for name in ("batch_size", "grid_columns"):
+            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        least = 0 if self.save_pipeline else 1
+        check("num_images", self.num_images, self.num_images >= least, f"at least {least}")
+        out = Path(self.out or "")
+        is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
+        allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
+        check("out", self.out, is_folder or out.suffix == ".npz", allowed)
+        written = self.out or self.grid or self.head_usage or self.score
+        if not self.num_images and written:
+            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage and --score")
+        check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
+        check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
+        guided = self.guide_channels
+        check("guide_channels", guided, guided == "all" or guided >= 1, 'at least 1, or "all"')
+        low, high = self.cfg_interval
+        check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
+        check_seed(self.seed)
+        for name in ("grid", "head_usage"):
+            path = getattr(self, name)
+            check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
+        if self.num_images and not written:
+            raise ValueError(
+                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage or --score, or "
+                "--save-pipeline with --num-images 0"
+            )
+
+    def scoring(self) -> dict:
+        """Keyword arguments of `sample_scores.make_judge`."""
+        return dict(
+            key="--score", reference=self.score, split=self.score_split, default_split="val",
+            extractor=self.extractor or "inception", inception_weights=self.inception_weights,
+            allow_biased=self.allow_biased, num_images=self.num_images,
+        )  # fmt: skip

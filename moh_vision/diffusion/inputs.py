@@ -1,0 +1,149 @@
+"""What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from functools import partial
+from typing import Callable, Optional, Union
+
+import torch
+from torch import Tensor
+
+from moh_vision.data.batches import NoisedImages, image_transform
+from moh_vision.data.splits import is_latent_cache, open_source
+from moh_vision.diffusion.latents.batches import ImagesToEncode, NoisedLatents
+from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
+
+IMG_SIZE_WITH_VAE = 256
+
+
+def open_inputs(
+    root: str,
+    vae: str,
+    img_size: Optional[int],
+    augment: str,
+    index_dir: Optional[str] = None,
+    device: Union[str, torch.device] = "cpu",
+):
+    """The training split of `root` as a diffusion run sees it.
+
+    Args:
+        root: see `splits.open_source`; or a folder of latents.
+        vae: "none", or see `latents.load_vae`; for latents only checked, and not needed.
+        img_size: pixels; None: that of the data, or 256 with a VAE.
+        augment: see `batches.image_transform`; with a VAE "none" or "flip".
+        index_dir: see `TarSamples`.
+        device: of the VAE, where it encodes.
+
+    Returns:
+        PixelInputs, CachedInputs or EncodedInputs.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the key or file.
+    """
+    cached = is_latent_cache(root)
+    if (cached or vae != "none") and augment not in ("none", "flip"):
+        raise ValueError(f"data.augment {augment}: with latents it is none or flip")
+    if cached:
+        return CachedInputs(LatentCache(root, "train", index_dir), root, vae, img_size, augment)
+    source = open_source(root, "train", index_dir)
+    if vae != "none":
+        return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
+    if img_size is None and source.img_size is None:
+        raise ValueError(f"data.img_size is needed for {root}: the images there have no one size")
+    return PixelInputs(source, img_size or source.img_size, augment)
+
+
+class PixelInputs:
+    """Diffusion on pixels: center-cropped, in -1 .. 1.
+
+    What all inputs have: `source` (labels, classes, shard_sizes), `img_size` (side) and `channels` of the model's
+    input, `space` (a `LatentSpace` or None), and the methods below.
+    """
+
+    space: Optional[LatentSpace] = None
+
+    def __init__(self, source, img_size: int, augment: str):
+        self.source, self.img_size, self.channels, self.augment = source, img_size, source.channels, augment
+
+    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedImages:
+        """What `training_batches` takes."""
+        half = [0.5] * self.channels
+        transform = image_transform(self.augment, self.img_size, self.channels, half, half, fit="crop")
+        return NoisedImages(self.source, transform, seed, num_timesteps, label_drop)
+
+    def encode(self, batch: dict, autocast=None) -> dict:
+        """A batch, on its device, as the diffusion task takes it."""
+        return batch
+
+    def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
+        """What turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
+
+        Raises:
+            ValueError: where latents were stored with a VAE that is not named.
+        """
+        return None
+
+    def about_vae(self) -> Optional[dict]:
+        """What to record of the VAE; None: there is none."""
+        return self.space and dataclasses.asdict(self.space)
+
+
+class CachedInputs(PixelInputs):
+    """Diffusion on stored latents."""
+
+    def __init__(self, source: LatentCache, root: str, vae: str, img_size: Optional[int], augment: str):
+        super().__init__(source, source.img_size, augment)
+        self.space = source.space
+        if img_size not in (None, source.size):
+            raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
+        self.vae = None
+        if vae != "none":
+            self.vae = load_vae(vae)
+            space = LatentSpace.of(self.vae, vae)
+            if space.sha256 != self.space.sha256:
+                raise ValueError(f"vae {space}: the latents in {root} were made with another one, {self.space}")
+            self.space = space
+
+    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedLatents:
+        return NoisedLatents(self.source, seed, num_timesteps, label_drop, flip=self.augment == "flip")
+
+    def decoder(self, device) -> Callable[[Tensor], Tensor]:
+        if self.vae is None:
+            raise ValueError(
+                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0"
+            )
+        return partial(decode, self.vae.to(device))
+
+
+class EncodedInputs(PixelInputs):
+    """Diffusion on latents of images that are encoded in every step; the VAE is no part of the trained model."""
+
+    def __init__(self, source, vae: str, img_size: int, augment: str, device):
+        self.vae = load_vae(vae).to(device)
+        self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
+        super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
+        self.channels = self.space.latent_channels
+
+    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> ImagesToEncode:
+        channels = self.vae.config.in_channels
+        draws = (seed, num_timesteps, label_drop)
+        return ImagesToEncode(self.source, self.pixels, channels, self.space, *draws, flip=self.augment == "flip")
+
+    def decoder(self, device) -> Callable[[Tensor], Tensor]:
+        return partial(decode, self.vae)
+
+    def encode(self, batch: dict, autocast=None) -> dict:
+        """images [B, 3, H, W] and posterior_noise [B, C, h, w] -> images: latents [B, C, h, w], float32.
+
+        Args:
+            batch: of `ImagesToEncode`.
+            autocast: a context of mixed precision for the VAE.
+        """
+        noise = batch["posterior_noise"]
+        with torch.no_grad(), autocast or contextlib.nullcontext():
+            moments = encode_moments(self.vae, batch["images"])
+        rest = {k: v for k, v in batch.items() if k != "posterior_noise"}
+        return dict(rest, images=sample_posterior(moments, noise, self.space))

@@ -1,0 +1,88 @@
+"""What a diffusion step on latents sees: draws from posteriors, of stored moments or of images that are encoded then."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moh_vision.data.batches import NoisedImages, image_transform
+from moh_vision.data.order import derive_seed
+from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.vae import LatentSpace, sample_posterior
+
+
+def posterior_draw(seed: int, position: int, shape: Tuple[int, int, int]) -> Tuple[bool, Tensor]:
+    """(whether the image is mirrored, if images are; noise [C, h, w] of the posterior) at a position of a run."""
+    # A stream beside those of augmentation (seed, position), diffusion (.., 1) and mixing (.., 2).
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, 3)))
+    return bool(rng.random() < 0.5), torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+
+
+class NoisedLatents(NoisedImages):
+    """Items (position, sample number) -> as of `NoisedImages`; images are scaled draws from stored posteriors, float32.
+
+    Args:
+        source: a `LatentCache`.
+        seed, num_timesteps, label_drop: see `NoisedImages`.
+        flip: take the mirror image's posterior, every other time.
+    """
+
+    def __init__(self, source: LatentCache, seed: int, num_timesteps: int, label_drop: float, flip: bool):
+        shape = (source.channels, source.img_size, source.img_size)
+        super().__init__(source, _as_it_is, seed, num_timesteps, label_drop, shape)
+        self.flip = flip
+
+    def read(self, number: int) -> Tensor:
+        return self.source.moments(number)
+
+    def __getitem__(self, item: Tuple[int, int]) -> dict:
+        sample = super().__getitem__(item)
+        if "images" in sample:
+            mirrored, noise = posterior_draw(self.seed, item[0], self.noise_shape)
+            moments = sample["images"][int(mirrored and self.flip)]  # [2C, h, w]
+            sample["images"] = sample_posterior(moments, noise, self.source.space)
+        return sample
+
+
+class ImagesToEncode(NoisedImages):
+    """As `NoisedLatents`, before the VAE: images [3, H, W] in -1 .. 1, mirrored alike, and posterior_noise [C, h, w].
+
+    Args:
+        source: labelled images.
+        img_size: pixels after the centre crop.
+        channels: of the images, 3 or 1.
+        space: of the VAE.
+        seed, num_timesteps, label_drop, flip: see `NoisedLatents`.
+    """
+
+    def __init__(
+        self,
+        source,
+        img_size: int,
+        channels: int,
+        space: LatentSpace,
+        seed: int,
+        num_timesteps: int,
+        label_drop: float,
+        flip: bool,
+    ):
+        half = [0.5] * channels
+        transform = image_transform("none", img_size, channels, half, half, fit="crop")
+        side = space.side(img_size)
+        super().__init__(source, transform, seed, num_timesteps, label_drop, (space.latent_channels, side, side))
+        self.flip = flip
+
+    def __getitem__(self, item: Tuple[int, int]) -> dict:
+        sample = super().__getitem__(item)
+        if "images" in sample:
+            mirrored, sample["posterior_noise"] = posterior_draw(self.seed, item[0], self.noise_shape)
+            if mirrored and self.flip:
+                sample["images"] = sample["images"].flip(-1)
+        return sample
+
+
+def _as_it_is(moments: Tensor) -> Tensor:
+    return moments

@@ -1,0 +1,176 @@
+"""Latents on disk: the manifest, and reading any sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import Iterator, List, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.shards.record import sha256_of
+from moh_vision.data.splits import manifest_path
+from moh_vision.data.tar_samples import TarSamples
+from moh_vision.diffusion.latents.vae import LatentSpace
+from moh_vision.engine.io import write_whole
+
+FORMAT = 1
+DTYPES = ("float16", "float32")
+
+
+def write_manifest(
+    folder: Path, split: str, space: LatentSpace, size: int, dtype: str, source: str, classes: List[str],
+    shards: Optional[List[dict]],
+) -> None:  # fmt: skip
+    """Write the manifest.
+
+    Args:
+        space: of the VAE.
+        size: pixels of the square images.
+        dtype: of the moments.
+        source: name of the data they were made from.
+        shards: entries of the record; None: they are still being written, and training refuses them.
+    """
+    manifest = dict(format=FORMAT, complete=shards is not None, split=split, source=source, size=size, dtype=dtype)
+    manifest.update(vae=dataclasses.asdict(space), shape=_shape(space, size), classes=classes)
+    if shards is not None:
+        manifest.update(
+            samples=sum(e["samples"] for e in shards),
+            bad=sum(len(e["bad"]) for e in shards),
+            shards=[{k: e[k] for k in ("shard", "samples", "bytes", "sha256")} for e in shards],
+        )
+    write_whole(manifest_path(folder, split), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def _shape(space: LatentSpace, size: int) -> List[int]:
+    side = space.side(size)
+    return [2, 2 * space.latent_channels, side, side]
+
+
+class LatentCache(TarSamples):
+    """Posterior moments of a data set's images and of their mirror images, as `python -m moh_vision.diffusion.latents` writes.
+
+    Attributes of use: `space` (of the VAE), `size` (pixels of the images), `img_size` (side of the latents), `channels`
+    (C), `labels`, `classes`, `shard_sizes`, `manifest`.
+
+    Args:
+        root, split, index_dir: see `TarSamples`.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder, manifest or shard, and what is wrong.
+    """
+
+    what = "latents"
+    extensions = ("npy",)
+
+    def __init__(self, root: str, split: str, index_dir: Optional[str] = None):
+        path = manifest_path(Path(root), split)
+        self.manifest = m = _read_manifest(path, root, split)
+        super().__init__(root, split, index_dir)
+        self.space = LatentSpace(**m["vae"])
+        self.size, self.channels, self.img_size = m["size"], self.space.latent_channels, m["shape"][-1]
+        self.classes = m["classes"]
+        if self.labels.max() >= len(self.classes):
+            worst = int(self.labels.argmax())
+            raise ValueError(
+                f"{self.where(worst)}: label {self.labels[worst]}, but {path.name} names {len(self.classes)} classes"
+            )
+        there = {p.name: (p.stat().st_size, count) for p, count in zip(self.paths, self.shard_sizes)}
+        for entry in m["shards"]:
+            found = there.pop(entry["shard"], None)
+            if found is None:
+                raise ValueError(f"data.root {root}: {entry['shard']} of {path.name} is gone")
+            if found != (entry["bytes"], entry["samples"]):
+                raise ValueError(
+                    f"{Path(root, entry['shard'])}: {found[0]} bytes, {found[1]} samples; {path.name} says "
+                    f"{entry['bytes']} and {entry['samples']}"
+                )
+        if there:
+            raise ValueError(f"data.root {root}: {min(there)} is not in {path.name}")
+        self.shape, self.dtype = tuple(m["shape"]), np.dtype(m["dtype"])
+        # All members are arrays of one shape and type, so they start with the same bytes.
+        self.header = _npy_header(self.shape, self.dtype)
+        odd = np.flatnonzero(self.bytes != len(self.header) + self.dtype.itemsize * math.prod(self.shape))
+        if len(odd):
+            raise ValueError(
+                f"{self.where(odd[0])}: {self.bytes[odd[0]]} bytes, not {self.dtype} of shape {self.shape}"
+            )
+
+    def moments(self, index: int) -> Tensor:
+        """Mean and log variance of an image's posterior and of its mirror image's: [2, 2C, h, w], float32.
+
+        Raises:
+            UnreadableImage: naming shard and byte.
+        """
+        data = self.read(index)
+        if len(data) != self.bytes[index] or not data.startswith(self.header):
+            raise UnreadableImage(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")
+        numbers = np.frombuffer(data, self.dtype, offset=len(self.header)).reshape(self.shape)
+        return torch.from_numpy(numbers.astype(np.float32))
+
+    def listing(self) -> Iterator[bytes]:
+        """Like that of images, with the sha256 of each shard: latents of another VAE have the same offsets and sizes."""
+        yield from super().listing()
+        yield json.dumps(self.manifest["shards"]).encode()
+
+    def verify(self) -> None:
+        """Raise ValueError, naming it, for a shard without the sha256 of the manifest; reads everything."""
+        for path, entry in zip(self.paths, self.manifest["shards"]):
+            if sha256_of(path) != entry["sha256"]:
+                raise ValueError(f"{path} does not have the sha256 of the manifest; the command that wrote it mends it")
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """A C-contiguous array as a .npy file."""
+    return _npy_header(array.shape, array.dtype) + array.tobytes()
+
+
+@lru_cache(maxsize=4)
+def _npy_header(shape: tuple, dtype: np.dtype) -> bytes:
+    """What numpy writes before the numbers, 128 bytes."""
+    file = io.BytesIO()
+    about = dict(descr=np.lib.format.dtype_to_descr(dtype.newbyteorder("<")), fortran_order=False, shape=shape)
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
+
+
+def _read_manifest(path: Path, root: str, split: str) -> dict:
+    if not path.is_file():
+        raise FileNotFoundError(f"data.root {root}: no {path.name} in it, which latents have")
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+        if not manifest["complete"]:
+            raise ValueError("the latents are not all there yet; the command that writes them goes on where it stopped")
+        if manifest["dtype"] not in DTYPES or manifest["shape"] != _shape(
+            LatentSpace(**manifest["vae"]), manifest["size"]
+        ):
+            raise ValueError(f"dtype {manifest['dtype']}, shape {manifest['shape']} are not those of its VAE and size")
+        _refuse_other_kinds(manifest)
+        return manifest
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except Exception as error:  # what is not there, or of another kind, fails anywhere
+        raise ValueError(f"{path}: not a manifest of latents ({type(error).__name__}: {error})") from None
+
+
+def _refuse_other_kinds(manifest: dict) -> None:
+    vae, shards, classes = manifest["vae"], manifest["shards"], manifest["classes"]
+    numbers = [vae["scaling_factor"], vae["shift_factor"] or 0.0]
+    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+        raise ValueError(f"scaling_factor {numbers[0]!r} and shift_factor {numbers[1]!r} are not both numbers")
+    if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
+        raise ValueError("name and sha256 of its VAE are not texts")
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise ValueError("classes are not a list of names")
+    kinds = dict(shard=str, samples=int, bytes=int, sha256=str)
+    if not all(isinstance(entry[key], kind) for entry in shards for key, kind in kinds.items()):
+        raise ValueError("shards are not a list of shard, samples, bytes, sha256")

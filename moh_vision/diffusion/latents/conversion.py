@@ -1,0 +1,91 @@
+"""From images to latents: checks first, then every rank writes its shards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Callable, List, Optional
+
+from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file
+from moh_vision.data.splits import open_source
+from moh_vision.diffusion.latents.cache import DTYPES
+from moh_vision.diffusion.latents.ranks import Ranks
+from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, load_vae
+from moh_vision.diffusion.latents.writer import LatentWriter
+from moh_vision.engine.io import only_one
+
+
+def write_latents(
+    root: str,
+    out: str,
+    *,
+    vae: str = DEFAULT_VAE,
+    split: str = "train",
+    size: int = 256,
+    batch_size: int = 32,
+    samples_per_shard: int = 1000,
+    dtype: str = "float16",
+    seed: int = 0,
+    workers: int = 2,
+    max_bad_fraction: float = 0.0,
+    ranks: Optional[Ranks] = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Encode the images of a split, and their mirror images; see the top of this package and `--help`.
+
+    Args:
+        root, split: see `splits.open_source`.
+        out: folder, made if need be; with several ranks the same for all.
+        vae: see `load_vae`.
+        size: the images are center-cropped to so many pixels.
+        batch_size: images at a time; a batch does not reach into the next shard.
+        samples_per_shard: at most; the samples are spread evenly.
+        dtype: of the moments on disk, "float16" or "float32".
+        seed: of the shuffle.
+        workers: processes of each rank that read images.
+        max_bad_fraction: share of the images that may be unreadable and left out.
+        ranks: the processes that share the work; default: this one alone.
+        say: takes the lines about what was done, on rank 0.
+
+    Raises:
+        ValueError, OSError: one line that names the argument or file.
+        MistakeElsewhere: after such a mistake on rank 0.
+    """
+    ranks = ranks or Ranks()
+    ranks.from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
+    index_dir = str(Path(out).resolve().with_name(".index"))
+    source = ranks.first(lambda: open_source(root, split, index_dir))
+    model = ranks.first(lambda: load_vae(vae))
+    space = LatentSpace.of(model, vae)
+    ranks.from_first(lambda: space.side(size, "--size"))
+
+    with ExitStack() as stack:
+        stack.enter_context(full_disk_in_one_line(out))
+        arguments = dict(size=size, dtype=dtype, samples_per_shard=samples_per_shard, seed=seed)
+        writer = LatentWriter(source, split, Path(out), space, max_bad_fraction=max_bad_fraction, **arguments)
+
+        def begin() -> List[str]:
+            make_out_folder(out)
+            stack.enter_context(only_one(Path(out), "--out"))
+            return writer.begin(max(1, workers), say)
+
+        todo = ranks.from_first(begin)
+        entries = ranks.gather(writer.write(todo, model, batch_size, workers, ranks))
+        if entries is not None:
+            writer.end([entry for written in entries for entry in written], say)
+
+
+def _check(
+    root: str, out: str, size: int, batch_size: int, samples_per_shard: int, dtype: str, workers: int, bad: float
+) -> None:
+    least = (("size", size, 1), ("batch-size", batch_size, 1), ("samples-per-shard", samples_per_shard, 1))
+    for name, value, lowest in (*least, ("workers", workers, 0)):
+        if value < lowest:
+            raise ValueError(f"--{name} {value}: expected {lowest} or more")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: expected {' or '.join(DTYPES)}")
+    if not 0 <= bad < 1:
+        raise ValueError(f"--max-bad-fraction {bad:g}: expected 0 <= fraction < 1")
+    refuse_file(out)
+    if Path(root).is_dir() and Path(out).resolve().is_relative_to(Path(root).resolve()):
+        raise ValueError(f"--out {out} is inside --data {root}")

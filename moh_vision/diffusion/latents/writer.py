@@ -1,0 +1,182 @@
+"""From images to shards of posterior moments."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Callable, Dict, List, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moh_vision.data.decode import allowed_bad
+from moh_vision.data.shards.out_folder import write_classes
+from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one_line, part_path
+from moh_vision.data.shards.shard_file import ShardFile
+from moh_vision.diffusion.latents.cache import LatentCache, npy_bytes, write_manifest
+from moh_vision.diffusion.latents.images import ImageBatches
+from moh_vision.diffusion.latents.ranks import Ranks
+from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments
+from moh_vision.engine.io import write_whole
+
+
+class LatentWriter:
+    """The latents of one split: which image goes into which shard, and writing those that are not there yet.
+
+    Rank 0 calls `begin` and `end`, every rank `write` in between.
+
+    Args:
+        source: the images.
+        out: the folder; `begin` needs it to be there.
+        space: of the VAE.
+        split, size, dtype, samples_per_shard, seed, max_bad_fraction: see `write_latents`.
+    """
+
+    def __init__(
+        self,
+        source,
+        split: str,
+        out: Path,
+        space: LatentSpace,
+        *,
+        size: int,
+        dtype: str,
+        samples_per_shard: int,
+        seed: int,
+        max_bad_fraction: float,
+    ):
+        self.source, self.split, self.out, self.space, self.size, self.dtype = source, split, out, space, size, dtype
+        self.max_bad_fraction = max_bad_fraction
+        self.arguments = dict(
+            vae=dict(name=space.name, sha256=space.sha256),
+            size=size, dtype=dtype, samples_per_shard=samples_per_shard, seed=seed,
+        )  # fmt: skip
+        # Sorted by a hash of the number: a shuffle that no library's next version changes.
+        numbers = range(len(source))
+        order = sorted(numbers, key=lambda n: hashlib.sha256(f"{seed}/{n}".encode()).digest())
+        count = -(-len(order) // samples_per_shard)
+        starts = [i * len(order) // count for i in range(count + 1)]
+        self.plan = {f"{split}-{i:06d}.tar": order[starts[i] : starts[i + 1]] for i in range(count)}
+
+    def begin(self, threads: int, say: Callable[[str], None]) -> List[str]:
+        """Check what is there, and start the record.
+
+        Returns:
+            names of the shards to write.
+
+        Raises:
+            ValueError: if the folder holds other latents or other shards, or more bad images than may be.
+        """
+        self.record = ShardRecord(self.out, self.split, self.arguments, _fingerprint(self.source))
+        write_classes(self.out, self.source.classes, self.source.name)
+        self.done = self.record.finished(self.plan, threads, say)
+        self._refuse_too_many_bad([b for entry in self.done.values() for b in entry["bad"]])
+        todo = [name for name in self.plan if name not in self.done]
+        self.record.start()  # first: a manifest without a record would be a stranger's
+        if todo:
+            (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
+            self._write_manifest(None)
+        return todo
+
+    def write(self, todo: List[str], model, batch_size: int, workers: int, ranks: Ranks) -> List[dict]:
+        """Write the shards of this rank among `todo`; returns their entries of the record.
+
+        Raises:
+            ValueError, OSError: a bad image too many, a full disk; finished shards stay.
+        """
+        self.since = time.monotonic()
+        own = todo[ranks.rank :: ranks.world]
+        batches = {name: _chunks(self.plan[name], batch_size) for name in own}
+        record = self.record if ranks.rank == 0 else RecordPart(part_path(self.out, self.split, ranks.rank))
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", ranks.local % gpus) if gpus else torch.device("cpu")
+        model = model.to(device)
+        loader = ImageBatches(self.source, self.size, model.config.in_channels, sum(batches.values(), []), workers)
+        title = self.split if ranks.world == 1 else f"{self.split}, rank 0 of {ranks.world}"
+        entries, bad = [], []
+        with Progress(title, sum(len(self.plan[name]) for name in own), 0, quiet=ranks.rank > 0) as progress:
+            stream = iter(loader)
+            for name in own:
+                shard_bad = []
+                with ShardFile(self.out, name) as shard:
+                    for _ in batches[name]:
+                        numbers, images, unreadable = next(stream)
+                        shard_bad += unreadable
+                        bad += unreadable
+                        self._refuse_too_many_bad(bad)
+                        if numbers:
+                            self._encode(numbers, images.to(device), model, shard)
+                        progress.show(progress.done + len(numbers) + len(unreadable))
+                    entries.append(shard.finish(shard_bad))
+                record.add(entries[-1])
+        return entries
+
+    def end(self, written: List[dict], say: Callable[[str], None]) -> None:
+        """Write the final record, the index and the manifest, when every shard is there.
+
+        Args:
+            written: entries of the shards that were written now, on all ranks.
+        """
+        self.done.update({entry["shard"]: entry for entry in written})
+        entries = [self.done[name] for name in self.plan]
+        bad = [b for entry in entries for b in entry["bad"]]
+        self._refuse_too_many_bad(bad)
+        if bad:
+            lines = [f"{number}\t{one_line(reason)}\n" for number, reason in bad]
+            write_whole(self.out / f"{self.split}.bad.txt", "".join(lines))
+        self.record.close(entries)
+        self._write_manifest(entries)
+        cache = LatentCache(str(self.out), self.split)  # builds the index, and so reads every header
+        size, seconds = sum(e["bytes"] for e in entries), time.monotonic() - self.since
+        images = sum(e["samples"] for e in written)
+        say(
+            f"{self.split}: latents {list(cache.shape)} {self.dtype} of {len(cache)} images in {len(entries)} shards, "
+            f"{size / 1e6:.1f} MB, {f'{images} written at {images / seconds:.1f} img/s' if written else 'all there already'}"
+            f"{f'; {len(bad)} bad images left out, {self.split}.bad.txt' if bad else ''}"
+        )
+
+    def _encode(self, numbers: List[int], images: Tensor, model, shard: ShardFile) -> None:
+        """images [B, C, H, W] uint8."""
+        images = images.float().mul_(1 / 255).sub_(0.5).div_(0.5)  # to the bit as `batches.image_transform` does
+        # One after the other, so that a batch is no larger than it was asked to be.
+        try:
+            moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
+            ) from None
+        with np.errstate(over="ignore"):  # is refused below
+            stored = moments.cpu().numpy().astype(self.dtype)  # [B, 2, 2C, h, w]
+        for number, array in zip(numbers, stored):
+            if not np.isfinite(array).all():
+                raise ValueError(
+                    f"the latents of image {number} of {self.source.name} are not finite in {self.dtype}"
+                    f"{'; take --dtype float32' if self.dtype == 'float16' else ''}"
+                )
+            shard.write(number, int(self.source.labels[number]), "npy", npy_bytes(array))
+
+    def _write_manifest(self, shards: Optional[List[dict]]) -> None:
+        about = (self.space, self.size, self.dtype, self.source.name, self.source.classes)
+        write_manifest(self.out, self.split, *about, shards)
+
+    def _refuse_too_many_bad(self, bad: List[list]) -> None:
+        if len(bad) > allowed_bad(self.max_bad_fraction, len(self.source)):
+            raise ValueError(
+                f"{bad[-1][1]}; {len(bad)} bad of {len(self.source)} images, more than --max-bad-fraction "
+                f"{self.max_bad_fraction:g} allows"
+            )
+
+
+def _fingerprint(source) -> Dict[str, list]:
+    """Class name -> [number of images, digest of what identifies them], to tell one data set from another."""
+    digests = [hashlib.sha256() for _ in source.classes]
+    for label, identity in zip(source.labels.tolist(), source.identities()):
+        digests[label].update(identity)
+    counts = np.bincount(source.labels, minlength=len(digests)).tolist()
+    return {name: [counts[i], digests[i].hexdigest()[:16]] for i, name in enumerate(source.classes)}
+
+
+def _chunks(numbers: List[int], size: int) -> List[List[int]]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]

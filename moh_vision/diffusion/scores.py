@@ -1,0 +1,194 @@
+"""Scores of what sample.py drew: by a classifier of the same classes, or FID and its kin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterator, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from moh_vision.analysis.figures import as_pil
+from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
+from moh_vision.data.crop import center_crop
+from moh_vision.data.order import rank_slice
+from moh_vision.data.splits import open_source
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.evaluation.classifier_scores import score_with_classifier
+from moh_vision.evaluation.fidelity import Reference, make_extractor, score
+from moh_vision.evaluation.fidelity.extractors import num_features
+from moh_vision.evaluation.fidelity.images import EXTENSIONS
+from moh_vision.evaluation.fidelity.table import table
+from moh_vision.models.weights import from_run
+
+
+class ClassifierScores:
+    """The share of samples recognised as their class, and the Frechet distance in a classifier's features.
+
+    Args:
+        reference: `data.root` to compare with.
+        extractor: a classification run on the same classes.
+        classes: of the diffusion run.
+        index_dir: see `open_source`.
+        split: of the reference.
+
+    Raises:
+        ValueError, FileNotFoundError: if one of the three has other classes.
+    """
+
+    def __init__(self, reference: str, extractor: str, classes: list, index_dir: str, split: str = "val"):
+        self.source = open_source(reference, split, index_dir)
+        self.classifier, self.judge = from_run(extractor, "classifier")
+        if self.judge["classes"] != classes or self.source.classes != classes:
+            raise ValueError(
+                f"--extractor {extractor} and --score {reference} need the classes of the run: {classes}; without them "
+                "--extractor inception or timm:NAME"
+            )
+        self.reference = f"{reference}, {split} split"
+
+    def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
+        """Samples and their labels [N] -> (scores, text)."""
+        source, judge, cfg = self.source, self.judge, self.classifier.pretrained_cfg
+        img_size = judge["arguments"].get("img_size") or cfg["input_size"][-1]
+        channels = judge["arguments"].get("in_chans", 3)
+        transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
+        real = evaluation_batches(LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, batch_size), 0)
+        fake = (
+            dict(images=torch.stack([transform(as_pil(x)) for x in batch]), labels=labels[first : first + len(batch)])
+            for first, batch in parts.batches()
+        )
+        scores = score_with_classifier(self.classifier.to(device), fake, real, device)
+        scores.update(
+            feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}); not Inception, not FID",
+            reference=self.reference,
+        )
+        recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
+        distance = scores["frechet_distance"]
+        shown = "needs more images than features" if distance is None else f"{distance:.2f}"
+        text = (
+            f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
+            f"Frechet distance: {shown}; {scores['num_features']} features, {scores['feature_space']}"
+        )
+        return scores, text
+
+
+class FidelityScores:
+    """`moh_vision.evaluation.fidelity.score` against a folder of images, .npz, saved statistics, or a data set.
+
+    Args:
+        reference: path, or `data.root` of a data set, whose images are center-cropped to the samples' size.
+        split: of a data set.
+        extractor, inception_weights: see `make_extractor`.
+        allow_biased: see `fidelity.score`.
+        num_images: how many are going to be scored.
+        index_dir: see `open_source`.
+
+    Raises:
+        ValueError, FileNotFoundError: for a reference or extractor that cannot be used, or too few images for it.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        split: str,
+        extractor: str,
+        inception_weights: Optional[str],
+        allow_biased: bool,
+        num_images: int,
+        index_dir: str,
+    ):
+        source = reference
+        if not is_image_set(reference):
+            source = SourceImages(open_source(reference, split, index_dir), f"{reference}, {split} split")
+        self.allow_biased, self.source, self.reference = allow_biased, source, Reference(source)
+        self.network = make_extractor(extractor, inception_weights)  # which may be fetched, so the last to fail
+        self.reference.check(self.network, num_features(self.network), num_images, allow_biased)
+
+    def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
+        """Samples -> (scores, text); every process calls it."""
+        if isinstance(self.source, SourceImages):
+            self.source.size = next(parts.batches())[1].shape[-1]
+        scores = score(
+            (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches()),
+            self.reference,
+            extractor=self.network,
+            batch_size=batch_size,
+            device=device,
+            allow_biased=self.allow_biased,
+        )
+        scores["reference"] = name = getattr(self.source, "name", self.source)
+        return scores, table(scores, "these samples", name)
+
+
+class SourceImages:
+    """The images of a data set, center-cropped to `size`, read as those of a `fidelity.images.ImageFolder`."""
+
+    def __init__(self, source, name: str):
+        self.source, self.name, self.size = source, name, None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Tuple[int, Tensor]]:
+        """(number of the first image, uint8 [B, 3, size, size]) of every world-th batch, from number `rank` on."""
+        rgb = v2.RGB()
+        for first in range(rank * batch_size, len(self), world * batch_size):
+            numbers = range(first, min(first + batch_size, len(self)))
+            crops = [np.asarray(center_crop(rgb(self.source.image(i)), self.size)) for i in numbers]
+            yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
+
+
+def make_judge(
+    *,
+    key: str,
+    reference: str,
+    split: Optional[str],
+    default_split: str,
+    extractor: str,
+    inception_weights: Optional[str],
+    allow_biased: bool,
+    num_images: int,
+    index_dir: str,
+    classes: Optional[list] = None,
+):
+    """What scores samples, as a function of (parts, labels, device, batch size); everything it needs is opened here.
+
+    Args:
+        key: option that named the reference, for messages.
+        reference: a folder of images, .npz, saved statistics, or `data.root` of a data set.
+        split: of a data set; None: `default_split`.
+        extractor, inception_weights: see `make_extractor`.
+        allow_biased: see `fidelity.score`.
+        num_images: how many are going to be scored.
+        index_dir: see `open_source`.
+        classes: of the diffusion run. With a classification run as extractor and a data set as reference, the result is a
+            `ClassifierScores` then; without them, and otherwise, a `FidelityScores`.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the option.
+    """
+    image_set = is_image_set(reference)
+    if image_set and split is not None:
+        raise ValueError(f"{key} {reference} is no data set, so a split ({split}) has no effect")
+    try:
+        if classes is not None and Path(extractor).exists() and not image_set:
+            for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
+                if value:
+                    raise ValueError(
+                        f"{name} {value} has no effect with a run as extractor and a data set as reference"
+                    )
+            return ClassifierScores(reference, extractor, classes, index_dir, split or default_split)
+        how = extractor, inception_weights, allow_biased, num_images, index_dir
+        return FidelityScores(reference, split or default_split, *how)
+    except (ValueError, OSError) as error:
+        raise ValueError(str(error).replace("data.root", key, 1)) from None
+
+
+def is_image_set(path: str) -> bool:
+    """Whether a path is a file, or a folder with images directly in it, and not a data set."""
+    place = Path(path)
+    if place.is_dir():
+        return any(p.suffix.lower() in EXTENSIONS for p in place.iterdir())
+    return path.endswith((".npz", ".safetensors"))

@@ -1,0 +1,276 @@
+"""The sections of a configuration that all runs share. `command_line` fills these dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Literal, Optional, Set, Tuple, Union
+
+
+def check(name: str, value, ok: bool, allowed: str) -> None:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if not ok or not finite:
+        raise ValueError(f"{name} {value!r} is out of range: {allowed}")
+
+
+def check_seed(seed: int) -> None:
+    check("seed", seed, 0 <= seed < 2**63, "0 to 2**63 - 1")
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+@dataclass
+class ModelConfig:
+    """The model; what is left out keeps the registered model's own value.
+
+    Args:
+        name: model name in timm's registry.
+        head_budget: share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; also with the share of shared
+            heads among them, such as "uniform:0.75:0.4"; or a list with one [shared, routed] per layer.
+        router: who chooses the heads.
+        scope: "token" or "sample".
+        executor: how attention is computed.
+        router_kwargs: options of the router, such as {gate_scale: paper}.
+        embed_dim: width.
+        depth: layers.
+        num_heads: heads per layer.
+        patch_size: side of a patch.
+        kwargs: further arguments of the model.
+    """
+
+    name: str = "moh_vit_small_patch16_224"
+    head_budget: Optional[Union[float, str, List[Tuple[int, int]]]] = None
+    router: Optional[str] = None
+    scope: Optional[str] = None
+    executor: Optional[str] = None
+    router_kwargs: Optional[Dict[str, Any]] = None
+    embed_dim: Optional[int] = None
+    depth: Optional[int] = None
+    num_heads: Optional[int] = None
+    patch_size: Optional[int] = None
+    kwargs: Optional[Dict[str, Any]] = None
+
+    def __post_init__(self):
+        for name in ("embed_dim", "depth", "num_heads", "patch_size"):
+            value = getattr(self, name)
+            check(f"model.{name}", value, value is None or value >= 1, "at least 1")
+        budget = self.head_budget
+        if isinstance(budget, list):  # shares are the model's to refuse
+            fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
+            check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
+
+    def arguments(self) -> dict:
+        """Keyword arguments for timm.create_model, without what was left out."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "kwargs")}
+        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {})}
+
+
+@dataclass
+class DataConfig:
+    """The images.
+
+    Args:
+        root: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder with
+            train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For diffusion also a
+            folder of latents.
+        img_size: side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256.
+        augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip".
+        shuffle_shards: shards that are shuffled together.
+        workers: loader processes of each rank.
+        max_bad_fraction: share of the images that may be unreadable; each is replaced by the next one that is not.
+    """
+
+    root: str = "digits"
+    img_size: Optional[int] = None
+    augment: Literal["none", "affine", "crop_flip", "flip"] = "none"
+    shuffle_shards: int = 8
+    workers: int = 2
+    max_bad_fraction: float = 0.0
+
+    def __post_init__(self):
+        check("data.img_size", self.img_size, self.img_size is None or self.img_size >= 1, "at least 1")
+        check("data.shuffle_shards", self.shuffle_shards, self.shuffle_shards >= 1, "at least 1")
+        check("data.workers", self.workers, self.workers >= 0, "0 or more")
+        check("data.max_bad_fraction", self.max_bad_fraction, 0 <= self.max_bad_fraction < 1, "0 <= fraction < 1")
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Args:
+        lr: peak learning rate.
+        weight_decay: not applied to biases, norms and what the model's no_weight_decay() names.
+        betas: of AdamW.
+        batch_size: images per step over all processes and accumulation.
+        accumulation: micro-batches that make up a step.
+        clip_norm: largest gradient norm; 0: no clipping.
+        schedule: "cosine" down to min_lr at max_steps, or "constant".
+        warmup_steps: linear warm-up.
+        min_lr: end of the cosine.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: Tuple[float, float] = (0.9, 0.999)
+    batch_size: int = 128
+    accumulation: int = 1
+    clip_norm: float = 0.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+
+    def __post_init__(self):
+        check("optim.lr", self.lr, self.lr > 0, "above 0")
+        check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
+        check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")
+        check("optim.batch_size", self.batch_size, self.batch_size >= 1, "at least 1")
+        check("optim.accumulation", self.accumulation, self.accumulation >= 1, "at least 1")
+        check("optim.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
+        check("optim.warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more")
+        check("optim.min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, "from 0 to optim.lr")
+
+
+@dataclass
+class EmaConfig:
+    """Exponential moving average of the weights.
+
+    Args:
+        decay: 0: none; the DiT papers use 0.9999.
+        warmup: let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs.
+    """
+
+    decay: float = 0.0
+    warmup: bool = False
+
+    def __post_init__(self):
+        check("ema.decay", self.decay, 0 <= self.decay < 1, "0 <= decay < 1")
+
+
+@dataclass
+class BlockDescentConfig:
+    """How a model with MAE's gates learns (router mae with mode soft); any other model is trained as usual.
+
+    Args:
+        mode: "bcd": gates and experts in turns, as in Peng 2020; or "joint": together (the paper's NoBCD).
+        period: with bcd, the gates learn in every period-th epoch, from the first one on.
+        gate_lr: learning rate of the gates, in both modes by SGD without momentum or schedule (Peng 2020, appendix A).
+    """
+
+    mode: Literal["bcd", "joint"] = "bcd"
+    period: int = 5
+    gate_lr: float = 1.0
+
+    def __post_init__(self):
+        check("block_descent.period", self.period, self.period >= 1, "at least 1")
+        check("block_descent.gate_lr", self.gate_lr, self.gate_lr > 0, "above 0")
+
+
+@dataclass
+class RunConfig:
+    """What all runs share.
+
+    Args:
+        output: folder of the run; the same command run again resumes what is in it.
+        max_steps: optimiser steps.
+        seed: of weights, order, augmentation, noise.
+        log_every: steps between lines of metrics.jsonl.
+        save_every: steps between checkpoints.
+        keep_checkpoints: how many checkpoints stay.
+        mixed_precision: "no", "bf16" or "fp16".
+        init_from: weights to start from: a run folder, a file of weights, or a timm model name. If they have routers,
+            an image model takes their shared heads, and model.head_budget says how many heads run.
+        train_only: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
+            attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
+        balance_weight: weight of MoH's load-balance loss (0.01 in Jin 2024). As in the released code, the loss is eq. 7
+            times the number of candidate heads, averaged over the layers that route.
+        moa_balance_weight: weight of MoA's (0.01 in Zhang 2022).
+        z_weight: weight of MoA's z-loss (0.001 in Zhang 2022).
+        compile: torch.compile the model and its losses.
+        tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
+        tracker: "tensorboard" (events in OUTPUT/tensorboard) or "wandb", beside metrics.jsonl.
+    """
+
+    output: str = "runs/run"
+    max_steps: int = 1000
+    seed: int = 0
+    log_every: int = 20
+    save_every: int = 1000
+    keep_checkpoints: int = 2
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    init_from: Optional[str] = None
+    train_only: Literal["all", "gates", "gates_and_outputs"] = "all"
+    balance_weight: float = 0.01
+    moa_balance_weight: float = 0.01
+    z_weight: float = 0.001
+    compile: bool = False
+    tf32: bool = False
+    tracker: Optional[Literal["tensorboard", "wandb"]] = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    block_descent: BlockDescentConfig = field(default_factory=BlockDescentConfig)
+
+    def __post_init__(self):
+        for name in ("log_every", "save_every", "keep_checkpoints"):
+            check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= 1, "at least 1")
+        check_seed(self.seed)
+        for name in ("balance_weight", "moa_balance_weight", "z_weight"):
+            check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+
+    def moa_weights(self) -> dict:
+        """Keyword arguments of a `RoutedTask`."""
+        return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
+
+    def tree(self) -> dict:
+        """The configuration as nested plain values, as it is saved."""
+        return plain(dataclasses.asdict(self))
+
+
+@dataclass
+class Flags:
+    """What one call of a script does, and a run does not remember."""
+
+    dry_run: bool
+    fresh: bool
+    allow_change: List[str]
+    given: Set[str] = field(default_factory=set)  # names of the options on the command line
+    validate_only: bool = False
+    checkpoint: Optional[str] = None
+
+
+# Differences in these keys, or sections, do not make a run another run.
+FREE_KEYS = (
+    "output",
+    "max_steps",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "tracker",
+    "preview",
+    "score",
+    "data.workers",
+    "data.eval_batch_size",
+    "data.test",
+    "generate",
+    "average",
+    "patience",
+    "checkpointing",
+)
+
+# Keys that the config.yaml of earlier runs does not have, and what those did.
+LATER_KEYS = {
+    "train_only": "all",
+    "moa_balance_weight": RunConfig.moa_balance_weight,
+    "z_weight": RunConfig.z_weight,
+    **{f"block_descent.{f.name}": f.default for f in dataclasses.fields(BlockDescentConfig)},
+}

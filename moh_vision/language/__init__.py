@@ -1,0 +1,13 @@
+"""Language models: translation, masked and causal language models, and LLaMA with routed heads.
+
+Importing it registers what other rooms look up by name; nothing here needs the packages of the extra "text" before it is
+used.
+"""
+
+from moh_vision.models.registry import register
+
+register(
+    "converter", "transformers.modeling_utils.PreTrainedModel", "moh_vision.language.models.llama.convert:convert_llama"
+)
+register("run", "vocabularies", "moh_vision.language.models.weights:text_from_run")
+register("counter", "text", "moh_vision.language.models.counts:count_preset")

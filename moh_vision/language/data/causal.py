@@ -1,0 +1,75 @@
+"""Windows of running text for causal language models (Baevski and Auli 2019)."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moh_vision.language.data.token_files import refuse_ids
+from moh_vision.language.data.translation import IGNORE, padded
+from moh_vision.language.data.vocabulary import EOS, PAD
+
+
+class CausalWindows(Dataset):
+    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
+
+    The text is one stream, eos behind every line, empty ones too (which is how WikiText's words are counted); or the
+    documents of a text that comes as ids. A window's labels are a piece of it, its inputs the same piece one token earlier, with eos before the first token. Windows
+    advance by `stride`, and label only what none before them did, so that every token of the stream is predicted exactly
+    once. The last ends with the stream: it begins less than a stride after the one before, rather than being short.
+
+    Training takes stride = width: contiguous blocks, the same in every epoch, as fairseq's break mode "none".
+    Evaluation "512/480" takes width 512 and stride 32: each token but the first 480 has 480 to 511 before it.
+
+    Args:
+        tokens: a `TokenCache` encoded with empty lines, `TokenFiles` or `TokenShards`.
+        width: tokens of a window, W.
+        stride: 1 <= stride <= width; left out: width.
+        eos: id before the first token; None: not known, and then the first token is not predicted.
+        size: of the vocabulary, to check ids as they are read; None: they are known to be right.
+
+    Raises:
+        ValueError: if the text is shorter than a window, the stride is none, or eos is not in the vocabulary; when read, naming file and value, for an
+            id that the vocabulary does not have.
+    """
+
+    def __init__(
+        self, tokens, width: int, stride: Optional[int] = None, eos: Optional[int] = EOS, size: Optional[int] = None
+    ):
+        self.tokens, self.width, self.stride = tokens, width, width if stride is None else stride
+        self.eos, self.size = eos, size
+        if not 1 <= self.stride <= width:
+            raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
+        if eos is not None and size is not None and not 0 <= eos < size:
+            raise ValueError(
+                f"{tokens.name}: eos is token {eos}, but the vocabulary has {size} tokens, 0 to {size - 1}"
+            )
+        if len(tokens.ids) < width:
+            raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
+
+    def __len__(self) -> int:
+        return 1 - (self.width - len(self.tokens.ids)) // self.stride
+
+    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+        _, number = item
+        first = min(number * self.stride, len(self.tokens.ids) - self.width)
+        piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
+        if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
+            refuse_ids(self.tokens.where(first), int(piece.min()), int(piece.max()), self.size)
+        piece = piece if first else np.concatenate([piece[:1] if self.eos is None else [self.eos], piece])
+        labels = piece[1:].copy()
+        if not first and self.eos is None:
+            labels[0] = IGNORE
+        if number:
+            done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
+            labels[: done - first] = IGNORE
+        return piece[:-1], labels
+
+    @staticmethod
+    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+        """dict of int64 [B, W]: input_ids, labels."""
+        inputs, labels = zip(*items)
+        return dict(input_ids=padded(inputs, PAD), labels=padded(labels, IGNORE))

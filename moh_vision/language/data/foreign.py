@@ -1,0 +1,205 @@
+"""Vocabularies that this package did not make: a tokenizer.json of Hugging Face, or a number of tokens alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Dict, Iterable, List, Optional, Sequence, Union
+
+from tokenizers import Tokenizer
+
+from moh_vision.language.data.vocabulary import MASK, MAX_BYTES, SPECIALS, Vocabulary
+from moh_vision.language.data.whole_file import whole_file
+
+COMPANION = "tokenizer_config.json"
+# Where no tokenizer_config.json says it: what LLaMA, GPT-2 and those that came after call them.
+NAMES = {
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]"),
+}
+MAX_TOKENS = 1 << 24
+
+
+class ForeignVocabulary:
+    """Of a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
+
+    A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end. What looks
+    like a special token in a text is text.
+
+    Args:
+        data: the bytes of tokenizer.json.
+        where: its name, for messages.
+        names: token by role (eos_token, bos_token, pad_token), of its tokenizer_config.json.
+
+    Attributes:
+        bos, eos, pad: ids; bos and pad may be None.
+        fingerprint: sha256 of tokenizer.json.
+
+    Raises:
+        ValueError: naming the file, if it is no tokenizer, or which token ends a text is not known.
+    """
+
+    kind, lowercase, specials = "foreign", False, 0
+
+    def __init__(self, data: bytes, where: str, names: Optional[Dict[str, str]] = None):
+        self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
+        try:
+            _check(json.loads(data))
+            self._tokenizer = Tokenizer.from_buffer(data)
+            numbers = self._tokenizer.get_vocab(with_added_tokens=True)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of the package tokenizers are no Exception
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(f"{where}: not a tokenizer.json of Hugging Face ({reason})") from None
+        self._size = max(numbers.values(), default=-1) + 1
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.names = {role: _named(role, names or {}, numbers, where) for role in NAMES}
+        self.eos, self.bos, self.pad = (numbers.get(self.names[role]) for role in NAMES)
+        if self.eos is None:
+            raise ValueError(
+                f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it"
+            )
+
+        self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
+
+    @classmethod
+    def load(cls, path: Path) -> ForeignVocabulary:
+        """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
+        return cls(_read(path), str(path), _companion(path))
+
+    def save(self, path: Path) -> None:
+        """Write the file it came from, and beside it what transformers' AutoTokenizer asks for."""
+        with whole_file(Path(path)) as file:
+            file.write(self.data)
+        write_companion(Path(path).with_name(COMPANION), {k: v for k, v in self.names.items() if v})
+
+    def __len__(self) -> int:
+        """One more than the largest id."""
+        return self._size
+
+    def __reduce__(self):
+        return ForeignVocabulary, (self.data, self.where, self.names)
+
+    def token(self, number: int) -> str:
+        """A token as tokenizer.json writes it."""
+        return self._tokenizer.id_to_token(number) or f"<{number}>"
+
+    def encode(self, texts: Sequence[str]) -> List[List[int]]:
+        """Ids of each text, with the tokenizer's own first tokens, without eos."""
+        found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        return [ids[:-1] for ids in found] if self._ends_with_eos else found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, on one line, without special tokens."""
+        return " ".join(self._tokenizer.decode(list(ids), skip_special_tokens=True).splitlines()).strip()
+
+
+class NumberedVocabulary:
+    """So many tokens of which nothing else is known: for text that comes as ids.
+
+    Args:
+        size: tokens.
+    """
+
+    kind, lowercase, specials, bos, eos, pad = "numbers", False, 0, None, None, None
+
+    def __init__(self, size: int):
+        self.size, self.fingerprint = size, f"{size} tokens"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def save(self, path: Path) -> None:
+        """There is nothing to write."""
+
+    def token(self, number: int) -> str:
+        return f"<{number}>"
+
+    def encode(self, texts: Sequence[str]) -> List[List[int]]:
+        raise ValueError("data.vocab_size says how many tokens there are, not which; text needs data.tokenizer")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(self.token, ids))
+
+
+AnyVocabulary = Union[Vocabulary, ForeignVocabulary, NumberedVocabulary]
+
+
+def write_companion(path: Path, names: Dict[str, str]) -> None:
+    """The tokenizer_config.json that AutoTokenizer needs beside a tokenizer.json; `names`: token by role."""
+    about = dict(tokenizer_class="PreTrainedTokenizerFast", **names)
+    with whole_file(path) as file:
+        file.write((json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def load_vocabulary(path: Path) -> AnyVocabulary:
+    """A tokenizer.json, of this package or a foreign one.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    return (Vocabulary if is_ours(path) else ForeignVocabulary).load(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to refuse."""
+    data = _read(path)
+    try:
+        content = json.loads(data)
+        numbers = content["model"]["vocab"]
+        return all(numbers.get(token) == number for number, token in enumerate(SPECIALS[:MASK]))
+    except (KeyError, TypeError, AttributeError):
+        return not isinstance(content, dict) or not isinstance(content.get("model"), dict)
+    except (ValueError, RecursionError):
+        return True
+
+
+def _check(content) -> None:
+    """Raise ValueError for sizes that would take the memory of the machine."""
+    vocab = content["model"]["vocab"]
+    if not isinstance(vocab, (dict, list)) or len(vocab) > MAX_TOKENS:
+        raise ValueError(f"its model has no vocabulary, or one of more than {MAX_TOKENS} tokens")
+    added = [token["id"] for token in content.get("added_tokens") or []]
+    numbers = [*added, *(vocab.values() if isinstance(vocab, dict) else ())]
+    if any(type(number) is not int or not 0 <= number < MAX_TOKENS for number in numbers):
+        raise ValueError(f"its tokens are not numbered from 0 to {MAX_TOKENS - 1}")
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
+    return data
+
+
+def _companion(path: Path) -> Dict[str, str]:
+    """Token by role of the tokenizer_config.json beside a tokenizer.json; empty if there is none."""
+    file = Path(path).with_name(COMPANION)
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(_read(file))
+        found = {role: content.get(role) for role in NAMES}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: not a tokenizer_config.json ({' '.join(str(error).split())[:200]})") from None
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _named(role: str, names: Dict[str, str], numbers: Dict[str, int], where: str) -> Optional[str]:
+    if names.get(role) is not None:
+        if names[role] not in numbers:
+            raise ValueError(f"{where}: it has no token {names[role]!r}, which its {COMPANION} names as {role}")
+        return names[role]
+    if names:  # it says which there are
+        return None
+    there = [name for name in NAMES[role] if name in numbers]
+    if len(there) > 1:
+        raise ValueError(f"{where}: {role} may be {' or '.join(there)}; put a {COMPANION} beside it that says which")
+    return there[0] if there else None

@@ -1,0 +1,87 @@
+"""Blocks for masked language models, in RoBERTa's full-sentences form, with dynamic masking (Liu et al. 2019)."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Tuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moh_vision.data.order import derive_seed
+from moh_vision.language.data.token_cache import TokenCache
+from moh_vision.language.data.translation import IGNORE, padded
+from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary
+
+MASK_STREAM = 12
+EVALUATION_SEED = 0  # runs of any seed are judged with the same masks
+
+
+def mask_tokens(
+    ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Hide tokens, drawn from (seed, position), as BERT does (Devlin et al. 2019): each is chosen with `prob`, at least
+    one is; of those 80 % become the mask, 10 % a random token, 10 % stay. Pad, bos and eos are never chosen.
+
+    Args:
+        ids: [T].
+        vocabulary_size: random tokens are from len(SPECIALS) up to this.
+
+    Returns:
+        (inputs [T], labels [T]: the token where it was chosen, else -100).
+    """
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, MASK_STREAM)))
+    draw, kind = rng.random(len(ids)), rng.random(len(ids))
+    anything = rng.integers(len(SPECIALS), vocabulary_size, len(ids))
+    text = ids >= UNK
+    chosen = text & (draw < prob)
+    if text.any() and not chosen.any():
+        chosen = text & (draw == draw[text].min())
+    inputs = np.where(chosen & (kind < 0.8), MASK, ids)
+    inputs = np.where(chosen & (kind >= 0.8) & (kind < 0.9), anything, inputs)
+    return inputs, np.where(chosen, ids, IGNORE)
+
+
+class MaskedBlocks(Dataset):
+    """Items (position, block number) -> (inputs, labels), int64.
+
+    The text, its lines one after the other with eos behind each and empty ones left out, is cut into blocks of
+    `block - 1` tokens with bos before them, across lines and articles; the last may be shorter. A paragraph of
+    WikiText is often longer than a block, so blocks cut lines, where RoBERTa's of 512 hold whole sentences.
+
+    Args:
+        tokens: encoded with skip_empty.
+        block: positions of a block, at least 3.
+        vocabulary: with a mask.
+        seed: of the run; for validation `EVALUATION_SEED`, with the block's number for the position.
+        prob: see `mask_tokens`.
+
+    Raises:
+        ValueError: if the vocabulary has no mask.
+    """
+
+    def __init__(self, tokens: TokenCache, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):
+        if vocabulary.specials <= MASK:
+            raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
+        assert block >= 3
+        self.tokens, self.room, self.seed, self.prob = tokens, block - 1, seed, prob
+        self.vocabulary_size = len(vocabulary)
+
+    def __len__(self) -> int:
+        # A last block of one eos would have nothing to predict.
+        return -(-(len(self.tokens.ids) - 1) // self.room)
+
+    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+        position, number = item
+        own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
+        return mask_tokens(np.concatenate([[BOS], own]), self.seed, position, self.vocabulary_size, self.prob)
+
+    @staticmethod
+    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+        """dict of int64 [B, T]: input_ids, attention_mask, labels."""
+        inputs, labels = zip(*items)
+        return dict(
+            input_ids=padded(inputs, PAD),
+            attention_mask=padded([np.ones_like(i) for i in inputs], 0),
+            labels=padded(labels, IGNORE),
+        )

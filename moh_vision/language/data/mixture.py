@@ -1,0 +1,166 @@
+"""Several sources of text with weights: which block of which source comes at which position of a run.
+
+A pure function of (seed, position), so resuming is arithmetic and any number of processes and workers sees the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from fractions import Fraction
+from math import lcm
+from typing import List, NamedTuple, Sequence, Tuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from moh_vision.data.order import Permutation, StepBatches, derive_seed
+from moh_vision.language.data.causal import CausalWindows
+
+ROUND_STREAM, BLOCK_STREAM = 21, 22
+LONGEST_ROUND = 1 << 17
+KEPT = 4  # rounds and permutations at hand, of each source
+
+
+class Draw(NamedTuple):
+    """What stands at a position."""
+
+    source: int
+    block: int
+    epoch: int  # of that source, from 0
+
+
+class Mixture:
+    """The order of blocks of weighted sources.
+
+    Positions come in rounds. A round has of every source its exact share: percentages with two decimals make rounds of at most
+    10,000 positions, others are rounded so that no source is ever a whole block from its share at the end of a round.
+    Inside a round sources are shuffled. Each source goes through all its blocks, in an order of its own for every epoch, before
+    one comes again.
+
+    Args:
+        weights: above 0, in any unit.
+        blocks: of each source.
+        seed: of the run.
+
+    Raises:
+        ValueError: for a share so small that a round has none.
+    """
+
+    def __init__(self, weights: Sequence[float], blocks: Sequence[int], seed: int):
+        assert len(weights) == len(blocks) > 0 and min(weights) > 0 and min(blocks) > 0
+        exact = [Fraction(str(weight)) for weight in weights]
+        self.shares = [weight / sum(exact) for weight in exact]
+        self.bounds = [sum(self.shares[: n + 1], Fraction(0)) for n in range(len(exact))]  # the last is 1
+        self.length = lcm(*(share.denominator for share in self.shares))
+        if self.length > LONGEST_ROUND:
+            self.length = LONGEST_ROUND
+            for number, share in enumerate(self.shares):
+                if share * self.length < 2:
+                    raise ValueError(
+                        f"data.mixture {number}: weight {weights[number]} is {float(share):.2g} of all; "
+                        f"allowed is at least {2 / LONGEST_ROUND:.2g}"
+                    )
+        self.blocks, self.seed = list(blocks), seed
+        self._rounds: OrderedDict = OrderedDict()
+        self._orders: List[OrderedDict] = [OrderedDict() for _ in blocks]
+
+    def __getitem__(self, position: int) -> Draw:
+        number, place = divmod(position, self.length)
+        which, nth, before = self._round(number)
+        source = int(which[place])
+        epoch, place = divmod(before[source] + int(nth[place]), self.blocks[source])
+        return Draw(source, self._order(source, epoch)[place], epoch)
+
+    def drawn(self, position: int) -> List[int]:
+        """Blocks of each source before a position."""
+        number, place = divmod(position, self.length)
+        which, _, before = self._round(number)
+        return [n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))]
+
+    def _before(self, number: int) -> List[int]:
+        """Blocks of each source before a round: differences of rounded shares, whose sum is every position there is."""
+        ends = [int(bound * self.length * number) for bound in self.bounds]
+        return [end - start for start, end in zip([0, *ends], ends)]
+
+    def _round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
+        """(source [length], how many of that source stand before it in the round [length], `_before`)."""
+
+        def make() -> Tuple[np.ndarray, np.ndarray, List[int]]:
+            before = self._before(number)
+            counts = np.subtract(self._before(number + 1), before)
+            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, ROUND_STREAM)))
+            which = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+            nth = np.empty(self.length, np.int64)
+            for source, count in enumerate(counts):
+                nth[which == source] = np.arange(count)
+            return which, nth, before
+
+        return _kept(self._rounds, number, make)
+
+    def _order(self, source: int, epoch: int) -> Permutation:
+        def make() -> Permutation:
+            return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, BLOCK_STREAM))
+
+        return _kept(self._orders[source], epoch, make)
+
+
+class MixedBatches(StepBatches):
+    """The micro-batches of one rank, as lists of (position, block number); blocks are numbered through all sources.
+
+    Args:
+        mixture: the order.
+        batch_size, accumulation, rank, world, start, stop: see `StepBatches`.
+    """
+
+    def __init__(self, mixture: Mixture, **arguments):
+        super().__init__(mixture.blocks, group=1, seed=mixture.seed, **arguments)
+        self.mixture = mixture
+        self.starts = np.cumsum([0, *mixture.blocks])
+
+    def sample(self, position: int) -> int:
+        draw = self.mixture[position]
+        return int(self.starts[draw.source]) + draw.block
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, of the source that has been gone through most often; the same on every rank."""
+        drawn = self.mixture.drawn(step * self.batch_size)
+        return max(count // blocks for count, blocks in zip(drawn, self.mixture.blocks))
+
+    def epochs(self) -> List[float]:
+        """How often a run to `stop` goes through each source."""
+        return [n / blocks for n, blocks in zip(self.mixture.drawn(self.stop * self.batch_size), self.mixture.blocks)]
+
+
+class MixedWindows(Dataset):
+    """Windows of several texts, numbered through all of them.
+
+    Args:
+        texts: of equal width.
+        names: of each, for messages.
+        weights: of each.
+    """
+
+    collate = staticmethod(CausalWindows.collate)
+
+    def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
+        self.texts, self.names, self.weights = list(texts), list(names), list(weights)
+        self.starts = np.cumsum([0, *map(len, texts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+        position, number = item
+        source = int(np.searchsorted(self.starts, number, "right")) - 1
+        return self.texts[source][position, number - int(self.starts[source])]
+
+
+def _kept(kept: OrderedDict, key: int, make):
+    """The value of a key, made where it is not among the last few."""
+    if key in kept:
+        kept.move_to_end(key)
+    else:
+        kept[key] = make()
+        if len(kept) > KEPT:
+            kept.popitem(last=False)
+    return kept[key]

@@ -1,0 +1,109 @@
+"""`data.root` to the texts behind it: pairs for translation, lines for language models."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+from typing import Iterator, NamedTuple, Tuple, Union
+
+from moh_vision.data.hub import PREFIX
+from moh_vision.language.data.hub import HubText, hub_table
+from moh_vision.language.data.lines import TextFile, find_text, there
+
+# What a validation split is called elsewhere; other splits go by their own name.
+SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
+
+Lines = Union[TextFile, HubText]
+
+
+class ParallelText(NamedTuple):
+    """Sentences and their translations: source and target, each an iterable of lines, line by line a pair."""
+
+    source: Lines
+    target: Lines
+
+    def pairs(self, allow_empty: bool = False) -> Iterator[Tuple[str, str]]:
+        """All pairs.
+
+        Args:
+            allow_empty: also those with an empty side.
+
+        Raises:
+            ValueError: at the end, with both numbers of lines if they differ, or naming the first pair with an empty
+                side and how many there are; and for what the lines raise.
+        """
+        source_lines = target_lines = empty = 0
+        for source, target in zip_longest(self.source, self.target):
+            source_lines += source is not None
+            target_lines += target is not None
+            if source_lines == target_lines:
+                if not (source and target) and not allow_empty:
+                    if not empty:
+                        first = f"{self.target.name if source else self.source.name}, line {source_lines}: empty"
+                    empty += 1
+                yield source, target
+        if source_lines != target_lines:
+            raise ValueError(
+                f"{self.source.name} has {source_lines} lines, {self.target.name} has {target_lines}; a sentence and "
+                "its translation must stand on the same line"
+            )
+        if empty:
+            raise ValueError(
+                f"{first} (pairs with an empty side: {empty} of {source_lines}); remove them, or leave them out "
+                "with data.allow_empty true"
+            )
+
+    def check(self, allow_empty: bool = False) -> int:
+        """The number of pairs; raises as `pairs` does."""
+        return sum(1 for _ in self.pairs(allow_empty))
+
+
+def open_parallel(root: str, split: str, source: str, target: str) -> ParallelText:
+    """The pairs of a split; nothing is read yet.
+
+    Args:
+        root: a folder with {split}.{language} or {split}.{language}.gz; or hfds/NAME or hfds/NAME:CONFIG, a data set
+            with a column translation.
+        split: any name; "val" is also valid, validation or dev.
+        source, target: languages, as files and columns call them.
+
+    Raises:
+        ValueError, FileNotFoundError: naming data.root, and what is missing there.
+    """
+    names = SPLIT_NAMES.get(split, (split,))
+    if source == target:
+        raise ValueError(f"data.source {source} and data.target {target} are the same language")
+    if root.startswith(PREFIX):
+        table, name = hub_table(root, names, "translation")
+        languages = getattr(table.features["translation"], "languages", None) or (source, target)
+        for language in (source, target):
+            if language not in languages:
+                raise ValueError(f"{name}: no language {language}; it has {', '.join(languages)}")
+        return ParallelText(HubText(table, name, source), HubText(table, name, target))
+    folder = _folder(root, f"{split}.{source} and {split}.{target}")
+    # One name for both sides: val.de does not belong to valid.en.
+    suffixes = [f".{language}" for language in (source, target)]
+    whole = [name for name in names if all(there(folder, name, suffix) for suffix in suffixes)]
+    return ParallelText(*(find_text(folder, (*whole[:1], *names), suffix) for suffix in suffixes))
+
+
+def open_plain(root: str, split: str) -> Lines:
+    """The lines of a split, empty ones included; nothing is read yet.
+
+    Args:
+        root: a folder with {split}.txt or {split}.txt.gz; or hfds/NAME or hfds/NAME:CONFIG, with a column text.
+        split: see `open_parallel`.
+
+    Raises:
+        ValueError, FileNotFoundError: naming data.root, and what is missing there.
+    """
+    names = SPLIT_NAMES.get(split, (split,))
+    if root.startswith(PREFIX):
+        return HubText(*hub_table(root, names, "text"))
+    return find_text(_folder(root, f"{split}.txt"), names, ".txt")
+
+
+def _folder(root: str, files: str) -> Path:
+    if not Path(root).is_dir():
+        raise FileNotFoundError(f"data.root {root}: no such folder (give a folder with {files}, or hfds/NAME)")
+    return Path(root)

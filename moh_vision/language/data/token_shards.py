@@ -1,0 +1,177 @@
+"""Text that comes as token ids in webdataset shards: SPLIT-*.tar with one .npy of ids for every document.
+
+An index of all documents is built once and kept (see `tar_index`); it also has every document's largest id. So any piece of
+the text is a few reads at known places, and the order of a run can be a pure function. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+from tqdm import tqdm
+
+from moh_vision.data.shard_files import ShardFiles
+from moh_vision.data.tar_index import indexed, members, open_tar
+from moh_vision.language.data.token_files import read_about, refuse_ids
+
+KINDS = tuple(np.dtype(kind) for kind in ("<u2", "<u4", "<i4", "<i8", "<i2", "<u8"))
+ARRAYS = ("shard", "offset", "count", "kind", "smallest", "largest")
+
+
+class TokenShards:
+    """The ids of a split, document after document, as they stand in the shards: with eos where the documents have it.
+
+    Args:
+        paths: of the shards, in order.
+        split: name of the split.
+        index_dir: where the index goes if the folder is read-only.
+
+    Attributes:
+        ids, eos, words, tokenizers: see `token_files.TokenFiles`; eos, words and tokenizer stand in SPLIT.json.
+
+    Raises:
+        ValueError: naming shard and member.
+    """
+
+    def __init__(self, paths: Sequence[Path], split: str, index_dir: Optional[str] = None):
+        folder = Path(paths[0]).parent
+        self.name = str(folder / f"{split}-*.tar")
+        self.files = ShardFiles(paths, ValueError)
+        about = read_about(folder / f"{split}.tar")
+        self.eos, self.words = about.eos, about.words
+        self.tokenizers = {about.tokenizer} - {None}
+        build = partial(_scan, self.files.paths)
+        _, self.arrays = indexed(folder, f"{split}.tokens.index", index_dir, self.files.stats, build, _contradiction)
+        self.ends = np.cumsum(self.arrays["count"])
+        self.ids = self
+        if about.tokens not in (None, len(self)):
+            raise ValueError(f"{self.name}: {len(self)} tokens, but {split}.json says {about.tokens}")
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """Ids of a piece of the text, int64.
+
+        Raises:
+            ValueError: naming the shard, if it has changed or is gone.
+        """
+        first, end, step = where.indices(len(self))
+        assert step == 1
+        document = int(np.searchsorted(self.ends, first, "right"))
+        found = []
+        while first < end:
+            count, last = int(self.arrays["count"][document]), int(self.ends[document])
+            skip = first - (last - count)
+            found.append(self._part(document, skip, min(end, last) - first))
+            first, document = last, document + 1
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _part(self, document: int, skip: int, count: int) -> np.ndarray:
+        shard, offset, _, kind, _, _ = (int(self.arrays[name][document]) for name in ARRAYS)
+        size = KINDS[kind].itemsize
+        try:
+            data = self.files.read(shard, count * size, offset + skip * size)
+        except OSError as error:
+            raise ValueError(f"{self.files.paths[shard]}: {error.strerror}") from None
+        if len(data) != count * size:
+            raise ValueError(f"{self.files.paths[shard]}: cut off; {len(data)} bytes of {count * size} are there")
+        return np.frombuffer(data, KINDS[kind]).astype(np.int64)
+
+    def check_ids(self, size: int, cache_dir: str = "", say: Callable[[str], None] = print) -> None:
+        """See `TokenFiles.check_ids`; the index has what it needs."""
+        for name, worst in (("smallest", np.argmin), ("largest", np.argmax)):
+            document = int(worst(self.arrays[name]))
+            smallest, largest = (int(self.arrays[which][document]) for which in ("smallest", "largest"))
+            refuse_ids(self._document(document), smallest, largest, size)
+
+    def where(self, place: int) -> str:
+        """Names the token at a place, in errors."""
+        return self._document(int(np.searchsorted(self.ends, place, "right")))
+
+    def _document(self, number: int) -> str:
+        shard = self.files.paths[self.arrays["shard"][number]]
+        return f"{shard}, ids at byte {self.arrays['offset'][number]}"
+
+    def fingerprint(self) -> str:
+        """Of the index: places, lengths and extreme ids of all documents, and the shards' names and sizes."""
+        digest = hashlib.sha256(repr([stat[:2] for stat in self.files.stats]).encode())
+        for name in ARRAYS:
+            digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
+        return digest.hexdigest()
+
+
+def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
+    """(arrays of ARRAYS, documents of each shard); every id is read once.
+
+    Raises:
+        ValueError: naming shard and member.
+    """
+    rows, samples = [], []
+    for number, path in enumerate(tqdm(paths, desc="indexing", unit="shard", disable=not sys.stderr.isatty())):
+        before = len(rows)
+        with open_tar(path) as tar:
+            for member in members(tar, path):
+                if not member.name.lower().endswith(".npy"):
+                    continue
+                found = _document(tar.extractfile(member), member.size, f"{path}: {member.name}")
+                if found is not None:
+                    start, ids = found
+                    kind = KINDS.index(ids.dtype)
+                    rows.append((number, member.offset_data + start, len(ids), kind, int(ids.min()), int(ids.max())))
+        samples.append(len(rows) - before)
+    if not rows:
+        raise ValueError(f"{paths[0].parent}: the shards hold no .npy of token ids")
+    table = np.array(rows, np.int64)
+    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(ARRAYS)}, samples
+
+
+def _document(file, size: int, where: str) -> Optional[Tuple[int, np.ndarray]]:
+    """(bytes before the ids, ids) of a member; None if it has no ids."""
+    data = io.BytesIO(file.read(size))
+    try:
+        version = np.lib.format.read_magic(data)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(data)
+    except Exception as error:  # damaged headers make many kinds
+        raise ValueError(f"{where}: not an array that can be read ({' '.join(str(error).split())[:200]})") from None
+    if len(shape) != 1 or kind not in KINDS:
+        allowed = ", ".join(str(k) for k in KINDS)
+        raise ValueError(f"{where}: {kind} of shape {shape}; expected a vector of {allowed}, little-endian")
+    start = data.tell()
+    if size - start != shape[0] * kind.itemsize:
+        raise ValueError(f"{where}: {size - start} bytes of ids, expected {shape[0] * kind.itemsize}")
+    ids = np.frombuffer(data.getbuffer(), kind, offset=start)
+    if not len(ids):
+        return None
+    if kind.itemsize == 8 and int(ids.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"{where}: token id {int(ids.max())}")
+    return start, ids
+
+
+def _contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
+    """What cannot be so in an index; "" if nothing."""
+    if set(arrays) != set(ARRAYS) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
+        return f"expected {', '.join(ARRAYS)} as vectors of int64"
+    if len({len(a) for a in arrays.values()}) > 1 or not len(arrays["shard"]):
+        return "vectors of unequal length, or empty"
+    shard, offset, count, kind = (arrays[name] for name in ARRAYS[:4])
+    if shard.min() < 0 or shard.max() >= len(sizes) or np.bincount(shard, minlength=len(sizes)).tolist() != samples:
+        return "documents that no shard has"
+    if (np.diff(shard) < 0).any():
+        return "shards out of order"
+    if kind.min() < 0 or kind.max() >= len(KINDS) or count.min() < 1 or offset.min() < 0:
+        return "documents without ids, or of no known kind"
+    room = np.array(sizes, np.int64)[shard]
+    width = np.array([k.itemsize for k in KINDS], np.int64)[kind]
+    if (count > room // width).any() or (offset > room - count * width).any():
+        return "documents outside of their shard"
+    return ""

@@ -1,0 +1,155 @@
+"""Turn files of documents into token ids that train_text.py reads.
+
+    python -m moh_vision.language.data.tokenise --tokenizer tokenizer.json --out FOLDER --split train FILE ...
+
+Every FILE (.txt: a document a line; .jsonl: an object a line, with the text under --key; or these with .gz) becomes
+FOLDER/SPLIT-00000.bin and so on, in the order they are given, with a .json beside it that says what it holds. A document is what the tokenizer
+makes of it, and eos. Files that are finished are kept: after a kill, the same command goes on with the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Callable, Iterator, List, Optional, Tuple
+
+import numpy as np
+from tqdm import tqdm
+
+from moh_vision.data.shards.record import sha256_of
+from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.language.data.documents import documents, form_of
+from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
+from moh_vision.language.data.token_files import DTYPES
+from moh_vision.language.data.whole_file import whole_file
+
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
+
+
+def tokenise(
+    files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text", say: Callable = print
+) -> List[Path]:
+    """The .bin files of some files of documents, made where they are not there yet.
+
+    Args:
+        files: of documents, see `documents`.
+        tokenizer: a tokenizer.json, of this package or not, or the folder of one.
+        out: folder of the results.
+        split: their name.
+        key: see `documents`.
+        say: told of what is there and what is made.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file; if `out` holds ids of other files or another tokenizer.
+    """
+    place = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not place.is_file():
+        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file, or a folder without tokenizer.json")
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file")
+        form_of(file)
+    vocabulary = load_vocabulary(place)
+    made = [out / f"{split}-{number:05d}.bin" for number in range(len(files))]
+    extra = sorted(set(out.glob(f"{split}-*.bin")) - set(made))
+    if extra:
+        raise ValueError(
+            f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
+        )
+    for file, target in zip(files, made):
+        made_from = dict(source=file.name, source_sha256=sha256_of(file), tokenizer=vocabulary.fingerprint, key=key)
+        if is_finished(target, made_from):
+            say(f"{target}: there already")
+        else:
+            about = write_ids(target, documents(file, key), vocabulary, file)
+            with whole_file(target.with_suffix(".json")) as side:
+                side.write((json.dumps({**about, **made_from}, indent=1) + "\n").encode())
+            say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
+    return made
+
+
+def is_finished(target: Path, made_from: dict) -> bool:
+    """Whether a file is there as a whole, made from the same.
+
+    Raises:
+        ValueError: naming it and the difference, if it was made from something else.
+    """
+    side = target.with_suffix(".json")
+    if not side.exists():  # it is written last
+        return False
+    try:
+        about = json.loads(side.read_text("utf-8"))
+        known = {name: about[name] for name in made_from}
+        size = about["tokens"] * DTYPES[about["dtype"]].itemsize
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{side}: not written by this command ({error!r}); take another --out") from None
+    for name, value in made_from.items():
+        if known[name] != value:
+            raise ValueError(f"{side}: made with {name} {known[name]}, now it is {value}; take another --out")
+    return target.exists() and target.stat().st_size == size
+
+
+def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVocabulary, source: Path) -> dict:
+    """Write the ids of all documents; returns what the .json beside them says.
+
+    Raises:
+        ValueError: naming the source, if it has no text.
+    """
+    kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
+    count = tokens = words = largest = 0
+    digest = hashlib.sha256()
+    bar = tqdm(
+        desc=source.name, total=source.stat().st_size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()
+    )
+    with whole_file(target) as file, bar:
+        for batch, position in batched(texts):
+            ids = np.fromiter((i for row in vocabulary.encode(batch) for i in (*row, vocabulary.eos)), DTYPES[kind])
+            data = ids.tobytes()
+            digest.update(data)
+            file.write(data)
+            count, tokens, largest = count + len(batch), tokens + len(ids), max(largest, int(ids.max()))
+            words += sum(len(text.split()) + 1 for text in batch)
+            bar.update(position - bar.n)
+        if not count:
+            raise ValueError(f"{source}: no text")
+    return dict(
+        dtype=kind, eos=vocabulary.eos, tokens=tokens, largest=largest, words=words, documents=count,
+        sha256=digest.hexdigest(),
+    )  # fmt: skip
+
+
+def batched(texts: Iterator[Tuple[str, int]]) -> Iterator[Tuple[List[str], int]]:
+    """(documents, position in the file), so many that memory does not grow with the file."""
+    batch: List[str] = []
+    characters = position = 0
+    for text, position in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            yield batch, position
+            batch, characters = [], 0
+    if batch:
+        yield batch, position
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+
+    def work() -> None:
+        parser = Parser("python -m moh_vision.language.data.tokenise", __doc__)
+        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
+        parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
+        parser.add_argument(
+            "--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command"
+        )
+        parser.add_argument("--split", default="train", help="name of the split (train)")
+        parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
+        tokenise(**vars(parser.parse(sys.argv[1:] if argv is None else argv)), say=lambda text: print(text, flush=True))
+
+    return exit_code("tokenise", work)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""Pairs of encoded sentences: which are trained on, and how a batch of them looks."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moh_vision.data.order import derive_seed
+from moh_vision.language.data.token_cache import TokenCache
+from moh_vision.language.data.vocabulary import BOS, EOS, PAD
+
+IGNORE = -100  # a label that nothing is to be predicted for
+SUBSET_STREAM = 10
+
+
+class ParallelTokens(Dataset):
+    """Items number -> (source ids with eos, target ids with eos), int64; pairs with an empty side are left out.
+
+    Lengths in limits are tokens without eos, as where corpora are cleaned after BPE.
+
+    Args:
+        source, target: encoded lines, as many each.
+        max_length: longest side; None: any.
+        overlong: what becomes of longer pairs: "drop" leaves them out, "cut" cuts the longer side and keeps its eos.
+        max_ratio: longest side over shortest, 1.5 for the papers' IWSLT and EN-FR; None: any.
+        share: of the pairs that are left, 0 < share <= 1, drawn without regard to the run's seed; a larger share
+            holds every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+
+    Attributes:
+        numbers: line of each pair, from 0.
+        lengths: [n, 2] tokens of source and target with eos, as batches hold them.
+        left_out: reason -> number of pairs.
+        cut: pairs that are cut.
+
+    Raises:
+        ValueError: if nothing is left.
+    """
+
+    def __init__(
+        self,
+        source: TokenCache,
+        target: TokenCache,
+        max_length: Optional[int] = None,
+        overlong: str = "drop",
+        max_ratio: Optional[float] = None,
+        share: float = 1.0,
+    ):
+        assert len(source) == len(target) and overlong in ("drop", "cut")
+        self.source, self.target = source, target
+        words = np.stack([source.lengths, target.lengths], axis=1) - 1
+        short, long = words.min(1), words.max(1)
+        self.limit = int(long.max() if max_length is None else max_length) + 1
+        faults = {
+            "empty": short < 1,
+            "too long": (long >= self.limit) & (overlong == "drop"),
+            "ratio": long > np.maximum(short, 1) * (max_ratio or np.inf),
+        }
+        good, self.left_out = np.ones(len(long), bool), {}
+        for reason, fault in faults.items():
+            self.left_out[reason] = int((fault & good).sum())
+            good &= ~fault
+        self.numbers = np.flatnonzero(good)
+        if share < 1:
+            rng = np.random.Generator(np.random.PCG64(derive_seed(SUBSET_STREAM)))
+            drawn = rng.permutation(self.numbers)[: max(1, round(share * len(self.numbers)))]
+            self.left_out["subset"] = len(self.numbers) - len(drawn)
+            self.numbers = np.sort(drawn)
+        self.cut = int((long[self.numbers] >= self.limit).sum())
+        if not len(self.numbers):
+            raise ValueError(f"no pairs are left: {self.summary()}")
+        self.lengths = np.minimum(words[self.numbers] + 1, self.limit)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def summary(self) -> str:
+        """What is used and what is not, in a line."""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
+        text = f"{len(self.numbers)} of {len(self.source)} pairs"
+        return text + (f" (left out: {reasons})" if reasons else "") + (f", {self.cut} cut" if self.cut else "")
+
+    def __getitem__(self, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        line = self.numbers[number]
+        return self._cut(self.source[line]), self._cut(self.target[line])
+
+    def _cut(self, ids: np.ndarray) -> np.ndarray:
+        return ids if len(ids) <= self.limit else np.append(ids[: self.limit - 1], EOS)
+
+    @staticmethod
+    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+        """dict of int64: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn and labels
+        y1..yn eos [B, T], padded on the right with PAD, and labels with -100."""
+        sources, targets = zip(*items)
+        return dict(
+            input_ids=padded(sources, PAD),
+            attention_mask=padded([np.ones_like(s) for s in sources], 0),
+            decoder_input_ids=padded([np.concatenate([[BOS], t[:-1]]) for t in targets], PAD),
+            labels=padded(targets, IGNORE),
+        )
+
+
+def padded(rows, filler: int) -> Tensor:
+    """Rows of unequal length, filled up on the right: [B, longest]."""
+    batch = np.full((len(rows), max(map(len, rows))), filler, np.int64)
+    for i, row in enumerate(rows):
+        batch[i, : len(row)] = row
+    return torch.from_numpy(batch)

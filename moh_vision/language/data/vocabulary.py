@@ -1,0 +1,221 @@
+"""Text to token ids and back. A vocabulary is a tokenizer.json of the package tokenizers.
+
+BPE is byte-level (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is unknown, and
+decoding gives the encoded text back exactly, so that BLEU needs no undoing of marks. It splits punctuation from words by itself,
+so raw text can go in. Words, split at blanks as WikiText is, are for adaptive softmaxes, and numbered by falling frequency.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from moh_vision.language.data.whole_file import whole_file
+
+PAD, BOS, EOS, UNK, MASK = range(5)
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
+UNKNOWN = SPECIALS[UNK]
+BLANK = "\u0120"  # how byte-level BPE writes it
+MAX_BYTES = 1 << 28  # of a tokenizer.json
+
+
+class Vocabulary:
+    """Of one tokenizer.json.
+
+    What is read from a file is never run as it stands: kind, tokens and merges are taken from it, checked, and the
+    tokenizer is built from them.
+
+    Args:
+        data: the file's bytes.
+        where: its name, for messages.
+
+    Attributes:
+        kind: "bpe" or "word".
+        lowercase: whether texts are.
+        specials: ids below this are no text: 4, or 5 with a mask.
+        fingerprint: sha256 of the file, which checkpoints keep.
+        bos, eos, pad: ids.
+
+    Raises:
+        ValueError: naming the file, if it is damaged or not one of ours.
+    """
+
+    bos, eos, pad = BOS, EOS, PAD
+
+    def __init__(self, data: bytes, where: str):
+        self.data, self.fingerprint = data, hashlib.sha256(data).hexdigest()
+        try:
+            self.kind, self.lowercase, tokens, merges = _read(data)
+            self._tokenizer = _build(self.kind, tokens, merges, self.lowercase)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"no entry {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+            raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})") from None
+        self._tokens = tokens
+        self.specials = _specials(tokens)
+
+    @classmethod
+    def load(cls, path: Path) -> Vocabulary:
+        """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json that this package wrote")
+        return cls(data, str(path))
+
+    def save(self, path: Path) -> None:
+        """Write the file it came from."""
+        with whole_file(Path(path)) as file:
+            file.write(self.data)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __reduce__(self):
+        return Vocabulary, (self.data, "tokenizer.json")
+
+    def token(self, number: int) -> str:
+        """A token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
+        return self._tokens[number]
+
+    def encode(self, texts: Sequence[str]) -> List[List[int]]:
+        """Ids of each text, without bos and eos. "<unk>" is UNK; what else looks like a special token is text."""
+        found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
+            found = [[i if i >= self.specials else UNK for i in ids] for ids in found]
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, on one line; pad, bos, eos and mask are left out."""
+        ids = [i for i in ids if i >= self.specials or i == UNK]
+        tokens = [self._tokens[i] for i in ids]
+        if self.kind == "word":
+            return " ".join(tokens)
+        tokens = [BLANK + t if i == UNK else t for i, t in zip(ids, tokens)]
+        text = decoders.ByteLevel().decode(tokens)
+        return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
+
+
+def train_bpe(
+    texts: Iterable[str], merges: int, *, mask: bool = False, lowercase: bool = False, progress: bool = False
+) -> Vocabulary:
+    """Byte-level BPE with special tokens, 256 bytes and at most `merges` more tokens; fewer where no pair comes twice.
+
+    Args:
+        texts: for a joint vocabulary those of both sides.
+        mask: add the mask token.
+        progress: show bars on a terminal.
+    """
+    tokens = _first_tokens(mask)
+    tokenizer = _build("bpe", [*tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())], [], lowercase)
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(tokens) + 256 + merges,
+        min_frequency=2,
+        show_progress=progress,
+        special_tokens=tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator((text.replace(UNKNOWN, " ") for text in texts), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    ordered = sorted(model["vocab"], key=model["vocab"].get)
+    # Built anew, because the trainer makes <unk> a special token, which encoding would then take for text.
+    return _written(_build("bpe", ordered, [tuple(pair) for pair in model["merges"]], lowercase))
+
+
+def count_words(
+    texts: Iterable[str], *, min_count: int = 1, max_words: Optional[int] = None, mask: bool = False, lowercase=False
+) -> Vocabulary:
+    """All words, by falling frequency, then by alphabet; rarer ones, and those beyond `max_words`, are unknown."""
+    counts: Counter = Counter()
+    for text in texts:
+        counts.update((text.lower() if lowercase else text).split())
+    for special in SPECIALS:
+        counts.pop(special, None)
+    words = sorted((w for w, n in counts.items() if n >= min_count), key=lambda w: (-counts[w], w))
+    return _written(_build("word", [*_first_tokens(mask), *words[:max_words]], [], lowercase))
+
+
+def check_vocabulary(
+    vocabulary: Vocabulary, owner: str, size: Optional[int] = None, fingerprint: Optional[str] = None
+) -> None:
+    """Raise ValueError, in one line, unless a vocabulary is the one that a model or checkpoint was made for.
+
+    Args:
+        owner: what that is called.
+        size: tokens it has.
+        fingerprint: of its vocabulary; None: only sizes are compared.
+    """
+    if size is not None and size != len(vocabulary):
+        raise ValueError(
+            f"the vocabulary has {len(vocabulary)} tokens, {owner} has {size}; give the one it was trained with"
+        )
+    if fingerprint is not None and fingerprint != vocabulary.fingerprint:
+        raise ValueError(
+            f"the vocabulary (sha256 {vocabulary.fingerprint[:12]}...) is not the one that {owner} was trained with "
+            f"({fingerprint[:12]}...), though both have {len(vocabulary)} tokens"
+        )
+
+
+def _first_tokens(mask: bool) -> List[str]:
+    return list(SPECIALS if mask else SPECIALS[:MASK])
+
+
+def _specials(tokens: Sequence[str]) -> int:
+    return MASK + (len(tokens) > MASK and tokens[MASK] == SPECIALS[MASK])
+
+
+def _written(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary((tokenizer.to_str(pretty=True) + "\n").encode(), "the new vocabulary")
+
+
+def _build(kind: str, tokens: Sequence[str], merges: List[Tuple[str, str]], lowercase: bool) -> Tokenizer:
+    numbers = {token: number for number, token in enumerate(tokens)}
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(numbers, merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    for token in tokens[: _specials(tokens)]:
+        if token != UNKNOWN:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == "bpe":  # WikiText has it in its text; the blank before it belongs to it
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False, lstrip=True)])
+    tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
+    return tokenizer
+
+
+def _read(data: bytes) -> Tuple[str, bool, List[str], List[Tuple[str, str]]]:
+    """(kind, lowercase, tokens by number, merges) of a tokenizer.json, checked: tokenizers itself aborts on some."""
+    content = json.loads(data)
+    model, kinds = content["model"], {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
+    if model.get("type") not in kinds:
+        raise ValueError(f"its model is {model.get('type')!r}, allowed are {' and '.join(kinds)}")
+    kind, splitter = kinds[model["type"]]
+    normalizer = content.get("normalizer")
+    if content["pre_tokenizer"]["type"] != splitter or normalizer not in (None, {"type": "Lowercase"}):
+        raise ValueError("its normalizer or pre_tokenizer is another one")
+    numbers: Dict[str, int] = model["vocab"]
+    tokens = sorted(numbers, key=numbers.__getitem__)
+    if any(type(n) is not int for n in numbers.values()) or [numbers[t] for t in tokens] != list(range(len(tokens))):
+        raise ValueError("its tokens are not numbered from 0 on, each once")
+    if tuple(tokens[:MASK]) != SPECIALS[:MASK]:
+        raise ValueError(
+            f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
+        )
+    if kind == "word":
+        return kind, normalizer is not None, tokens, []
+    if not numbers.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+        raise ValueError("it has not all 256 bytes")
+    merges = [tuple(pair) for pair in model["merges"]]
+    for pair in merges:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
+            raise ValueError(f"its merge {pair!r} is not of two of its tokens to a third")
+    return kind, normalizer is not None, tokens, merges

@@ -1,0 +1,142 @@
+"""What the gates of a text model do with a data set: the analyses of Peng 2020 and Zhang 2022, beside the run's scores."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Dict, Iterable, List, NamedTuple, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.analysis.gate_figures import draw_gate_load
+from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
+from moh_vision.attention import HeadMixtureAttention
+from moh_vision.engine.steps import total_over_processes
+from moh_vision.language.data.vocabulary import Vocabulary
+
+
+class Group(NamedTuple):
+    """Layers of one part of a model whose gates read the same tokens."""
+
+    part: str  # "encoder", "decoder", or "model" where there is no encoder
+    reads: str  # "input_ids" or "decoder_input_ids"
+    vocabulary: Vocabulary
+    names: List[str]
+    places: List[int]  # in the list of all layers' statistics
+    statistics: GateStatistics
+
+
+def report_gates(
+    model: nn.Module,
+    batches: Iterable[Dict[str, Tensor]],
+    vocabularies: Sequence[Vocabulary],
+    run: Path,
+    accelerator,
+    split: str,
+) -> Dict[str, float]:
+    """Write OUTPUT/gates.md (entropy and load of every layer, the tokens that point to each expert) and gate_load.png.
+
+    Args:
+        model: a text model of `models.moh_text`; it is left in eval mode.
+        batches: this process's share of a data set, see `TextInputs.judged`.
+        vocabularies: of source and target.
+        run: folder of the run.
+        accelerator: accelerate's Accelerator; its main process writes, all count.
+        split: what the data set is called.
+
+    Returns:
+        name of each layer -> mean entropy of its gate in nats; empty, and nothing is written, for a model without gates.
+    """
+    groups = gated_layers(model, vocabularies)
+    if not groups:
+        return {}
+    add_up(model, groups, batches, accelerator)
+    entropies = {name: value for g in groups for name, value in zip(g.names, g.statistics.entropy())}
+    if accelerator.is_main_process:
+        load = [shares for g in groups for shares in g.statistics.load()]
+        draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}")
+        (run / "gates.md").write_text(as_text(groups, hasattr(model, "encoder"), split), encoding="utf-8")
+    return {name: round(value, 4) for name, value in entropies.items()}
+
+
+def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[Group]:
+    """The layers that have a gate in use, by part of the model and by the tokens that the gate reads.
+
+    The encoder is a group of its own: Peng 2020, section 5.1, looks at the encoders alone.
+    """
+    vocabulary_of = dict(zip(("input_ids", "decoder_input_ids"), vocabularies))
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
+    found: Dict[Tuple[str, str], List[int]] = {}
+    for place, (name, layer) in enumerate(layers):
+        mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
+        if mixes or layer.budget.routed and not layer.router.all_heads:
+            part = part_of(name)
+            reads = "decoder_input_ids" if part == "decoder" and not layer.by_context else "input_ids"
+            found.setdefault((part, reads), []).append(place)
+    groups = []
+    for (part, reads), places in found.items():
+        vocabulary = vocabulary_of[reads]
+        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
+        counted = GateStatistics.of([layers[place][1] for place in places], size)
+        groups.append(Group(part, reads, vocabulary, [layers[place][0] for place in places], places, counted))
+    return groups
+
+
+@torch.no_grad()
+def add_up(model: nn.Module, groups: List[Group], batches: Iterable[Dict[str, Tensor]], accelerator) -> None:
+    """Fill the groups' statistics, over all processes."""
+    model.eval()
+    for batch in batches:
+        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        labels = batch["labels"]
+        with accelerator.autocast():
+            stats = model.routed_loss(**batch)[2]
+        for group in groups:
+            padding = labels == -100
+            if group.reads == "input_ids":
+                mask = batch.get("attention_mask")
+                padding = None if mask is None else mask == 0
+            group.statistics.update([stats[place] for place in group.places], batch[group.reads], padding)
+
+    for group in groups:
+        group.statistics.reduce(total_over_processes(accelerator))
+
+
+def part_of(layer: str) -> str:
+    """The part of a model that a layer of this name is in: "encoder" or "decoder", or "model" without these."""
+    part = layer.partition(".")[0]
+    return part if part in ("encoder", "decoder") else "model"
+
+
+def mean_entropies(entropies: Dict[str, float]) -> Dict[str, float]:
+    """Mean over the layers of each part, from the entropies that `report_gates` returns by name of layer."""
+    parts: Dict[str, List[float]] = {}
+    for name, value in entropies.items():
+        parts.setdefault(part_of(name), []).append(value)
+    return {part: round(statistics.mean(values), 4) for part, values in parts.items()}
+
+
+def as_text(groups: List[Group], translates: bool, split: str) -> str:
+    """Markdown."""
+    parts = [f"# What the gates do with {split}"]
+    for group in groups:
+        what = "target" if group.reads == "decoder_input_ids" else "source" if translates else "text"
+        parts += [f"Gates of the {group.part} that read the {what}:", gate_table(group.statistics, group.names)]
+        top = group.statistics.top_tokens()
+        parts += [
+            f"Tokens that point to each expert of {group.names[0]} (largest PMI, at least 5 times):",
+            token_table([[f"`{readable(group.vocabulary, number)}`" for number in numbers] for numbers in top]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def readable(vocabulary: Vocabulary, number: int) -> str:
+    """A token as text; a blank before it, G with a dot in byte-level BPE, is _."""
+    if number >= len(vocabulary):
+        return f"#{number}"
+    token = vocabulary.token(number)
+    text = vocabulary.decode([number])
+    if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character
+        return token
+    return ("_" if vocabulary.kind == "bpe" and token.startswith("\u0120") else "") + text

@@ -1,0 +1,186 @@
+"""Scores of a causal language model: tasks of the lm-evaluation-harness, or the perplexity of a text.
+
+    python -m moh_vision.language.evaluation.lm --model RUN --tasks moh-llm
+    python -m moh_vision.language.evaluation.lm --model RUN --tasks hellaswag,my_task --include-path FOLDER --num-fewshot 5
+    python -m moh_vision.language.evaluation.lm --model RUN --perplexity FILE.txt --context 2048 --stride 512
+    python -m moh_vision.language.evaluation.lm --list
+
+Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each process holds the model, and they share the questions or windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Dict, List, Optional
+
+import torch
+
+from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.logging import write_json
+from moh_vision.engine.script import finish, make_accelerator
+from moh_vision.engine.steps import total_over_processes
+from moh_vision.language.evaluation import lm_harness
+from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
+from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, sliding_windows, summary
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _parse(argv: List[str]) -> argparse.Namespace:
+    parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
+    add = parser.add_argument
+    add(
+        "--model", metavar="RUN", help="folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
+    )
+    add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
+    add("--moh-llama3", action="store_true", help="RUN is the released MoH-LLaMA3-8B, or laid out as it")
+    add("--tasks", metavar="A,B", help="suites (see --list), or tasks, groups and tags of the harness")
+    add("--perplexity", metavar="FILE", help="instead of --tasks: the perplexity of a UTF-8 text")
+    add("--list", action="store_true", help="print the suites with the paper's numbers, and stop")
+    add("--num-fewshot", type=int, help="examples before each question, of tasks (each task's own number)")
+    add("--include-path", metavar="FOLDER", help="with task files (YAML), which come before the harness' own")
+    add("--limit", type=float, help="only the first so many questions of each task; below 1: a share of them")
+    add("--context", type=int, help="tokens of a window for --perplexity (2048, or what the model allows if less)")
+    add("--stride", type=int, help="tokens from window to window (a quarter of the context)")
+    add("--batch-size", default="1", help="questions or windows at a time on each process; for tasks also auto (1)")
+    add("--device", help="where the model runs (a GPU if there is one)")
+    add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
+    add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
+    options = parser.parse(sys.argv[1:] if argv is None else argv)
+    if options.list:
+        return options
+    if (options.tasks is None) == (options.perplexity is None):
+        raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
+    if options.model is None:
+        raise ValueError("--model RUN is missing")
+    of_tasks = dict(num_fewshot=options.num_fewshot, include_path=options.include_path, limit=options.limit)
+    for name, value in (
+        of_tasks.items() if options.perplexity else (("context", options.context), ("stride", options.stride))
+    ):
+        if value is not None:
+            other = "--tasks" if options.perplexity else "--perplexity"
+            raise ValueError(f"--{name.replace('_', '-')} belongs to {other}")
+    if options.batch_size != "auto" or options.perplexity:
+        if not options.batch_size.isdecimal() or int(options.batch_size) < 1:
+            allowed = "1 or more" + ("" if options.perplexity else ", or auto")
+            raise ValueError(f"--batch-size {options.batch_size}: expected {allowed}")
+        options.batch_size = int(options.batch_size)
+    if options.limit is not None and not (0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0):
+        raise ValueError(f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1")
+    for name in ("num_fewshot", "context", "stride"):
+        value, least = getattr(options, name), 0 if name == "num_fewshot" else 1
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+    if options.include_path and not Path(options.include_path).is_dir():
+        raise ValueError(f"--include-path {options.include_path}: no such folder")
+    if options.perplexity and not Path(options.perplexity).is_file():
+        raise ValueError(f"--perplexity {options.perplexity}: no such file")
+    if options.out and Path(options.out).exists():
+        raise ValueError(f"--out {options.out} exists; give another path")
+    if options.out and not Path(options.out).resolve().parent.is_dir():
+        raise ValueError(f"--out {options.out}: no such folder")
+    return options
+
+
+def _device(asked: Optional[str], accelerator) -> torch.device:
+    if accelerator.num_processes > 1:
+        if asked:
+            raise ValueError(f"--device {asked}: processes of accelerate launch have their own; leave it out")
+        return accelerator.device
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # as torch has them for a name, and for a backend that is not built
+        raise ValueError(f"--device {asked}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
+    from moh_vision.language.evaluation.lm_model import open_model, open_tokenizer
+
+    items = [item.strip() for item in options.tasks.split(",") if item.strip()]
+    rows = lm_harness.plan(items, options.num_fewshot)
+    version = lm_harness.require_harness()
+    device = _device(options.device, accelerator)
+    tokenizer = open_tokenizer(options.tokenizer or options.model, text=False)
+    with accelerator.main_process_first():  # the others find the data sets fetched
+        tasks = lm_harness.open_tasks(rows, options.include_path)
+    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    scored = lm_harness.evaluate_rows(
+        tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
+    )
+    if scored is None:
+        return None
+    found, task_versions = scored
+    values = {(row["title"], *row["tasks"]): row["value"] for row in found}
+    suites: Dict[str, dict] = {}
+    if options.limit is not None:
+        print(
+            f"--limit {options.limit:g}: these are scores of a part of each task, not to be compared with the paper's"
+        )
+    for name in (item for item in dict.fromkeys(items) if item in SUITES):
+        own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
+        suites[name] = dict(average=average(own), values=own)
+        print(suite_table(name, own) + "\n")
+    others = [row for row in found if row["metric"] is None]
+    if others:
+        print(lm_harness.metrics_table(others))
+    how = dict(
+        num_fewshot=options.num_fewshot, include_path=options.include_path, limit=options.limit, seeds=lm_harness.SEEDS
+    )
+    about["versions"].update(lm_eval=version, tasks=task_versions)
+    return dict(suites=suites, rows=found, tasks=items, **how, **about)
+
+
+def _perplexity(options: argparse.Namespace, accelerator) -> dict:
+    from moh_vision.language.evaluation.lm_model import longest, open_model, open_tokenizer, read_text
+
+    device = _device(options.device, accelerator)
+    tokenizer = open_tokenizer(options.tokenizer or options.model, text=True)
+    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    most = longest(model)
+    context = options.context or min(2048, most or 2048)
+    stride = options.stride or max(1, context // 4)
+    if most is not None and context > most:
+        raise ValueError(f"--context {context}: {options.model} has positions for {most} tokens")
+    if stride > context:
+        raise ValueError(f"--stride {stride}: allowed are 1 to the context, {context}")
+    text = read_text(Path(options.perplexity), tokenizer)
+    share = dict(process=accelerator.process_index, processes=accelerator.num_processes)
+    windows = sliding_windows(text.ids, context, stride, options.batch_size, **share)
+    try:
+        scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
+    except ValueError as error:
+        raise ValueError(f"{options.perplexity}: {error}") from None
+    scores = dict(scores, **per_unit(scores, text.words, text.bytes))
+    if accelerator.is_main_process:
+        print(f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)")
+        print(f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)")
+        print(f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes")
+    source = dict(file=str(Path(options.perplexity).resolve()), sha256=text.sha256, context=context, stride=stride)
+    return dict(scores, **source, **about)
+
+
+def _work(options: argparse.Namespace) -> None:
+    if options.list:
+        print("\n\n".join(suite_table(name) for name in SUITES))
+        return
+    accelerator = make_accelerator("no")  # one process, or those that accelerate started
+    result = (_tasks if options.tasks else _perplexity)(options, accelerator)
+    if accelerator.is_main_process and options.out:
+        assert result is not None
+        circumstances = dict(batch_size=options.batch_size, processes=accelerator.num_processes)
+        write_json(Path(options.out), dict(result, **circumstances))
+        print(f"scores: {options.out}")
+    finish(accelerator)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, or 2 for a user's mistake."""
+    return exit_code("lm", lambda: _work(_parse(sys.argv[1:] if argv is None else argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""Loading what `moh_vision.language.evaluation.lm` scores: a causal language model, its tokenizer, a text.
+
+It needs the packages of the extra "text".
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, Tuple
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+import moh_vision.language.models.create  # noqa: F401  registers our model types
+from moh_vision.data.shards.record import sha256_of
+from moh_vision.language.data.foreign import is_ours
+from moh_vision.language.data.lines import TextFile
+from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
+from moh_vision.language.models.llama.model import load_moh_llama3
+
+TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+
+
+@dataclass
+class Text:
+    """An encoded text.
+
+    Attributes:
+        ids: int64 [tokens + 1]; the first stands for what is before the text.
+        words: separated by blanks, and one for each line's end, as WikiText counts.
+        bytes: of it in UTF-8.
+        sha256: of those bytes.
+    """
+
+    ids: Tensor
+    words: int
+    bytes: int
+    sha256: str
+
+
+def open_tokenizer(folder: str, text: bool):
+    """The tokenizer in a folder.
+
+    Args:
+        folder: with a tokenizer of transformers, or the tokenizer.json of a run of train_text.py.
+        text: for a running text: a run's own is returned as a `Vocabulary`. Otherwise it gets the form of transformers; there
+            eos stands for bos too, because training puts eos before the first token.
+
+    Raises:
+        ValueError: naming the folder, if there is none, or it cannot be read, or has neither eos nor bos.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise ValueError(f"--model or --tokenizer {folder}: no such folder")
+    if not any((place / name).is_file() for name in TOKENIZERS):
+        raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
+    own = place / "tokenizer.json"
+    companion = (place / "tokenizer_config.json").is_file()  # causal runs write it too
+    if own.is_file() and (is_ours(own) or not companion):
+        vocabulary = Vocabulary.load(own)
+        if text:
+            return vocabulary
+        eos = SPECIALS[EOS]
+        return PreTrainedTokenizerFast(
+            tokenizer_file=str(own), eos_token=eos, bos_token=eos, pad_token=SPECIALS[PAD], unk_token=SPECIALS[UNK]
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"{folder}: its tokenizer cannot be read: {_first_line(error)}") from None
+    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+        raise ValueError(f"{folder}: its tokenizer names neither an eos_token nor a bos_token; a text begins with one")
+    return tokenizer
+
+
+def open_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
+    """(model in eval mode, what is needed to repeat its scores).
+
+    Args:
+        folder: that AutoModelForCausalLM reads; model types of ours are known to it.
+        dtype: "auto" or a name of torch's.
+        device: where it goes.
+        tokenizer: whose tokens the model must have.
+        released: the folder is laid out as the released MoH-LLaMA3-8B; see `load_moh_llama3`.
+
+    Raises:
+        ValueError: naming the folder, if it holds no causal language model, one that is told by code in the folder alone, or
+            one with fewer tokens than the tokenizer.
+    """
+    place = Path(folder)
+    if not (place / "config.json").is_file():
+        raise ValueError(
+            f"--model {folder}: no config.json; expected a folder that save_pretrained or train_text.py wrote"
+        )
+    try:
+        code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
+        if "AutoModelForCausalLM" in code and not released:  # the released MoH-LLaMA3-8B would be scored with all heads
+            raise ValueError(
+                "its config.json has an auto_map to code of its own, which is not run; --moh-llama3 reads the released MoH-LLaMA3-8B, "
+                "and without that entry it is what its model_type says"
+            )
+        load = load_moh_llama3 if released else AutoModelForCausalLM.from_pretrained
+        model = load(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    except UNREADABLE as error:
+        raise ValueError(f"--model {folder}: not read as a causal language model: {_first_line(error)}") from None
+    size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"--model {folder}: {size} tokens, its tokenizer has {len(tokenizer)}: they do not belong together"
+        )
+    weights = sorted([*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")])
+    cheap = sum(file.stat().st_size for file in weights) <= MOST_HASHED
+    about = dict(
+        model=str(place.resolve()),
+        model_type=model.config.model_type,
+        moh=getattr(model.config, "moh", None),
+        weights={f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None) for f in weights},
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        versions=dict(torch=torch.__version__, transformers=transformers.__version__),
+    )
+    return model.to(device).eval(), about
+
+
+def longest(model: nn.Module) -> Optional[int]:
+    """Tokens that a model has positions for; None if it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def read_text(path: Path, tokenizer) -> Text:
+    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a `Vocabulary`.
+
+    Raises:
+        ValueError: naming the file (and the line), if it is no UTF-8, or empty.
+    """
+    lines = list(TextFile(path))
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if isinstance(tokenizer, Vocabulary):
+        ids = [EOS] + [i for row in tokenizer.encode(lines) for i in (*row, EOS)]
+    else:
+        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        ids = [first, *tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)["input_ids"]]
+    words = sum(len(line.split()) + 1 for line in lines)
+    return Text(torch.tensor(ids, dtype=torch.int64), words, len(data), hashlib.sha256(data).hexdigest())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:300]

@@ -1,0 +1,140 @@
+"""The last scores of a run on text: perplexities, and for translation BLEU."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Callable, Dict, List
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moh_vision.engine.averaging import average_checkpoints
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.sharding import load_whole, whole_weights
+from moh_vision.engine.steps import total_over_processes
+from moh_vision.language.data.causal_inputs import CausalInputs
+from moh_vision.language.data.inputs import TextInputs, TranslationInputs
+from moh_vision.language.evaluation import bleu
+from moh_vision.language.evaluation.gate_report import mean_entropies, report_gates
+from moh_vision.language.evaluation.perplexity import perplexity, summary
+from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
+from moh_vision.language.task import LanguageTask
+
+AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
+RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
+
+
+def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
+    """A function (data set, title) -> loss and perplexity of the model's present weights, exact over processes.
+
+    Args:
+        text: whose data sets are judged.
+        task: as accelerate wraps it. Its model is called by itself: what wraps it would wait for processes with fewer batches.
+        accelerator: accelerate's Accelerator.
+        log: the run's, which shows the progress and leaves the time out of its rate.
+    """
+
+    def judge(dataset, title: str) -> dict:
+        judged = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
+        own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
+
+        def losses(batch: dict) -> Tensor:
+            with accelerator.autocast():
+                return judged(**batch)[0]
+
+        total = total_over_processes(accelerator)
+        with whole_weights(task):
+            scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
+        log.pause()
+        return scores
+
+    return judge
+
+
+def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadata) -> Dict:
+    """Load what is scored at the end: the average of the last checkpoints' weights, with patience the best ones, or leave the
+    last; every process calls it. Writes the averaged weights.
+
+    Args:
+        config: a `TextConfig`.
+        metadata: of exported weights.
+
+    Returns:
+        dict(weights: the name of their file in the run, averaged_steps).
+    """
+    if config.average > 1:
+        accelerator.wait_for_everyone()
+        state, steps = average_checkpoints(run, config.average)
+        load_whole(model, state)
+        if accelerator.is_main_process:
+            export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
+        log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
+        return dict(weights=AVERAGED, averaged_steps=steps)
+    if config.patience and (run / BEST).exists():
+        load_whole(model, load_file(run / BEST))
+        return dict(weights=BEST)
+    return dict(weights="model.safetensors")
+
+
+def final_scores(
+    config, text: TextInputs, model: nn.Module, run: Path, judge: Callable[[object, str], dict], accelerator, log
+) -> Dict:
+    """Scores of the model's present weights, which are whole; every process calls it.
+
+    Writes what `report_gates` does, and OUTPUT/translations.txt with a line for every pair that is
+    scored (of another use of the gates: translations.MODE.txt).
+
+    Args:
+        config: a `TextConfig`.
+        judge: (data set, title) -> scores of `evaluation.perplexity`.
+
+    Returns:
+        dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
+        bleu: mode of the encoder's gates -> scores; of "random" the mean over RANDOM_DRAWS draws, std and draws).
+
+    Raises:
+        ValueError: for a loss that is not finite, or gates that the model does not have.
+    """
+    results: Dict = {}
+    splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
+    for title, dataset in splits.items():
+        results[title] = judge(dataset, title)
+        # Of byte pairs, to compare with others' vocabularies; text that comes as ids may not say how many words it has.
+        if isinstance(text, CausalInputs) and dataset.tokens.words:
+            nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
+            results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
+        log.say(f"{title}: {summary(results[title])}")
+    batches = text.judged(text.val, accelerator.process_index, accelerator.num_processes)
+    entropies = report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val)
+    if entropies:
+        results.update(gate_entropy=entropies, mean_gate_entropy=mean_entropies(entropies))
+        for part, mean in results["mean_gate_entropy"].items():
+            log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
+    if not isinstance(text, TranslationInputs):
+        return results
+    pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
+    references = text.references(split, pairs)
+    results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), left_out=pairs.left_out)
+    for mode in config.generate.gate_modes:
+        draws = []
+        for draw in range(RANDOM_DRAWS if mode == "random" else 1):
+            with gate_mode(model, mode):
+                found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress, draw)
+            draws.append(score_translations(found, references, config.generate))
+            if accelerator.is_main_process and draw == 0:
+                name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
+                (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
+        results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
+        for form in results["bleu"][mode].values():
+            spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
+            log.say(f"{title}: {bleu.summary(form)}{spread}")
+    return results
+
+
+def over_draws(draws: List[Dict], form: str) -> Dict:
+    """One form of BLEU over several draws: the first draw's entry, with mean, standard deviation and all values."""
+    values = [draw[form]["bleu"] for draw in draws]
+    return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)

@@ -1,0 +1,95 @@
+"""Translations of a test set by beam search, over processes, and their BLEU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Callable, Dict, Iterable, Iterator, List
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+
+from moh_vision.data.order import derive_seed
+from moh_vision.language.data.translation import ParallelTokens
+from moh_vision.language.data.vocabulary import Vocabulary
+from moh_vision.language.evaluation.bleu import bleu, tokenised_bleu
+from moh_vision.models.mae import mae_routers
+
+
+@torch.no_grad()
+def translate(
+    model,
+    pairs: ParallelTokens,
+    vocabulary: Vocabulary,
+    options,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+    draw: int = 0,
+) -> List[str]:
+    """The target of every pair, as the model has it from the source; the same list on every process.
+
+    Args:
+        model: a translation model of `models.moh_text`; it is left in eval mode.
+        pairs: whose sources are translated.
+        vocabulary: of the target.
+        options: a `GenerationConfig`.
+        accelerator: accelerate's Accelerator.
+        progress: puts a bar around batches.
+        draw: seed of experts that are drawn at random.
+    """
+    model.eval()
+    order = np.argsort(pairs.lengths[:, 0], kind="stable")
+    groups = [order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)]
+    own = groups[accelerator.process_index :: accelerator.num_processes]
+    found = []
+    for group in progress(own, "translating"):
+        torch.manual_seed(derive_seed(draw, group[0]))
+        batch = pairs.collate([pairs[number] for number in group])
+        source = {name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")}
+        with accelerator.autocast():
+            ids = model.generate(
+                **source,
+                num_beams=options.beam,
+                do_sample=False,
+                length_penalty=options.length_penalty,
+                max_new_tokens=source["input_ids"].shape[1] + options.max_length,
+                synced_gpus=False,  # where weights are sharded they are whole here, and others may have fewer batches
+            )
+        found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
+    return [text for _, text in sorted(gather_object(found))]
+
+
+def score_translations(hypotheses: List[str], references: List[str], options) -> Dict:
+    """dict(bleu, tokenised_bleu), see `evaluation.bleu`; options: a `GenerationConfig`."""
+    return dict(
+        bleu=bleu(hypotheses, references),
+        tokenised_bleu=tokenised_bleu(hypotheses, references, options.tokenizer, options.compound_split),
+    )
+
+
+def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
+    """Raise ValueError for a mode that the gates of MAE in the model's encoder do not have."""
+    for mode in modes:
+        routers = mae_routers(model.encoder) if mode != "soft" and hasattr(model, "encoder") else []
+        if mode != "soft" and not routers:
+            raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE")
+        if mode == "argmax" and any(router.out is None for router in routers):
+            raise ValueError(f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random")
+
+
+@contextlib.contextmanager
+def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
+    """Use the gates of MAE in the encoder in another way, see `MAERouter` (Peng 2020, section 5.1 and table 5).
+
+    The paper makes this study of the encoders alone. "soft" leaves the model as it is.
+    """
+    routers = mae_routers(model.encoder) if mode != "soft" else []
+    before = [router.mode for router in routers]
+    try:
+        for router in routers:
+            router.set_mode(mode)
+        yield
+    finally:
+        for router, kept in zip(routers, before):
+            router.set_mode(kept)

@@ -1,0 +1,109 @@
+"""Adaptive input and softmax with shared weights: narrow embeddings for rare words (Grave 2017; Baevski and Auli 2019)."""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Projection(nn.Linear):
+    """A linear layer whose weight is also used transposed. Dynamic quantisation replaces nn.Linear, not this class."""
+
+
+class AdaptiveVocabulary(nn.Module):
+    """Embedding and softmax of a vocabulary sorted by frequency, one set of weights for both.
+
+    The words are cut into bands. Band i has embeddings E_i of width C / factor^i and a projection W_i to C, and
+
+        input    x = W_i E_i[w]
+        output   log p(w) = log softmax over (band 0, clusters 1 ..) of h, for a word of band 0: E_0 h
+                 log p(w) = log p(cluster i) + log softmax over band i of E_i dropout(W_i^T h), for a word of band i
+
+    so that the input's projections serve the output of the rare bands, and only the rows for the clusters are the
+    output's own. (Baevski and Auli's released models do the same; band 0 has a projection in the input only.)
+    Without cutoffs there is one band without projection: an ordinary embedding tied to an ordinary softmax.
+
+    Args:
+        vocab_size: V.
+        dim: C.
+        cutoffs: first word of every band but band 0.
+        factor: how many times narrower each band is.
+        dropout: between the projection and the softmax of a rare band.
+
+    Parameters: embeddings.i.weight [words of band i, C / factor^i], projections.i.weight [C, C / factor^i],
+    clusters.weight [bands - 1, C].
+    """
+
+    def __init__(self, vocab_size: int, dim: int, cutoffs: Sequence[int] = (), factor: int = 4, dropout: float = 0.0):
+        super().__init__()
+        self.edges = [0, *cutoffs, vocab_size]
+        self.dim = dim
+        widths = [dim // factor**band for band in range(len(self.edges) - 1)]
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(end - start, width) for start, end, width in zip(self.edges, self.edges[1:], widths)
+        )
+        self.projections = nn.ModuleList(Projection(width, dim, bias=False) for width in widths if cutoffs)
+        self.clusters = nn.Linear(dim, len(cutoffs), bias=False) if cutoffs else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Embed word ids [B, N] -> [B, N, C]."""
+        if self.clusters is None:
+            return self.embeddings[0](ids)
+        if ids.is_meta:  # which words are rare is not known without values, and widens no matrix by much
+            return self.projections[0](self.embeddings[0](ids))
+        weight = self.projections[0].weight
+        dtype = (
+            torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else weight.dtype
+        )
+        x = torch.zeros((*ids.shape, self.dim), dtype=dtype, device=ids.device)
+        for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):
+            start, end = self.edges[band : band + 2]
+            where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
+            x = x.index_put(where, projection(embedding(ids[where] - start)).to(dtype))
+        return x
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """log p of every word: [..., C] -> [..., V], float32 or better."""
+        first, clusters = self._first(hidden)
+        parts = [first]
+        for band in range(1, len(self.embeddings)):
+            parts.append(clusters[..., band - 1 : band] + self._rare(hidden, band))
+        return torch.cat(parts, dim=-1)
+
+    def nll(self, hidden: Tensor, words: Tensor) -> Tensor:
+        """-log p of one word each, never over the whole vocabulary: hidden [T, C], words [T] -> [T]."""
+        first, clusters = self._first(hidden)
+        frequent = words < self.edges[1]
+        nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1) * frequent  # [T]
+        for band in range(1, len(self.embeddings)):
+            start, end = self.edges[band : band + 2]
+            (where,) = ((words >= start) & (words < end)).nonzero(as_tuple=True)
+            rare = self._rare(hidden[where], band).gather(-1, (words[where] - start).unsqueeze(-1)).squeeze(-1)
+            nll = nll.index_put((where,), -(clusters[where, band - 1] + rare))
+        return nll
+
+    def _first(self, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+        """log p of the words of band 0 and of the clusters."""
+        weight = self.embeddings[0].weight
+        if weight.is_meta and not hidden.is_meta:  # F.linear would multiply by whatever happens to be in memory
+            raise RuntimeError(
+                "the weights of the adaptive vocabulary are offloaded: its softmax reads them, and hooks that load "
+                "offloaded weights do not run; keep the module `vocabulary` on a device in accelerate's device_map"
+            )
+        logits = F.linear(hidden, weight)
+        if self.clusters is None:
+            return log_softmax(logits), None
+        logits = torch.cat([logits, self.clusters(hidden)], dim=-1)
+        return log_softmax(logits).split([self.edges[1], len(self.projections) - 1], dim=-1)
+
+    def _rare(self, hidden: Tensor, band: int) -> Tensor:
+        """log p of the words of a band, given that it is that band."""
+        narrow = self.dropout(F.linear(hidden, self.projections[band].weight.t()))
+        return log_softmax(F.linear(narrow, self.embeddings[band].weight))
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """In float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

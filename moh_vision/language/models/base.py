@@ -1,0 +1,149 @@
+"""What all text models share: first weights, routing statistics, the loss per token, loading."""
+
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from moh_vision.attention import HeadMixtureAttention, RoutingStats
+from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
+from moh_vision.attention.routers.gate_norm import GateNorm
+from moh_vision.language.models.blocks import ExpertBiasAttention
+
+
+class TextModel(PreTrainedModel):
+    """A transformers model whose attention is `HeadMixtureAttention`.
+
+    Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs(hidden)`.
+    """
+
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["TextLayer"]
+
+    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+        """As forward: log-probabilities [B, N, V], which serve as logits, and the statistics of every attention layer
+        in the order of `modules()`."""
+        stats: List[RoutingStats] = []
+        hidden = self.hidden_states(stats=stats, **inputs)
+        return self.log_probs(hidden), stats
+
+    def routed_loss(
+        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
+    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
+        """Losses per token, for a task that averages them and adds those of the routers.
+
+        Args:
+            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
+            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
+                vocabulary.
+            **inputs: as for forward.
+
+        Returns:
+            (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
+        """
+        stats: List[RoutingStats] = []
+        hidden = self.hidden_states(stats=stats, **inputs)
+        where = (labels != -100).nonzero(as_tuple=True)
+        loss, nll = self.token_losses(hidden[where], labels[where], label_smoothing)  # [T]
+        zeros = loss.new_zeros(labels.shape)
+        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
+
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+        """hidden [T, C], labels [T] -> smoothed and plain losses [T]."""
+        log_probs = self.log_probs(hidden)  # [T, V]
+        nll = -log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        if label_smoothing == 0:
+            return nll, nll
+        return (1 - label_smoothing) * nll - label_smoothing * log_probs.mean(-1), nll
+
+    def mean_loss(self, hidden: Tensor, labels: Optional[Tensor]) -> Optional[Tensor]:
+        """Mean of -log p over the labels, for `forward(labels=...)`."""
+        if labels is None:
+            return None
+        where = (labels != -100).nonzero(as_tuple=True)
+        return self.token_losses(hidden[where], labels[where], 0.0)[1].mean()
+
+    @property
+    def checkpointer(self):
+        """What `run_block` takes to spare memory."""
+        return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Of every module: in models from elsewhere transformers skips those that hold no weights but in their children,
+        and attention sets the weights of its projections. What was loaded is left alone by `init`."""
+        super()._initialize_weights(module)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """fairseq's first weights, in which the papers' models were trained; children come before what holds them."""
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, GateNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+            for name, buffer in module.named_buffers():
+                init.constant_(buffer, float(name.endswith("var")))
+        elif isinstance(module, MAERouter):
+            module.init_non_persistent_buffers()
+        elif isinstance(module, MoARouter):
+            module.init_weights()
+        elif isinstance(module, MoHRouter):
+            for linear in module.children():
+                init.normal_(linear.weight, std=0.02)  # as released; children are linear layers without biases
+        elif isinstance(module, HeadMixtureAttention):
+            if isinstance(module, ExpertBiasAttention):
+                init.zeros_(module.head_bias)
+            self._init_attention(module)
+        else:
+            super()._init_weights(module)
+
+    def _init_attention(self, attention: HeadMixtureAttention) -> None:
+        """Xavier for each projection by itself: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022).
+
+        Queries, keys and values that are of one width have the gain 1 / sqrt(2).
+        """
+        dim = attention.qkv.in_features
+        experts = isinstance(attention.router, MoARouter)
+        q_bound = 6 / (dim + attention.head_dim) if experts else 3 / (dim + attention.q_dim)
+        out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
+        kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
+        init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
+        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # which its parts do not inherit
+            q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
+            init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
+            init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As transformers' own.
+
+        Raises:
+            ValueError: in one line, if a weight of the checkpoint does not have the shape that the config asks for.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        if kwargs.get("ignore_mismatched_sizes"):
+            return super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs
+            )
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        for name, saved, wanted in sorted(info["mismatched_keys"]):
+            saved, wanted = list(saved), list(wanted)
+            if "embedding" in name and saved[0] != wanted[0]:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path}: the checkpoint has {saved[0]} words in {name}, "
+                    f"the model is to have {wanted[0]}: use the tokenizer it was trained with"
+                )
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
+            )
+        return (model, info) if wants_info else model

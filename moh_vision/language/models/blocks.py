@@ -1,0 +1,177 @@
+"""The parts of text models: positions, layers around `HeadMixtureAttention`, and attention from a config's dict."""
+
+import math
+from typing import List, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
+from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+
+
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    """Positions [...] -> [..., dim] in tensor2tensor's form, which fairseq shares: all sines, then all cosines.
+
+    sin(p / 10000^(i / (dim / 2 - 1))) for i = 0 .. dim / 2 - 1, then the cosines. The first token is at position 0.
+    """
+    half = dim // 2
+    rates = torch.exp(torch.arange(half, device=positions.device) * -(math.log(10_000) / max(half - 1, 1)))
+    angles = positions.unsqueeze(-1).float() * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def token_positions(ids: Tensor, attention_mask: Optional[Tensor], past: int = 0) -> Tensor:
+    """Position of each token among the real ones of its text: ids [B, N], attention_mask [B, past + N] -> [B or 1, N]."""
+    if attention_mask is None:
+        return torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
+    return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+
+
+def padding_of(attention_mask: Optional[Tensor]) -> Optional[Tensor]:
+    """transformers' mask (1 real, 0 padding) as the core has it: True at padding."""
+    return None if attention_mask is None else attention_mask == 0
+
+
+def build_attention(
+    spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
+) -> List[HeadMixtureAttention]:
+    """The attention of a stack of layers.
+
+    Args:
+        spec: an attention dict, see `TextConfig`.
+        config: of the model.
+        layers: how many.
+        pool: what a gate of MAE reads: "sequence", "running" or "window".
+        route_by: whose tokens it reads, "query" or "context".
+    """
+    dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
+    kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
+    layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
+    bias = spec.get("bias", True)
+    if router == "moa":
+        budgets = [HeadBudget(spec["experts"], spec["head_dim"], 0, spec["top_k"])] * layers
+        layer_kwargs["kv_heads"] = 1
+        kind = ExpertBiasAttention if bias else HeadMixtureAttention
+    else:
+        share = spec.get("head_budget", 0.75) if router in ("moh", "query_norm") else None
+        pairs = [(heads, 0)] * layers if share is None else share
+        budgets = resolve_budget(pairs, layers, heads, dim // heads)
+        kind = HeadMixtureAttention
+    if router == "mae":
+        kwargs["pool"] = pool
+        layer_kwargs["route_by"] = route_by
+    return [
+        kind(dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs)
+        for budget in budgets
+    ]
+
+
+class ExpertBiasAttention(HeadMixtureAttention):
+    """Every expert ends in an output bias of its own, which its weight scales, as all of it.
+
+    Parameters: those of HeadMixtureAttention without proj.bias, and head_bias [E, C].
+    """
+
+    def __init__(self, dim: int, budget: HeadBudget, router: str, proj_bias: bool = True, **kwargs):
+        super().__init__(dim, budget, router, proj_bias=False, **kwargs)
+        self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
+
+    def forward(self, x: Tensor, *args, padding_mask: Optional[Tensor] = None, **kwargs):
+        y, stats = super().forward(x, *args, padding_mask=padding_mask, **kwargs)
+        routing, _ = self.route(x)  # again: the layer keeps its weights to itself
+        return y + routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype), stats  # [B, N, C]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: TextConfig, activation: str):
+        super().__init__()
+        self.inner = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[activation]
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.dropout(self.activation(self.inner(x))))
+
+
+class TextLayer(nn.Module):
+    """Self-attention, perhaps cross-attention, feed-forward; each with a residual sum, normalised after or before it.
+
+    Args:
+        config: of the model.
+        self_attn, cross_attn: from `build_attention`.
+        is_causal: a token attends to those before it.
+        pre_norm: normalise before each part (Baevski and Auli 2019), not after the sum (Vaswani 2017).
+        activation: "relu" or "gelu".
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        self_attn: HeadMixtureAttention,
+        cross_attn: Optional[HeadMixtureAttention] = None,
+        is_causal: bool = False,
+        pre_norm: bool = False,
+        activation: str = "relu",
+    ):
+        super().__init__()
+        self.is_causal = is_causal
+        self.pre_norm = pre_norm
+        self.self_attn = self_attn
+        self.self_norm = nn.LayerNorm(config.hidden_size)
+        self.cross_attn = cross_attn
+        self.cross_norm = nn.LayerNorm(config.hidden_size) if cross_attn is not None else None
+        self.ffn = FeedForward(config, activation)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        padding_mask: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+        context_padding: Optional[Tensor] = None,
+        cache=None,
+        stats: Optional[List[RoutingStats]] = None,
+    ) -> Tensor:
+        """x [B, N, C] -> [B, N, C]; appends the statistics of its attention to `stats`.
+
+        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a LayerCache.
+        """
+
+        def self_attention(x):
+            y, layer_stats = self.self_attn(
+                x,
+                is_causal=self.is_causal,
+                padding_mask=padding_mask,
+                cache=None if cache is None else cache.self_attention,
+            )
+            if stats is not None:
+                stats.append(layer_stats)
+            return y
+
+        def cross_attention(x):
+            y, layer_stats = self.cross_attn(
+                x,
+                context=context,
+                padding_mask=None if padding_mask is None else padding_mask[:, -x.shape[1] :],
+                context_padding=context_padding,
+                cache=None if cache is None else cache.cross_attention,
+            )
+            if stats is not None:
+                stats.append(layer_stats)
+            return y
+
+        x = self.around(x, self.self_norm, self_attention)
+        if self.cross_attn is not None:
+            x = self.around(x, self.cross_norm, cross_attention)
+        return self.around(x, self.ffn_norm, self.ffn)
+
+    def around(self, x: Tensor, norm: nn.Module, part) -> Tensor:
+        if self.pre_norm:
+            return x + self.dropout(part(norm(x)))
+        return norm(x + self.dropout(part(x)))

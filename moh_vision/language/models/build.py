@@ -1,0 +1,87 @@
+"""The model of a run on text: a preset, or a pre-trained one that becomes ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Tuple
+
+from torch import nn
+
+from moh_vision.language.data.causal_inputs import CausalInputs
+from moh_vision.language.data.foreign import NumberedVocabulary, load_vocabulary
+from moh_vision.language.data.inputs import TOKENIZER, TextInputs
+from moh_vision.language.models.create import create_text_model, task_of
+
+
+def task_for(model) -> str:
+    """The task of a `TextModelConfig`: "mt", "mlm" or "clm".
+
+    Raises:
+        ValueError: for an unknown preset, naming the nearest.
+    """
+    return "clm" if model.pretrained else task_of(model.name)
+
+
+def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], None] = print) -> Tuple[nn.Module, dict]:
+    """(the model, what exported weights say of how it was made).
+
+    Args:
+        config: a `TextConfig`.
+        text: whose vocabulary it has.
+        resumed: a checkpoint of config.output will be loaded into it; a pre-trained model is then built from the config
+            there, without its weights.
+        say: told what becomes of a pre-trained model.
+
+    Raises:
+        ValueError: naming the key, for what cannot be had with the model.
+    """
+    m = config.model
+    if m.pretrained:
+        from moh_vision.language.models.pretrained import model_as_saved, pretrained_model
+
+        if not resumed:
+            check_same_tokens(text.vocabularies[0], config)
+        size = text.model_arguments()["vocab_size"]
+        arguments = dict(pretrained=m.pretrained, convert=m.convert, vocab_size=size)
+        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.convert, size, say)
+    else:
+        arguments = config.model_arguments(text.model_arguments())
+        model = create_text_model(m.name, **arguments)
+    config.check_model(model.config)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(text, CausalInputs):
+        if positions is not None and config.data.block > positions:
+            raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
+        for name, number in text.special_tokens().items():
+            for about in (model.config, getattr(model, "generation_config", None)):
+                if about is not None:
+                    setattr(about, name, number)
+    if config.checkpointing:
+        # Not reentrant: that kind loses what is not a plain tensor, such as routing statistics.
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )  # by transformers' age
+        enable(dict(use_reentrant=False))
+    return model, arguments
+
+
+def check_same_tokens(vocabulary, config) -> None:
+    """Raise ValueError if a token of the vocabulary has another number than in the folder of model.pretrained, as far as that
+    has a tokenizer: the model would read other words than it learnt."""
+    file = Path(config.model.pretrained, TOKENIZER)
+    if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
+        return
+    learnt = load_vocabulary(file)
+    for number in range(min(len(vocabulary), len(learnt))):
+        if vocabulary.token(number) != learnt.token(number):
+            raise ValueError(
+                f"data.tokenizer {config.data.tokenizer}: token {number} is {vocabulary.token(number)!r}, "
+                f"in {file} {learnt.token(number)!r}; expected that one, or one that adds tokens behind it"
+            )
+
+
+def save_configs(model: nn.Module, run: Path) -> None:
+    """config.json, and generation_config.json where the model has one, beside the weights."""
+    model.config.save_pretrained(run)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(run)

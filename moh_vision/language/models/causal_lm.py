@@ -1,0 +1,109 @@
+"""Causal language model with adaptive input and softmax (Baevski and Auli 2019) whose attention is dense, MAE, MoA or MoH."""
+
+from typing import List, Optional, Tuple
+
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from moh_vision.attention import RoutingStats, run_block
+from moh_vision.language.models.adaptive import AdaptiveVocabulary
+from moh_vision.language.models.base import TextModel
+from moh_vision.language.models.blocks import TextLayer, build_attention, padding_of, sinusoids, token_positions
+from moh_vision.language.models.cache import CachedGeneration, TextCache
+from moh_vision.language.models.configs import CausalLMConfig
+
+
+class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
+    """`CausalLMConfig` says what it is. As in the released models, no norm follows the last layer."""
+
+    config_class = CausalLMConfig
+
+    def __init__(self, config: CausalLMConfig):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.vocabulary = AdaptiveVocabulary(
+            config.vocab_size,
+            config.hidden_size,
+            config.adaptive_cutoffs,
+            config.adaptive_factor,
+            config.adaptive_dropout,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        attention = build_attention(config.attention, config, config.num_hidden_layers, pool="window")
+        self.layers = nn.ModuleList(
+            TextLayer(config, self_attn, is_causal=True, pre_norm=True) for self_attn in attention
+        )
+        self.post_init()
+
+    def get_input_embeddings(self) -> AdaptiveVocabulary:
+        return self.vocabulary
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Optional[Tensor] = None,
+        past_key_values: Optional[TextCache] = None,
+        use_cache: Optional[bool] = None,
+        labels: Optional[Tensor] = None,
+        logits_to_keep: int = 0,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next word after each.
+
+        Args:
+            input_ids: [B, N]; with past_key_values the tokens after those that it has seen.
+            attention_mask: [B, past + N]; 1 real, 0 padding, on either side.
+            past_key_values: what `new_cache` made.
+            labels: [B, N], as transformers' causal models have them: input_ids, with -100 where there is no loss. They
+                are shifted here, unlike those of `routed_loss`.
+            logits_to_keep: only for the last so many tokens; 0: all.
+
+        Returns:
+            loss (mean -log p, if there are labels), logits (log-probabilities) [B, N, V] and past_key_values.
+        """
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        hidden = self.hidden_states(input_ids, attention_mask, past_key_values)
+        return CausalLMOutputWithPast(
+            loss=None if labels is None else self.mean_loss(hidden[:, :-1], labels[:, 1:]),
+            logits=self.log_probs(hidden[:, -logits_to_keep:]),
+            past_key_values=past_key_values,
+        )
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Optional[Tensor] = None,
+        past_key_values: Optional[TextCache] = None,
+        stats: Optional[List[RoutingStats]] = None,
+    ) -> Tensor:
+        """The last layer's output [B, N, C], see `forward`."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        x = self.vocabulary(input_ids) * self.config.hidden_size**0.5
+        x = x + sinusoids(token_positions(input_ids, attention_mask, past), self.config.hidden_size).to(x.dtype)
+        x = self.dropout(x)
+        padding = padding_of(attention_mask)
+        for index, layer in enumerate(self.layers):
+            cache = None if past_key_values is None else past_key_values.layers[index]
+            x = run_block(layer, x, padding, None, None, cache, stats=stats, checkpoint=self.checkpointer)
+        return x
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        return self.vocabulary.log_probs(hidden)
+
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+        """As everywhere; never over the whole vocabulary where it is cut into bands, so not smoothed there.
+
+        Raises:
+            ValueError: for label_smoothing with an adaptive softmax.
+        """
+        if not self.config.adaptive_cutoffs:
+            return super().token_losses(hidden, labels, label_smoothing)
+        if label_smoothing:
+            raise ValueError(
+                f"label_smoothing={label_smoothing}: an adaptive softmax never computes all words, set it to 0"
+            )
+        nll = self.vocabulary.nll(hidden, labels)
+        return nll, nll

@@ -1,0 +1,144 @@
+"""Configurations of LLaMA-style models with routed heads: transformers' own and one field more, `moh`."""
+
+from typing import List, Optional
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
+from moh_vision.attention.budget import HeadBudget, parse_share
+from moh_vision.language.models.names import closest
+
+# What `moh` may say, with the defaults; head_budget None: all heads are active.
+MOH_FIELDS = {"router": "query_norm", "head_budget": None, "executor": "auto", "group": False, "router_kwargs": None}
+ROUTER_KEYS = {"query_norm": (), "moh": ("gate_scale", "two_stage")}
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def budget_pairs(spec: Optional[BudgetSpec], router: str, group: bool, config: PreTrainedConfig) -> List[List[int]]:
+    """One [shared, routed] per layer, as the config keeps them.
+
+    Args:
+        spec: see `moh_vision.attention.resolve_budget`; None: all heads active. A list of pairs is kept as it is. Of a
+            share, "query_norm" makes the first min(half of all, half of the active) heads of each layer shared, rounded
+            down, unless the spec says how many; "moh" 40 % of the active ones.
+        group: heads are counted in whole groups, those of one key-value head.
+
+    Raises:
+        ValueError: naming the layer and the numbers.
+    """
+    heads = config.num_attention_heads
+    size = heads // config.num_key_value_heads if group else 1
+    budgets = resolve_budget(1.0 if spec is None else spec, config.num_hidden_layers, heads, config.head_dim, size)
+    if router == "moh" or isinstance(spec, (list, tuple)) or (spec is not None and parse_share(spec)[2] is not None):
+        return [[b.shared, b.routed] for b in budgets]
+    shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
+    return [[s, b.active - s] for s, b in zip(shared, budgets)]
+
+
+def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
+    """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed.
+    """
+    if not isinstance(moh, dict):
+        raise ValueError(f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model")
+    for key in moh:
+        if key not in MOH_FIELDS:
+            raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
+    moh = {**MOH_FIELDS, **moh}
+    router, kwargs = moh["router"], moh["router_kwargs"]
+    if router not in ROUTER_KEYS:
+        raise ValueError(f"router {router!r} is not for a causal model: give {' or '.join(ROUTER_KEYS)}")
+    if moh["executor"] not in EXECUTORS:
+        raise ValueError(f"executor {moh['executor']!r} is not one of {', '.join(sorted(EXECUTORS))}")
+    if not isinstance(moh["group"], bool):
+        raise ValueError(f"group={moh['group']!r} is not True or False")
+    if moh["group"] and router != "query_norm":
+        raise ValueError(
+            f"group=True chooses whole key-value groups by their queries: it needs 'query_norm', not {router!r}"
+        )
+    for key in kwargs or {}:
+        if key not in ROUTER_KEYS[router]:
+            allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
+            raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
+    moh["head_budget"] = budget_pairs(moh["head_budget"], router, moh["group"], config)
+    return moh
+
+
+def layer_budgets(config: PreTrainedConfig) -> List[HeadBudget]:
+    """What the config says of each layer; of a dense model that all its heads are shared."""
+    heads, width = config.num_attention_heads, config.head_dim
+    pairs = [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
+    return [HeadBudget(heads, width, *pair) for pair in pairs]
+
+
+def finish(config: PreTrainedConfig) -> None:
+    """Check the sizes and complete the field `moh`."""
+    for name in SIZES:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads={config.num_key_value_heads} does not divide "
+            f"num_attention_heads={config.num_attention_heads}"
+        )
+    if getattr(config, "head_dim", None) is None:  # Qwen2's has none
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if config.moh is not None:
+        config.moh = checked_moh(config.moh, config)
+
+
+class MoHLlamaConfig(LlamaConfig):
+    """transformers' LlamaConfig and `moh`.
+
+    Args:
+        moh: None: every head runs. Else a dict of
+            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
+            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            executor: a name in `moh_vision.attention.EXECUTORS`;
+            group: whole groups of query heads that share a key-value head are chosen together ("query_norm" only);
+            router_kwargs: gate_scale and two_stage of "moh".
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+
+    model_type = "moh_llama"
+    moh: Optional[dict] = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        finish(self)
+        self.validate_architecture()  # LLaMA's own check, which a subclass is not put to
+
+
+class MoHQwen2Config(Qwen2Config):
+    """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
+
+    model_type = "moh_qwen2"
+    moh: Optional[dict] = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        finish(self)
+
+
+class MoHQwen3Config(Qwen3Config):
+    """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
+
+    model_type = "moh_qwen3"
+    moh: Optional[dict] = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        finish(self)

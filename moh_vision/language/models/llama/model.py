@@ -1,0 +1,252 @@
+"""LLaMA-style causal language models whose attention heads are experts: LLaMA, Qwen2 and Qwen3 of transformers.
+
+They are transformers' classes with other attention layers and one config field more, `moh`. Importing this module
+registers them with AutoConfig and AutoModelForCausalLM, so that saved models load without remote code.
+
+    from moh_vision.language.models.llama.model import load_moh_llama3
+    model = load_moh_llama3("MoH-LLaMA3-8B")            # the released folder
+    model = AutoModelForCausalLM.from_pretrained(RUN)   # ours
+"""
+
+import os
+from typing import Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from moh_vision.attention import RoutingStats
+from moh_vision.language.models.llama.attention import (
+    MoHLlamaAttention,
+    MoHQwen2Attention,
+    MoHQwen3Attention,
+    RoutedAttention,
+)
+from moh_vision.language.models.llama.configs import (
+    MoHLlamaConfig,
+    MoHQwen2Config,
+    MoHQwen3Config,
+    checked_moh,
+    layer_budgets,
+)
+
+__all__ = [
+    "MoHLlamaConfig",
+    "MoHLlamaForCausalLM",
+    "MoHQwen2Config",
+    "MoHQwen2ForCausalLM",
+    "MoHQwen3Config",
+    "MoHQwen3ForCausalLM",
+    "load_moh_llama3",
+]
+
+
+class Collected:
+    """The statistics of a forward pass, which goes from layer to layer.
+
+    Not a list: FSDP takes lists among a module's arguments apart and puts them together again as others, so that what a
+    layer appends would be lost.
+    """
+
+    def __init__(self):
+        self.entries: List[Optional[RoutingStats]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def append(self, entry: RoutingStats) -> None:
+        self.entries.append(entry)
+
+    def take(self) -> List[RoutingStats]:
+        """The entries, once.
+
+        What a checkpointed layer keeps for backward holds this object: it must not in turn hold the graph. It stays as
+        long, so that nothing is appended when the layer is computed again.
+        """
+        found, self.entries = self.entries, [None] * len(self.entries)
+        return found
+
+
+class RoutedCausalLM:
+    """What these models have beside transformers' methods; to be mixed in before one of its classes.
+
+    `forward`, `generate`, `save_pretrained` and `from_pretrained` are transformers' own. The loss of
+    `forward(labels=...)` is the cross-entropy alone: to train routers take `routed_loss` and add theirs, as
+    `moh_vision.language.task.LanguageTask` does.
+    """
+
+    attention_class: type = RoutedAttention
+
+    @property
+    def fsdp_layers(self) -> List[str]:
+        """Classes of the layers that FSDP may gather one by one, for their statistics survive it."""
+        return sorted(self._no_split_modules)
+
+    def __init__(self, config: PreTrainedConfig):
+        if config.moh is not None:  # from_pretrained(..., moh=...) sets it unseen
+            config.moh = checked_moh(config.moh, config)
+        super().__init__(config)
+        for layer, attention in zip(self.model.layers, self.routed_attentions(self, config), strict=True):
+            layer.self_attn = attention
+
+    @classmethod
+    def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> List[RoutedAttention]:
+        """For every layer of a model the attention that a config describes, around the modules that the layer has.
+
+        The model is left as it is. New routers of "moh" have weights drawn from a normal distribution of deviation 0.02.
+        """
+        moh = dict(config.moh or {"router": "dense"})
+        moh.pop("head_budget", None)
+        layers = zip(model.model.layers, layer_budgets(config), strict=True)
+        return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
+
+    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+        """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`.
+
+        Raises:
+            ValueError: see `hidden_states`.
+        """
+        hidden, stats = self.hidden_states(**inputs)
+        return self.lm_head(hidden), stats
+
+    def routed_loss(
+        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
+    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
+        """Losses per token, for a task that averages them and adds those of the routers.
+
+        Logits are computed where labels are, and nowhere else.
+
+        Args:
+            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
+            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
+                vocabulary.
+            **inputs: as for forward.
+
+        Returns:
+            (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
+
+        Raises:
+            ValueError: see `hidden_states`.
+        """
+        hidden, stats = self.hidden_states(**inputs)
+        where = (labels != -100).nonzero(as_tuple=True)
+        logits, wanted = self.lm_head(hidden[where]).float(), labels[where]  # [T, V], [T]
+        loss = nll = F.cross_entropy(logits, wanted, reduction="none")
+        if label_smoothing:
+            loss = F.cross_entropy(logits, wanted, reduction="none", label_smoothing=label_smoothing)
+        zeros = loss.new_zeros(labels.shape)
+        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
+
+    def hidden_states(self, attention_mask: Optional[Tensor] = None, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+        """The last layer's output [B, N, C] behind its norm, and the statistics of every layer, without padding.
+
+        Args:
+            attention_mask: as for forward; where it is [B, past + N] its zeros are left out of the statistics.
+            **inputs: as for forward, without labels.
+
+        Raises:
+            ValueError: under reentrant activation checkpointing, which loses the graph of the statistics.
+        """
+        self.refuse_reentrant()
+        given = inputs.get("input_ids")
+        tokens = (inputs.get("inputs_embeds") if given is None else given).shape[1]
+        padded = None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            padded = attention_mask[:, -tokens:] == 0
+        inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
+        stats = Collected()
+        hidden = self.model(attention_mask=attention_mask, stats=stats, padded=padded, **inputs).last_hidden_state
+        return hidden, stats.take()
+
+    def refuse_reentrant(self) -> None:
+        """Raise ValueError where activation checkpointing would be reentrant.
+
+        Its first pass records no graph, so statistics collected in it have no gradient, and routers would silently learn
+        nothing from the balance loss.
+        """
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        for layer in self.model.layers:
+            if getattr(layer, "gradient_checkpointing", False):
+                keywords = getattr(layer._gradient_checkpointing_func, "keywords", {})
+                if keywords.get("use_reentrant", True):
+                    raise ValueError(
+                        "reentrant activation checkpointing would lose the routers' balance loss: enable it with "
+                        "use_reentrant=False"
+                    )
+
+
+class MoHLlamaForCausalLM(RoutedCausalLM, LlamaForCausalLM):
+    """LLaMA; `MoHLlamaConfig` says how its heads are routed."""
+
+    config_class = MoHLlamaConfig
+    attention_class = MoHLlamaAttention
+
+
+class MoHQwen2ForCausalLM(RoutedCausalLM, Qwen2ForCausalLM):
+    """Qwen2."""
+
+    config_class = MoHQwen2Config
+    attention_class = MoHQwen2Attention
+
+
+class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
+    """Qwen3."""
+
+    config_class = MoHQwen3Config
+    attention_class = MoHQwen3Attention
+
+
+# transformers' class -> ours.
+FAMILIES: Dict[type, type] = {
+    LlamaForCausalLM: MoHLlamaForCausalLM,
+    Qwen2ForCausalLM: MoHQwen2ForCausalLM,
+    Qwen3ForCausalLM: MoHQwen3ForCausalLM,
+}
+
+for model_class in FAMILIES.values():
+    AutoConfig.register(model_class.config_class.model_type, model_class.config_class)
+    AutoModelForCausalLM.register(model_class.config_class, model_class)
+
+
+def load_moh_llama3(path: Union[str, os.PathLike], executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
+    """A folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running the code in it.
+
+    Its config.json is LLaMA's and says nothing of routing, which is fixed in its code: the first half of the heads are
+    shared, and as many as a quarter of all are chosen for each token among the others, by the length of their queries.
+
+    In 16 bits that code computes the scores in 16 bits too, where some tie; here they are computed in float32.
+
+    Args:
+        path: the folder, or its name on the hub.
+        executor: a name in `moh_vision.attention.EXECUTORS`.
+        **kwargs: of from_pretrained, such as dtype.
+
+    Raises:
+        ValueError: for another kind of model, or one that says itself how its heads are routed.
+    """
+    from moh_vision.language.models.llama.convert import convert_llama
+
+    where = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
+    about, _ = PreTrainedConfig.get_config_dict(path, **{name: kwargs[name] for name in where if name in kwargs})
+    if about.get("model_type") != "llama" or about.get("moh") is not None:
+        raise ValueError(
+            f"{path}: config.json has model_type {about.get('model_type')!r}"
+            + (" and says itself how heads are routed: use from_pretrained" if about.get("moh") is not None else "")
+            + ", expected 'llama' without a field 'moh'"
+        )
+    kwargs["trust_remote_code"] = False
+    model = LlamaForCausalLM.from_pretrained(path, **kwargs)
+    if hasattr(model.config, "auto_map"):
+        del model.config.auto_map  # the code it names is not needed any more
+    heads = model.config.num_attention_heads
+    pairs = [(int(heads * 0.5), int(heads * 0.25))] * model.config.num_hidden_layers
+    return convert_llama(model, pairs, executor=executor)

@@ -1,0 +1,211 @@
+"""Encoder-decoder for translation (Vaswani 2017) whose attentions are dense, MAE, MoA or MoH."""
+
+from typing import List, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.utils import can_return_tuple
+
+from moh_vision.attention import RoutingStats, run_block
+from moh_vision.language.models.adaptive import log_softmax
+from moh_vision.language.models.base import TextModel
+from moh_vision.language.models.blocks import TextLayer, build_attention, padding_of, sinusoids, token_positions
+from moh_vision.language.models.cache import CachedGeneration, TextCache
+from moh_vision.language.models.configs import TranslationConfig
+
+
+class TextEmbedding(nn.Embedding):
+    """Words times sqrt(C), plus sinusoidal positions, dropout."""
+
+    def __init__(self, words: int, dim: int, dropout: float):
+        super().__init__(words, dim)
+        self.dropout = dropout
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [B, N], positions [B or 1, N] -> [B, N, C]."""
+        x = super().forward(ids) * self.embedding_dim**0.5
+        x = x + sinusoids(positions, self.embedding_dim).to(x.dtype)
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Encoder(nn.Module):
+    main_input_name = "input_ids"  # `generate` asks
+
+    def __init__(self, config: TranslationConfig):
+        super().__init__()
+        self.embedding = TextEmbedding(config.vocab_size, config.hidden_size, config.dropout)
+        attention = build_attention(
+            config.encoder_attention or config.attention, config, config.encoder_layers, pool="sequence"
+        )
+        self.layers = nn.ModuleList(TextLayer(config, self_attn) for self_attn in attention)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Optional[Tensor] = None,
+        stats: Optional[List[RoutingStats]] = None,
+        checkpoint=None,
+        output_attentions: Optional[bool] = None,
+        output_hidden_states: Optional[bool] = None,
+        return_dict: bool = True,
+    ) -> BaseModelOutput:
+        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. `generate` gives the last three; they are not used."""
+        padding = padding_of(attention_mask)
+        x = self.embedding(input_ids, token_positions(input_ids, attention_mask))
+        for layer in self.layers:
+            x = run_block(layer, x, padding, stats=stats, checkpoint=checkpoint)
+        return BaseModelOutput(last_hidden_state=x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: TranslationConfig):
+        super().__init__()
+        self.embedding = TextEmbedding(config.output_vocab_size, config.hidden_size, config.dropout)
+        depth = config.decoder_layers
+        own = build_attention(config.decoder_attention or config.attention, config, depth, pool="running")
+        cross = build_attention(
+            config.cross_attention or config.attention, config, depth, pool="sequence", route_by="context"
+        )
+        self.layers = nn.ModuleList(
+            TextLayer(config, self_attn, cross_attn, is_causal=True) for self_attn, cross_attn in zip(own, cross)
+        )
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Optional[Tensor],
+        context: Tensor,
+        context_mask: Optional[Tensor],
+        cache: Optional[TextCache] = None,
+        stats: Optional[List[RoutingStats]] = None,
+        checkpoint=None,
+    ) -> Tensor:
+        """ids [B, N], mask [B, past + N], context [B, M, C], context_mask [B, M] -> [B, N, C]."""
+        padding, context_padding = padding_of(mask), padding_of(context_mask)
+        past = 0 if cache is None else cache.get_seq_length()
+        x = self.embedding(ids, token_positions(ids, mask, past))
+        for index, layer in enumerate(self.layers):
+            layer_cache = None if cache is None else cache.layers[index]
+            x = run_block(layer, x, padding, context, context_padding, layer_cache, stats=stats, checkpoint=checkpoint)
+        return x
+
+
+class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
+    """`TranslationConfig` says what it is. The embedding serves source, target and output, or source apart from the others."""
+
+    config_class = TranslationConfig
+
+    def __init__(self, config: TranslationConfig):
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.output = nn.Linear(config.hidden_size, config.output_vocab_size, bias=False)
+        self._tied_weights_keys = {"output.weight": "decoder.embedding.weight"}
+        if config.target_vocab_size is None:
+            self._tied_weights_keys = {
+                "decoder.embedding.weight": "encoder.embedding.weight",
+                "output.weight": "encoder.embedding.weight",
+            }
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.encoder.embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.output
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """labels y1 .. yn eos [B, N], -100 or padding after -> bos y1 .. yn."""
+        start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
+        ids = torch.cat([start, labels[:, :-1]], dim=1)
+        return ids.masked_fill(ids == -100, self.config.pad_token_id)
+
+    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+        """Without a cache too, every token that was generated is a real one."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if inputs.get("past_key_values") is None and inputs.get("decoder_attention_mask") is None:
+            inputs["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
+        return inputs
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Optional[Tensor] = None,
+        attention_mask: Optional[Tensor] = None,
+        decoder_input_ids: Optional[Tensor] = None,
+        decoder_attention_mask: Optional[Tensor] = None,
+        encoder_outputs: Optional[BaseModelOutput] = None,
+        past_key_values: Optional[TextCache] = None,
+        use_cache: Optional[bool] = None,
+        labels: Optional[Tensor] = None,
+        logits_to_keep: int = 0,
+    ) -> Seq2SeqLMOutput:
+        """Translate.
+
+        Args:
+            input_ids, attention_mask: source [B, M]; 1 real, 0 padding.
+            decoder_input_ids, decoder_attention_mask: target so far [B, N]; without a mask (and cache), pad_token_id is
+                padding. None: from labels.
+            encoder_outputs: of an earlier call, instead of input_ids.
+            past_key_values: what `new_cache` made; then decoder_input_ids are the tokens after those that it has seen.
+            labels: [B, N] aligned with the outputs, -100: no loss.
+            logits_to_keep: only for the last so many tokens; 0: all.
+
+        Returns:
+            loss (mean -log p, if there are labels), logits (log-probabilities) [B, N, V], past_key_values and
+            encoder_last_hidden_state.
+        """
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ValueError("translation needs decoder_input_ids, or labels to shift")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask, checkpoint=self.checkpointer)
+        hidden = self.hidden_states(
+            None,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values,
+        )
+        return Seq2SeqLMOutput(
+            loss=self.mean_loss(hidden, labels),
+            logits=self.log_probs(hidden[:, -logits_to_keep:]),
+            past_key_values=past_key_values,
+            encoder_last_hidden_state=encoder_outputs[0],
+        )
+
+    def hidden_states(
+        self,
+        input_ids: Optional[Tensor] = None,
+        attention_mask: Optional[Tensor] = None,
+        decoder_input_ids: Optional[Tensor] = None,
+        decoder_attention_mask: Optional[Tensor] = None,
+        encoder_outputs: Optional[BaseModelOutput] = None,
+        past_key_values: Optional[TextCache] = None,
+        stats: Optional[List[RoutingStats]] = None,
+    ) -> Tensor:
+        """The decoder's output [B, N, C], see `forward`."""
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
+        if decoder_attention_mask is None and past_key_values is None:
+            decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
+        return self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs[0],
+            attention_mask,
+            past_key_values,
+            stats,
+            self.checkpointer,
+        )
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        return log_softmax(self.output(hidden))

@@ -1,0 +1,26 @@
+"""What a wing adds to the ground floor: functions by kind and name, imported when they are first asked for."""
+
+import importlib
+from typing import Callable, Dict, Optional, Tuple
+
+_TARGETS: Dict[Tuple[str, str], str] = {}
+
+
+def register(kind: str, name: str, target: str) -> None:
+    """Add a function, as "module:function", under a name.
+
+    Args:
+        kind: "converter": what `moh_vision.convert` calls with its arguments, by the qualified name of a model's class or
+            base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata;
+            "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model.
+    """
+    _TARGETS[kind, name] = target
+
+
+def registered(kind: str, name: str) -> Optional[Callable]:
+    """The function of that kind and name, or None."""
+    target = _TARGETS.get((kind, name))
+    if target is None:
+        return None
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)

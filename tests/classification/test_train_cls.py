@@ -1,0 +1,242 @@
+"""train_cls.py on folders of images, with the ImageNet recipe made small."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "data")]
+from pictures import encoded, gradient, kinds, write_folder  # noqa: E402
+
+import train_cls  # noqa: E402
+from moh_vision import head_budget  # noqa: E402
+from moh_vision.models.weights import from_run  # noqa: E402
+
+MODEL = (
+    "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "
+    "--data.img_size 8 --data.workers 0"
+).split()
+TINY = [*MODEL, *"--optim.batch_size 8 --log-every 1".split()]
+RECIPE = (
+    "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3 "
+    "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1"
+).split()
+
+
+def train(root, run, *more):
+    train_cls.main([*TINY, "--data.root", str(root), "--output", str(run), *more])
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def refused(capsys, *argv, given=TINY):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train_cls.main([*given, *(str(a) for a in argv)])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("train_cls.py: error: ") and error.count("\n") == 1, error
+    return error
+
+
+def mixed_folder(root):
+    """Two classes, files of every kind, and one truncated file in each split."""
+    write_folder(root, train=6, val=4)
+    for split in ("train", "val"):
+        for name, data in kinds().items():
+            (root / split / "cat" / name).write_bytes(data)
+        photo = encoded(gradient(64, 64), "JPEG")
+        (root / split / "dog" / "torn.jpg").write_bytes(photo[: len(photo) // 2])
+    return root  # train: 12 + 9 + 1, val: 8 + 9 + 1
+
+
+def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
+    root, run = mixed_folder(tmp_path / "d"), tmp_path / "run"
+    lines = train(
+        root,
+        run,
+        *RECIPE,
+        "--max-steps",
+        "9",
+        "--data.max_bad_fraction",
+        "0.1",
+        "--eval-every",
+        "5",
+        "--data.repeats",
+        "1",
+    )
+    steps, validations = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
+    assert [e["step"] for e in steps] == list(range(9)) and all(math.isfinite(e["loss"]) for e in steps)
+    assert steps[-1]["unreadable"] == 1
+    assert len(validations) == 2
+    for scores in validations:
+        assert (scores["images"], scores["unreadable"]) == (17, 1)
+        assert scores["images_per_s"] > 0 and scores["peak_memory_mib"] > 100
+        assert scores["active_heads"] == [2, 3] and scores["active_share"] == pytest.approx(5 / 6, abs=1e-4)
+    results = json.loads((run / "results.json").read_text())
+
+    capsys.readouterr()
+    train_cls.main(["--validate-only", "--checkpoint", str(run)])
+    out = capsys.readouterr().out
+    assert f"top-1 {results['top1']:.2f} %" in out and f"loss {results['loss']:.4f}, 17 images" in out
+    assert "active heads per layer: 2, 3 (83.3 % of all)" in out
+    train_cls.main(["--validate-only", "--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
+    out = capsys.readouterr().out
+    assert "12 px" in out and f"loss {results['loss']:.4f}" not in out
+    train_cls.main(["--validate-only", "--checkpoint", str(run), "--model.head_budget", "[[1,1],[1,1]]"])
+    assert "active heads per layer: 2, 2 (66.7 % of all)" in capsys.readouterr().out
+    for option, value in (("--model.name", "moh_vit_nano"), ("--model.depth", 3), ("--model.kwargs.qk_norm", "true")):
+        error = refused(capsys, "--validate-only", "--checkpoint", run, option, value, given=[])
+        key = option[2:].removesuffix(".qk_norm")
+        assert f"{key} has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224" in error
+    error = refused(capsys, "--validate-only", "--checkpoint", run, "--model.head_budget", 0.1, given=[])
+    assert "head_budget 0.1: the shared heads and one routed head per layer are 4 of 6" in error
+
+    torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
+    train_cls.main(["--config", str(run / "config.yaml"), "--validate-only", "--checkpoint", str(run / "model.pth")])
+    assert f"loss {results['loss']:.4f}, 17 images" in capsys.readouterr().out
+
+    (root / "val" / "dog").rename(root / "val" / "fox")
+    error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root, given=[])
+    assert f"2 classes in --checkpoint {run}, 2 in val" in error and "has class 'dog', which val has not" in error
+
+
+def test_the_schedule_is_timms(tmp_path):
+    """Warm-up from warmup_lr, then the cosine of the whole length from step 0; then min_lr."""
+    root = write_folder(tmp_path / "d", train=16)  # 32 images: an epoch is 4 steps
+    lines = train(
+        root, tmp_path / "run", "--optim.lr", "0.1", "--optim.warmup_lr", "0.01", "--optim.min_lr", "0.02",
+        "--optim.epochs", "3", "--optim.warmup_epochs", "1", "--optim.cooldown_epochs", "0.5",
+    )  # fmt: skip
+    warmup = [0.01 + 0.09 * t / 4 for t in range(4)]
+    cosine = [0.02 + 0.04 * (1 + math.cos(math.pi * t / 12)) for t in range(4, 12)]
+    assert [e["lr"] for e in lines if "lr" in e] == pytest.approx([*warmup, *cosine, 0.02, 0.02])
+
+
+def test_layers_learn_at_their_own_rate(tmp_path):
+    """AdamW's first step is the learning rate itself, so the largest change of a layer tells its rate."""
+    root, run = write_folder(tmp_path / "d"), tmp_path / "run"
+    argv = ["--optim.lr", "0.001", "--optim.weight_decay", "0", "--optim.layer_decay", "0.5", "--max-steps", "1"]
+    train(root, run, *argv)
+    torch.manual_seed(0)
+    kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=2, in_chans=3)
+    before = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs).state_dict()
+    after = load_file(run / "model.safetensors")
+
+    def rate(name):
+        return (after[name] - before[name]).abs().max().item()
+
+    rates = [
+        rate(n) for n in ("patch_embed.proj.weight", "blocks.0.mlp.fc2.weight", "blocks.1.mlp.fc2.weight", "head.bias")
+    ]
+    assert rates == pytest.approx([0.000125, 0.00025, 0.0005, 0.001], rel=0.02)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_one_line(tmp_path, capsys, workers):
+    root = mixed_folder(tmp_path / "d")
+    error = refused(
+        capsys, "--data.root", root, "--output", tmp_path / "run", "--max-steps", 9, "--data.workers", workers
+    )
+    assert "train/dog/torn.jpg: " in error and "1 unreadable so far, allowed are data.max_bad_fraction 0 of 22" in error
+    (root / "train" / "dog" / "torn.jpg").unlink()
+    error = refused(capsys, "--data.root", root, "--output", tmp_path / "run2", "--max-steps", 1)
+    assert "val/dog/torn.jpg: " in error
+
+
+def test_mistakes(tmp_path, capsys):
+    root, run = write_folder(tmp_path / "d"), tmp_path / "run"
+    argv = ["--data.root", root, "--output", run]
+    error = refused(capsys, *argv, "--optim.batch_size", 6, "--optim.accumulation", 2, "--mix.cutmix", 1)
+    assert "makes micro-batches of 3; mixup and cutmix pair images" in error
+    error = refused(capsys, *argv, "--data.augment", "imagenet", "--data.auto_augment", "rnd-m9")
+    assert "data.auto_augment 'rnd-m9': timm does not understand it" in error
+    error = refused(capsys, "--validate-only", "--checkpoint", tmp_path / "nowhere", "--data.root", root, given=MODEL)
+    assert f"--checkpoint {tmp_path / 'nowhere'}: neither a run" in error
+    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit", "--data.root", root, given=MODEL)
+    assert "--checkpoint moh_vit: No pretrained weights" in error
+    (root / "val" / "dog").rename(tmp_path / "dog")
+    error = refused(capsys, *argv)
+    assert "2 classes in train, 1 in val; train has class 'dog', which val has not" in error
+    (tmp_path / "dog").rename(root / "val" / "dog")
+    (root / "train" / "empty").mkdir()
+    assert "train/empty: a class folder without images" in refused(capsys, *argv)
+    (root / "train" / "empty").rmdir()
+    (root / "train" / "loop").symlink_to("loop")
+    assert f"Too many levels of symbolic links: '{root}/train/loop'" in refused(capsys, *argv)
+    assert not run.exists()
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with(tmp_path, capsys):
+    root, run = write_folder(tmp_path / "d"), tmp_path / "run"
+    argv = ["--data.root", root, "--output", run, "--max-steps", 1]
+    train(root, run, "--max-steps", "1")
+    for split in ("train", "val"):
+        (root / split / "dog").rename(root / split / "ant")
+    error = refused(capsys, *argv)
+    assert f"not the data that {run} began with: class 'dog' is gone, class 'ant' is new" in error
+    for split in ("train", "val"):
+        (root / split / "ant").rename(root / split / "dog")
+    train(root, run, "--max-steps", "1")
+    assert not list(run.glob(".*"))
+
+
+def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
+    from moh_vision.engine.checkpoint import export_weights
+
+    root = write_folder(tmp_path / "d")
+    kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
+    export_weights(
+        train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs), tmp_path / "other.safetensors", {}
+    )
+    argv = ["--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors"]
+    error = refused(capsys, *argv, given=MODEL)
+    assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
+
+
+def test_channels_last_changes_nothing_but_the_layout(tmp_path):
+    root = write_folder(tmp_path / "d")
+    one, two = (
+        train(root, tmp_path / name, "--max-steps", "2", *more)[1]["loss"]
+        for name, more in (("a", []), ("b", ["--channels-last"]))
+    )
+    assert one == pytest.approx(two, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_training_learns_the_same(tmp_path):
+    root = write_folder(tmp_path / "d", train=16)
+    one, two = (
+        [e["loss"] for e in train(root, tmp_path / name, "--max-steps", "4", *RECIPE, *more) if "loss" in e]
+        for name, more in (("a", []), ("b", ["--compile"]))
+    )
+    assert one == pytest.approx(two, abs=1e-3)
+
+
+def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        assert (tmp_path / "run" / "results.json").exists()
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("moh_vision.classification.validate.draw_head_usage", fail)
+    train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
+    assert f"{tmp_path}/run/head_usage.png could not be drawn: no room" in capsys.readouterr().out
+
+
+def test_a_run_with_fewer_heads_from_a_run(tmp_path):
+    """`--init-from RUN --model.head_budget SHARE` keeps RUN's shared heads, also when it is resumed."""
+    root = write_folder(tmp_path / "d", train=4, val=2)
+    heads = ["--model.num_heads", "6", "--model.head_budget"]
+    train(root, tmp_path / "first", *heads, "uniform:0.75", "--max-steps", "1")
+    fewer = [*heads, "uniform:0.5", "--init-from", str(tmp_path / "first")]
+    train(root, tmp_path / "second", *fewer, "--max-steps", "1")
+    (tmp_path / "second" / "model.safetensors").unlink()  # killed between the checkpoint and this file
+    lines = train(root, tmp_path / "second", *fewer, "--max-steps", "2")
+    assert [e["step"] for e in lines if "loss" in e] == [0, 1]
+    model, _ = from_run(str(tmp_path / "second"), "classifier")
+    assert [(b["shared"], b["routed"]) for b in head_budget(model)["layers"]] == [(2, 1)] * 2
+    train_cls.main(
+        ["--validate-only", "--checkpoint", str(tmp_path / "second"), "--data.root", str(root), "--data.workers", "0"]
+    )

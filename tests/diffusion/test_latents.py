@@ -1,0 +1,394 @@
+"""Latents on disk: what is written, what goes on after a kill, what is refused."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from pictures import contents, write_folder
+from PIL import Image
+from tiny_vae import save_tiny_vae
+
+from moh_vision.data.crop import center_crop
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.folder import ImageFolder
+from moh_vision.data.splits import open_source
+from moh_vision.diffusion.latents import LatentCache, encode_moments, load_vae, writer
+from moh_vision.diffusion.latents.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def vae_folder(tmp_path_factory):
+    return save_tiny_vae(tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return write_folder(tmp_path / "images", train=10, val=2, size=(21, 16))
+
+
+def arguments(vae, root, out, *more):
+    fixed = ["--size", "16", "--samples-per-shard", "7", "--batch-size", "3", "--workers", "0"]
+    return ["--vae", str(vae), "--data", str(root), "--out", str(out), *fixed, *map(str, more)]
+
+
+def run(*given):
+    return main(arguments(*given))
+
+
+def error_line(capfd):
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("latents: error: "), lines
+    return lines[0]
+
+
+def stored_numbers(folder, split="train"):
+    """The number in the source of every sample, in the order of the cache."""
+    names = []
+    for path in sorted(folder.glob(f"{split}-*.tar")):
+        with tarfile.open(path) as tar:
+            names += [m.name for m in tar if m.name.endswith(".npy")]
+    return [int(name.removesuffix(".npy")) for name in names]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("float16", 1e-3)])
+def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path, vae_folder, root, dtype, tolerance):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out, "--dtype", dtype) == 0
+    cache, source, vae = LatentCache(str(out), "train"), ImageFolder(str(root), "train"), load_vae(vae_folder)
+    numbers = stored_numbers(out)
+    assert sorted(numbers) == list(range(20)) and numbers != sorted(numbers)
+    assert cache.shard_sizes == (6, 7, 7) and cache.classes == ["cat", "dog"]
+    assert cache.labels.tolist() == [source.labels[n] for n in numbers]
+    assert min(np.bincount(cache.labels[:6], minlength=2)) > 0, "a shard of one class"
+    for i, number in enumerate(numbers):
+        pixels = torch.from_numpy(np.array(center_crop(source.image(number), 16))).permute(2, 0, 1) / 127.5 - 1
+        expected = torch.cat([encode_moments(vae, x[None]) for x in (pixels, pixels.flip(-1))])
+        moments = cache.moments(i)
+        assert moments.shape == (2, 8, 8, 8) and moments.dtype == torch.float32
+        torch.testing.assert_close(moments, expected, rtol=tolerance, atol=tolerance)
+        assert not torch.allclose(moments[0], moments[1], atol=0.01)
+
+
+def test_manifest(tmp_path, vae_folder, root):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out, "--split", "val") == 0
+    assert run(vae_folder, root, out) == 0
+    m = json.loads((out / "train.latents.json").read_text())
+    shards = m.pop("shards")
+    sha = m["vae"].pop("sha256")
+    assert re.fullmatch("[0-9a-f]{64}", sha)
+    assert m == dict(
+        format=1, complete=True, split="train", source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
+        vae=dict(name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4),
+        classes=["cat", "dog"], samples=20, bad=0,
+    )  # fmt: skip
+    assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.tar", n) for i, n in enumerate((6, 7, 7))]
+    for s in shards:
+        data = (out / s["shard"]).read_bytes()
+        assert (s["bytes"], s["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    assert (out / "classes.txt").read_text() == "cat\ndog\n"
+    assert len(LatentCache(str(out), "val")) == 4
+    with tarfile.open(out / "train-000000.tar") as tar:
+        array = np.load(
+            io.BytesIO(tar.extractfile(next(m for m in tar if m.name.endswith(".npy"))).read()), allow_pickle=False
+        )
+        assert array.shape == (2, 8, 8, 8) and array.dtype == np.float16
+
+
+def test_the_bytes_do_not_depend_on_readers_or_time_but_on_the_seed(tmp_path, vae_folder, root):
+    for name, more in (("a", ()), ("b", ("--workers", 2)), ("c", ("--seed", 1))):
+        assert run(vae_folder, root, tmp_path / name, *more) == 0
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b and a["train-000000.tar"] != c["train-000000.tar"]
+
+
+def test_grey_images(tmp_path, vae_folder):
+    assert run(vae_folder, "digits", tmp_path / "out", "--split", "val", "--batch-size", 100) == 0
+    source, cache = open_source("digits", "val"), LatentCache(str(tmp_path / "out"), "val")
+    number = stored_numbers(tmp_path / "out", "val")[3]
+    pixels = torch.from_numpy(np.array(center_crop(source.image(number), 16))).expand(1, 3, 16, 16) / 127.5 - 1
+    expected = encode_moments(load_vae(vae_folder), pixels)[0]
+    torch.testing.assert_close(cache.moments(3)[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, vae_folder, root, monkeypatch, capfd):
+    out, other = tmp_path / "out", tmp_path / "other"
+    more = ("--samples-per-shard", 2, "--workers", 1)
+    with monkeypatch.context() as patch:
+        encode = writer.encode_moments
+        patch.setattr(writer, "encode_moments", lambda *a: time.sleep(0.02) or encode(*a))
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            os._exit(run(vae_folder, root, out, *more))
+        deadline = time.monotonic() + 30
+        while len(list(out.glob("train-*.tar"))) < 3:
+            assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*.tar")}
+    assert 3 <= len(kept) < 10
+    with pytest.raises(ValueError, match="train.latents.json: the latents are not all there yet"):
+        LatentCache(str(out), "train")
+    assert run(vae_folder, root, out, *more) == 0
+    assert f"{len(kept)} of 10 shards are there" in capfd.readouterr().out
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+    assert run(vae_folder, root, other, *more) == 0
+    assert contents(out) == contents(other) and not list(out.glob(".*.tmp"))
+
+
+def test_what_is_missing_or_damaged_is_written_again(tmp_path, vae_folder, root, capfd):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    good = contents(out)
+    times = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert run(vae_folder, root, out) == 0
+    assert "all there already" in capfd.readouterr().out
+    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == times
+    damaged = bytearray(good["train-000001.tar"])
+    damaged[700] ^= 1
+    (out / "train-000001.tar").write_bytes(damaged)
+    (out / "train-000002.tar").unlink()
+    assert run(vae_folder, root, out) == 0
+    assert "train-000001.tar does not have its recorded sha256; moved to" in capfd.readouterr().out
+    after = contents(out)
+    assert after.pop("train-000001.tar.damaged") == bytes(damaged) and after == good
+    LatentCache(str(out), "train").verify()
+
+
+def test_records_of_other_ranks_are_taken_over(tmp_path, vae_folder, root, capfd):
+    """As a kill of two ranks leaves them: a line of rank 1 in its own part, another one torn."""
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    good = contents(out)
+    header, first, second, third = good["train.shards.jsonl"].decode().splitlines(keepends=True)
+    (out / "train.shards.jsonl").write_text(header + first)
+    (out / ".train.shards.1.jsonl").write_text(second + third[:50])
+    (out / "train-000002.tar").unlink()
+    assert run(vae_folder, root, out) == 0
+    assert "2 of 3 shards are there" in capfd.readouterr().out
+    assert contents(out) == good
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("--size", 8), "--size was 16, now 8"),
+        (("--dtype", "float32"), "--dtype was float16, now float32"),
+        (("--seed", 5), "--seed was 0, now 5"),
+        (("--samples-per-shard", 9), "--samples-per-shard was 7, now 9"),
+        ("vae", "--vae was {vae} \\(sha256 [0-9a-f]{{12}}\\), now {other} \\(sha256 [0-9a-f]{{12}}\\)"),
+        ("touched", "class cat has other files \\(10 images, now 10\\)"),
+        ("more", "class dog has other files \\(10 images, now 11\\)"),
+    ],
+)
+def test_other_arguments_vae_or_images_are_refused_and_named(tmp_path, vae_folder, root, capfd, change, words):
+    out, vae, other = tmp_path / "out", vae_folder, tmp_path / "vae"
+    assert run(vae, root, out) == 0
+    if change == "vae":
+        vae = save_tiny_vae(other, seed=1)
+    if change == "touched":
+        os.utime(root / "train" / "cat" / "3.png", ns=(1, 1))
+    if change == "more":
+        Image.new("RGB", (4, 4)).save(root / "train" / "dog" / "new.png")
+    before = contents(out)
+    assert run(vae, root, out, *(change if isinstance(change, tuple) else ())) == 2
+    assert re.search(words.format(vae=vae_folder, other=other), error_line(capfd))
+    assert contents(out) == before
+
+
+def test_the_same_weights_elsewhere_are_the_same_vae(tmp_path, vae_folder, root, capfd):
+    assert run(vae_folder, root, tmp_path / "out") == 0
+    shutil.copytree(vae_folder, tmp_path / "pipeline" / "vae")
+    assert run(tmp_path / "pipeline", root, tmp_path / "out") == 0
+    assert "all there already" in capfd.readouterr().out
+
+
+def test_foreign_files_are_refused(tmp_path, vae_folder, root, capfd):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("train-000007.tar", "train.latents.json"):
+        (out / name).write_text("mine")
+        assert run(vae_folder, root, out) == 2
+        assert f"holds {name}, which this command did not write" in error_line(capfd)
+        (out / name).unlink()
+
+
+def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, vae_folder, root, capfd):
+    (root / "train" / "dog" / "3.png").write_bytes(b"text")
+    assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.04) == 2
+    line = error_line(capfd)
+    assert "dog/3.png: cannot identify" in line and "1 bad of 20 images, more than --max-bad-fraction 0.04" in line
+    assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.05, "--workers", 1) == 0
+    assert "of 19 images" in (shown := capfd.readouterr().out) and "1 bad images left out, train.bad.txt" in shown
+    assert (tmp_path / "out" / "train.bad.txt").read_text().startswith("13\t")
+    cache = LatentCache(str(tmp_path / "out"), "train")
+    assert (len(cache), cache.manifest["samples"], cache.manifest["bad"]) == (19, 19, 1)
+    assert run(vae_folder, root, tmp_path / "out") == 2, "what was allowed once is not allowed for ever"
+    assert "1 bad of 20" in error_line(capfd)
+
+
+def test_an_unreadable_file_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
+    def gone(*_):
+        raise OSError(5, "Input/output error", "disk")
+
+    monkeypatch.setattr(ImageFolder, "image", gone)
+    assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.9, "--workers", 1) == 2
+    assert error_line(capfd) == "latents: error: disk: Input/output error"
+
+
+def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, vae_folder, root, capfd):
+    out = tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # a shard has 20,480 bytes or more
+    try:
+        assert run(vae_folder, root, out) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"--out {out}: File too large; finished shards are kept" in error_line(capfd)
+    assert not list(out.glob("*.tar")) and not list(out.glob(".*.tmp"))
+    assert run(vae_folder, root, out) == 0
+
+
+def test_numbers_that_float16_cannot_hold_are_refused(tmp_path, vae_folder, root, capfd, monkeypatch):
+    encode = writer.encode_moments
+    monkeypatch.setattr(writer, "encode_moments", lambda *a: encode(*a) * 1e7)
+    assert run(vae_folder, root, tmp_path / "out") == 2
+    assert re.search(
+        "latents of image [0-9]+ of images are not finite in float16; take --dtype float32", error_line(capfd)
+    )
+    assert run(vae_folder, root, tmp_path / "wide", "--dtype", "float32") == 0
+
+
+def test_a_batch_that_does_not_fit_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(writer, "encode_moments", full)
+    assert run(vae_folder, root, tmp_path / "out") == 2
+    assert "--batch-size: 3 images do not fit into the memory of cpu" in error_line(capfd)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--vae", "{tmp}/none"], "vae {tmp}/none: no such folder"),
+        (["--data", "{tmp}/none"], "{tmp}/none: no such folder"),
+        (["--size", "0"], "--size 0: expected 1 or more"),
+        (["--size", "17"], "--size 17: not a multiple of 2, the downsampling of"),
+        (["--workers", "-1"], "--workers -1: expected 0 or more"),
+        (["--batch-size", "0"], "--batch-size 0: expected 1 or more"),
+        (["--samples-per-shard", "0"], "--samples-per-shard 0: expected 1 or more"),
+        (["--max-bad-fraction", "1"], "--max-bad-fraction 1: expected 0 <= fraction < 1"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--sise", "8"], "unknown argument --sise, did you mean --size?"),
+        (["--out", "{tmp}/file"], "--out {tmp}/file is a file, expected a folder"),
+        (["--out", "{tmp}/images/out"], "--out {tmp}/images/out is inside --data {tmp}/images"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, vae_folder, root, capfd, more, words):
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    assert run(vae_folder, root, tmp_path / "out", *(m.format(tmp=tmp_path) for m in more)) == 2
+    assert words.format(tmp=tmp_path) in error_line(capfd)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def rewrite(manifest, **changes):
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(format=2), "train.latents.json: format 2, this version reads 1"),
+        (dict(complete=False), "train.latents.json: the latents are not all there yet"),
+        (dict(dtype="float32"), "train-000000.tar, latents at byte [0-9]+: 2176 bytes, not float32 of shape"),
+        (dict(size=32), "dtype float16, shape \\[2, 8, 8, 8\\] are not those of its VAE and size"),
+        (dict(vae=None), "not a manifest of latents"),
+        ("text", "train.latents.json: Expecting value"),
+        ("gone", "train-000002.tar of train.latents.json is gone"),
+        ("added", "train-000003.tar is not in train.latents.json"),
+        ("shorter", "train-000000.tar: 10240 bytes, 1 samples; train.latents.json says"),
+        ("touched", "shard train-000000.tar was added or changed since the index"),
+    ],
+)
+def test_a_cache_that_is_not_what_its_manifest_says(tmp_path, vae_folder, root, change, words):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    if change != "touched":
+        (out / ".train.index.safetensors").unlink()
+    if isinstance(change, dict):
+        rewrite(out / "train.latents.json", **change)
+    if change == "text":
+        (out / "train.latents.json").write_text("x")
+    if change == "gone":
+        (out / "train-000002.tar").unlink()
+    if change == "added":
+        shutil.copy(out / "train-000000.tar", out / "train-000003.tar")
+    if change == "shorter":
+        with tarfile.open(out / "train-000000.tar") as old, tarfile.open(out / "new", "w") as new:
+            for member in old.getmembers()[:2]:
+                new.addfile(member, old.extractfile(member))
+        (out / "new").rename(out / "train-000000.tar")
+    if change == "touched":
+        os.utime(out / "train-000000.tar")
+    with pytest.raises(ValueError, match=words):
+        LatentCache(str(out), "train")
+
+
+def test_damage_is_noticed(tmp_path, vae_folder, root):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    cache, path = LatentCache(str(out), "train"), out / "train-000000.tar"
+    data, before = bytearray(path.read_bytes()), path.stat()
+    data[int(cache.offset[0]) + 500] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="train-000000.tar does not have the sha256 of the manifest"):
+        cache.verify()
+    data[int(cache.offset[0])] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UnreadableImage, match="train-000000.tar: the shard has changed since its index was made"):
+        cache.moments(0)
+    os.utime(path, ns=(0, before.st_mtime_ns))  # as if the disk had done it
+    with pytest.raises(UnreadableImage, match="train-000000.tar, latents at byte 1536: not float16 of shape"):
+        cache.moments(0)
+
+
+def test_classifiers_are_told(tmp_path, vae_folder, root, capfd):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    with pytest.raises(ValueError, match="data.root .*: latents, which train_dit.py reads; images are needed here"):
+        open_source(str(out), "train")
+    assert run(vae_folder, out, tmp_path / "again") == 2
+    assert "images are needed here" in error_line(capfd)
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_writes(tmp_path, vae_folder, root):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29541"]
+    command = [*torchrun, "-m", "moh_vision.diffusion.latents"]
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    how = dict(env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *arguments(vae_folder, root, tmp_path / "two")], **how)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1 and "20 written" in done.stdout
+    assert run(vae_folder, root, tmp_path / "one") == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    done = subprocess.run([*command, *arguments(vae_folder, root, tmp_path / "two", "--seed", 3)], **how)
+    assert done.returncode != 0 and done.stderr.count("latents: error: ") == 1
+    assert "--seed was 0, now 3" in done.stderr

@@ -1,0 +1,551 @@
+"""sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import ROOT
+from diffusers import AutoencoderKL
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(ROOT))
+import sample  # noqa: E402
+from moh_vision.data.order import derive_seed  # noqa: E402
+from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
+from moh_vision.diffusion.latents.vae import LatentSpace, load_vae  # noqa: E402
+from moh_vision.diffusion.scores import ClassifierScores  # noqa: E402
+from moh_vision.engine.checkpoint import export_weights  # noqa: E402
+from moh_vision.engine.image_parts import ImageParts  # noqa: E402
+from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score  # noqa: E402
+from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command  # noqa: E402
+from moh_vision.models.weights import create, from_run  # noqa: E402
+
+NAME = "moh_dit_small_patch2_75"
+
+
+def run_of(folder, channels, label_drop=0.1, pixels=False, **more):
+    torch.manual_seed(4)
+    arguments = dict(
+        img_size=4, in_chans=channels, num_classes=3, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)]
+    )
+    model = create(NAME, "diffusion", **arguments)
+    with torch.no_grad():  # a new DiT is the zero function
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.2 * torch.randn_like(p))
+    about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=dict(label_drop=label_drop))
+    about["config"].update(vae="none" if pixels else "some")
+    export_weights(model, folder / "ema.safetensors", {**about, **more})
+    return folder
+
+
+def vae_in(folder, channels=4):
+    torch.manual_seed(5)
+    kinds = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
+    vae = AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds)
+    vae.save_pretrained(folder)
+    return folder
+
+
+def recorded(folder, scaling_factor=0.7):
+    """As train_dit.py records the VAE of a run."""
+    return dict(vars(LatentSpace.of(load_vae(str(folder)), str(folder))), scaling_factor=scaling_factor)
+
+
+def call(run, *more):
+    argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 4 --cfg-scale 2".split()
+    sample.main([*argv, *map(str, more)])
+
+
+def refused(capsys, run, *more):
+    with pytest.raises(SystemExit) as stop:
+        call(run, "--grid", run / "never.png", *more)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm-solver++"])
+def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
+    run = run_of(tmp_path, 3)
+    call(run, "--sampler", sampler, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
+    images = np.load(tmp_path / "a.npz")["arr_0"]
+    assert images.std() > 10
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="pil").images
+    drawn = np.stack([np.array(i) for i in drawn]).astype(int)
+    assert np.abs(drawn - images[:3]).max() <= 1
+
+
+def test_only_the_pipeline(tmp_path, capsys):
+    sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
+    assert capsys.readouterr().out == f"pipeline: {tmp_path}/pipe\n"
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
+    assert pipe([0], num_inference_steps=2).images[0].mode == "L"
+    capsys.readouterr()  # diffusers' progress bars
+    assert "pipe exists; give another path" in refused(capsys, tmp_path, "--save-pipeline", tmp_path / "pipe")
+
+
+def test_latents_are_decoded_by_the_runs_vae(tmp_path):
+    """With the scaling of the training, not clipped; --vae names another decoder."""
+    folder = vae_in(tmp_path / "vae")
+    run = run_of(tmp_path, 4, vae=recorded(folder))
+    call(run, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
+    images = np.load(tmp_path / "a.npz")["arr_0"]
+    assert images.shape == (5, 8, 8, 3) and images.std() > 1
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert pipe.vae.config.scaling_factor == 0.7 and not pipe.scheduler.config.clip_sample
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="np").images
+    assert np.abs(drawn * 255 - images[:3]).max() <= 0.51
+    with torch.no_grad():
+        other = AutoencoderKL.from_pretrained(folder)
+        for p in other.decoder.parameters():
+            p.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    call(run, "--out", tmp_path / "b.npz", "--vae", tmp_path / "other")
+    assert not np.array_equal(np.load(tmp_path / "b.npz")["arr_0"], images)
+
+
+def test_guidance_options(tmp_path, capsys):
+    run = run_of(tmp_path, 4, vae=recorded(vae_in(tmp_path / "vae")))
+
+    def images(name, *more):
+        call(run, "--out", tmp_path / f"{name}.npz", *more)
+        return np.load(tmp_path / f"{name}.npz")["arr_0"]
+
+    three, every = images("three"), images("all", "--guide-channels", "all")
+    assert np.array_equal(images("four", "--guide-channels", "4"), every) and not np.array_equal(three, every)
+    assert np.array_equal(images("whole", "--cfg-interval", "0", "1"), three)
+    assert "guidance 2 between 0.2 and 0.5 of the timesteps" not in capsys.readouterr().out
+    part = images("part", "--cfg-interval", "0.2", "0.5")
+    assert "guidance 2 between 0.2 and 0.5 of the timesteps" in capsys.readouterr().out
+    assert np.array_equal(images("list", "--cfg-interval", "[0.2, 0.5]"), part) and not np.array_equal(part, three)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--cfg-interval 0.8 0.2", "cfg_interval [0.8, 0.2] is out of range: 0 <= low <= high <= 1"),
+        ("--cfg-interval 0 999", "cfg_interval [0.0, 999.0] is out of range"),
+        ("--cfg-interval 0.5", "cfg_interval"),
+        ("--cfg-interval 0.1 0.2 --cfg-scale 1", "needs a cfg_scale other than 1"),
+        ("--guide-channels 0", "guide_channels 0 is out of range: at least 1"),
+        ("--guide-channels most", "guide_channels"),
+        ("--num-images 0", "num_images 0 is out of range: at least 1"),
+        ("--num-images 0 --save-pipeline x --out y", "num_images 0 leaves nothing for --out"),
+        ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
+        ("--sampler dpm", "dpm-solver++"),
+        ("--out {}/x.zip", "x.zip' is out of range: a path that ends in"),
+        ("--grid {0}/g.png --head-usage {0}/g.png", "g.png is given for two outputs"),
+        ("--out {}", "exists; give another path"),
+        ("--out {}/ema.safetensors/images", "ema.safetensors/images cannot be written (File exists)"),
+        ("--score {0} --score-file {0}", "is a folder, expected a file"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, argv, words):
+    assert words in refused(capsys, run_of(tmp_path, 1), *argv.format(tmp_path).split())
+    assert [p.name for p in tmp_path.iterdir()] == ["ema.safetensors"]
+
+
+@pytest.mark.parametrize("more", [[], ["--save-pipeline", "pipe"], ["--allow-biased"]])
+def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys, more):
+    with pytest.raises(SystemExit, match="2"):
+        call(tmp_path, *more)
+    assert "num_images 5: nothing would be written; give --out, --grid," in capsys.readouterr().err
+
+
+def test_mistakes_with_vaes(tmp_path, capsys):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    about = recorded(vae_in(tmp_path / "vae"))
+    run = run_of(tmp_path / "a", 4, vae=about)
+    assert f"vae {tmp_path}/none" in refused(capsys, run, "--vae", tmp_path / "none")
+    three = vae_in(tmp_path / "three", channels=3)
+    assert "the VAE has latents of 3 channels, the transformer works on 4" in refused(capsys, run, "--vae", three)
+    error = refused(capsys, run_of(tmp_path / "c", 3, pixels=True), "--vae", three)
+    assert f"--vae {three}: {tmp_path}/c was trained on pixels" in error
+    lost = run_of(tmp_path / "b", 4, vae=dict(about, name=str(tmp_path / "gone")))
+    assert f"vae {tmp_path}/gone" in refused(capsys, lost)
+    other = run_of(tmp_path / "b", 4, vae=dict(about, sha256="0" * 64))
+    assert f"the VAE {tmp_path}/vae is not the one of the run (sha256 {'0' * 12})" in refused(capsys, other)
+    plain = run_of(tmp_path / "c", 3, label_drop=0)
+    assert "--cfg-scale 2 needs a run trained with label_drop above 0" in refused(capsys, plain)
+    (tmp_path / "file.d").write_text("precious")
+    assert "file.d is a file, expected a folder" in refused(
+        capsys, run_of(tmp_path / "c", 3), "--save-pipeline", tmp_path / "file.d", "--overwrite"
+    )
+    assert (tmp_path / "file.d").read_text() == "precious"
+
+
+# ---------------------------------------------------------------- many images
+
+
+def drawn(path):
+    with np.load(path) as archive:
+        return archive["arr_0"], archive["arr_1"]
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(tmp_path, monkeypatch, capsys):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "whole.npz")
+    add, done = ImageParts.add, []
+
+    def add_one(self, number, *more):
+        if done:
+            raise KeyboardInterrupt
+        done.append(number)
+        add(self, number, *more)
+
+    monkeypatch.setattr(ImageParts, "add", add_one)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--out", tmp_path / "a.npz")
+    monkeypatch.setattr(ImageParts, "add", add)
+    assert not (tmp_path / "a.npz").exists()
+    capsys.readouterr()
+    call(run, "--out", tmp_path / "a.npz")
+    assert "1 of 2 batches of this process are there already" in capsys.readouterr().out
+    for ours, whole in zip(drawn(tmp_path / "a.npz"), drawn(tmp_path / "whole.npz")):
+        assert np.array_equal(ours, whole)
+    assert not list(tmp_path.glob(".*"))  # nothing is left behind
+    with np.load(tmp_path / "a.npz") as archive:
+        assert archive["arr_0"].dtype == np.uint8 and archive["arr_0"].shape == (5, 4, 4, 3)
+
+
+def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):
+    """Also if the interrupted command did not count: its batches are drawn again."""
+    run, shares, add = run_of(tmp_path, 3), [], ImageParts.add
+    monkeypatch.setattr(sample, "draw_head_usage", lambda share, *_: shares.append(torch.cat(share, dim=1)))
+
+    def stop(self, number, *more):
+        add(self, number, *more)
+        raise KeyboardInterrupt
+
+    for first in (None, ["--head-usage"], ["--grid"]):
+        if first:
+            monkeypatch.setattr(ImageParts, "add", stop)
+            with pytest.raises(KeyboardInterrupt):
+                call(run, *first, tmp_path / "a.png")
+            monkeypatch.setattr(ImageParts, "add", add)
+        call(run, "--head-usage", tmp_path / "a.png")
+    assert shares[0][:, 0].tolist() == [1] * 4 and 0 < shares[0][:, 1].min()  # the shared head; the routed one
+    assert len(shares) == 3 and torch.equal(shares[1], shares[0]) and torch.equal(shares[2], shares[0])
+
+
+def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
+    """Or the first to end would remove the samples of the other."""
+    run, lock = run_of(tmp_path, 3), sample.only_one
+    hold = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
+    )
+    others = []
+
+    def after_another(folder, option):
+        others.append(
+            subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)", folder / ".lock"], stdout=subprocess.PIPE)
+        )
+        others[0].stdout.readline()
+        return lock(folder, option)
+
+    monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
+    monkeypatch.setattr(sample, "only_one", after_another)
+    try:
+        error = refused(capsys, run, "--out", tmp_path / "a.npz")
+    finally:
+        others[0].kill()
+        others[0].communicate()
+    assert "error: samples in" in error and "another process is writing there" in error
+    assert not list(tmp_path.glob(".samples-*/*.npy"))
+    monkeypatch.setattr(sample, "only_one", lock)
+    call(run, "--out", tmp_path / "a.npz")
+    assert not list(tmp_path.glob(".samples-*"))
+
+
+def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch):
+    run = run_of(tmp_path, 3)
+    monkeypatch.setattr(sample, "write_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for more in ([], ["--seed", "1"]):
+        with pytest.raises(KeyboardInterrupt):
+            call(run, "--out", tmp_path / "a.npz", *more)
+    assert len(list(tmp_path.glob(".samples-*"))) == 2
+
+
+def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
+    """NaN would become black images, and be scored."""
+    run = run_of(tmp_path, 3)
+    with safe_open(run / "ema.safetensors", "pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    state["y_embedder.embedding_table.weight"][1] = float("nan")  # of one class
+    save_file(state, run / "ema.safetensors", about)
+    with pytest.raises(SystemExit) as stop:
+        call(run, "--out", tmp_path / "a.npz")
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and not (tmp_path / "a.npz").exists()
+    assert error == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
+
+
+def test_image_i_depends_on_the_seed_and_i(tmp_path):
+    """Whatever the number of images, and at another batch size up to rounding."""
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "five.npz")
+    five, labels = drawn(tmp_path / "five.npz")
+    assert labels.tolist() == [0, 1, 2, 0, 1]
+    call(run, "--out", tmp_path / "six.npz", "--num-images", "6")
+    assert np.array_equal(drawn(tmp_path / "six.npz")[0][:3], five[:3])
+    call(run, "--out", tmp_path / "other.npz", "--batch-size", "5")
+    assert np.abs(drawn(tmp_path / "other.npz")[0].astype(int) - five).max() <= 1
+
+
+def test_random_labels_are_functions_of_the_seed_and_the_number(tmp_path):
+    run = run_of(tmp_path, 3)
+    for n in (20, 30):
+        call(run, "--out", tmp_path / f"{n}.npz", "--labels", "random", "--num-images", n, "--steps", "1")
+    few, many = (drawn(tmp_path / f"{n}.npz")[1] for n in (20, 30))
+    assert np.array_equal(few, many[:20]) and set(few) == {0, 1, 2} and few.tolist() != (np.arange(20) % 3).tolist()
+
+
+def test_bfloat16_is_close(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "a.npz")
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    call(run, "--out", tmp_path / "b.npz", "--mixed-precision", "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (a, _), (b, _) = drawn(tmp_path / "a.npz"), drawn(tmp_path / "b.npz")
+    assert not np.array_equal(a, b) and np.abs(a.astype(int) - b).mean() < 12
+
+
+def test_two_processes_draw_the_images_of_one(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--out", tmp_path / "one.npz", "--num-images", "11")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29671"]
+    argv = (
+        f"sample.py --checkpoint {run} --num-images 11 --batch-size 3 --steps 4 --cfg-scale 2 --out {tmp_path}/two.npz "
+        f"--head-usage {tmp_path}/two.png"
+    )
+    env = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    done = subprocess.run([*command, *argv.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("11 images, ddpm 4 steps") == 1
+    (one, labels), (two, again) = drawn(tmp_path / "one.npz"), drawn(tmp_path / "two.npz")
+    assert np.array_equal(labels, again) and np.abs(one.astype(int) - two).max() <= 1  # threads differ
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with_two_processes(tmp_path):
+    """SIGKILL while sampling; the rest by two processes: the bytes of an undisturbed run of one."""
+    run, env = run_of(tmp_path, 3), dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    argv = f"sample.py --checkpoint {run} --num-images 400 --batch-size 4 --steps 50 --cfg-scale 2 --out {tmp_path}/".split()
+
+    def start(launcher, name):
+        command = [sys.executable, *launcher, *argv[:-1], f"{argv[-1]}{name}"]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+    whole = start([], "whole.npz")
+    assert whole.wait(240) == 0
+    killed, deadline = start([], "a.npz"), time.monotonic() + 240
+    while len(list(tmp_path.glob(".samples-*/*.npy"))) < 5:
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    there = len(list(tmp_path.glob(".samples-*/*.npy")))
+    assert 5 <= there < 100 and not (tmp_path / "a.npz").exists()
+    again = start("-m torch.distributed.run --nproc_per_node 2 --master_port 29672".split(), "a.npz")
+    assert again.wait(240) == 0 and "batches of this process are there already" in again.stdout.read()
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_grid_of_random_labels_has_one_class_a_row(tmp_path):
+    run = run_of(tmp_path, 3)
+    call(run, "--labels", "random", "--grid", tmp_path / "g.png", "--out", tmp_path / "a.npz")
+    counts = np.bincount(drawn(tmp_path / "a.npz")[1], minlength=3)
+    assert len(set(counts)) > 1  # or this would show nothing
+    with Image.open(tmp_path / "g.png") as grid:
+        rows, columns = (counts > 0).sum(), counts[counts > 0].min()
+        margin = grid.width - columns * 50 - 2
+        assert grid.height == rows * 50 + 2 and 0 < margin < 50
+
+
+# ---------------------------------------------------------------- scores
+
+
+def classifier_in(folder):
+    """A classification run that nobody trained, on other classes."""
+    folder.mkdir()
+    torch.manual_seed(6)
+    arguments = dict(
+        img_size=4, patch_size=2, embed_dim=8, depth=1, num_heads=2, num_classes=2, in_chans=3, head_budget=[(1, 1)]
+    )
+    model = create("moh_vit_tiny_patch16_224", "classifier", **arguments)
+    about = dict(architecture="moh_vit_tiny_patch16_224", arguments=arguments, classes=["x", "y"], config={})
+    export_weights(model, folder / "model.safetensors", about)
+    return folder
+
+
+def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
+    run, judge = run_of(tmp_path, 3), classifier_in(tmp_path / "cls")
+    call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "40")
+    argv = ["--num-images", "30", "--extractor", judge, "--score", tmp_path / "ref.npz"]
+    call(run, *argv, "--out", tmp_path / "a.npz", "--score-file", tmp_path / "s.json")
+    out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
+    images, reference = (torch.from_numpy(drawn(tmp_path / f"{n}.npz")[0]).permute(0, 3, 1, 2) for n in ("a", "ref"))
+    network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
+    want = score(images, reference, extractor=network)
+    assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6) and scores["precision"] == want["precision"]
+    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}" and f"{want['fd']:.4f}" in out
+    assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
+    assert scores["weights_sha256"] == network.weights_sha256
+    assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")
+    assert (
+        refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json").count("allow_biased") == 1
+    )
+
+
+def test_a_figure_that_fails_costs_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
+    run, judge, draw = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), sample.draw_head_usage
+    call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "12")
+    argv = ["--num-images", "12", "--extractor", judge, "--score", tmp_path / "ref.npz", "--score-file"]
+    argv += [tmp_path / "s.json", "--head-usage", tmp_path / "h.png"]
+    monkeypatch.setattr(sample, "draw_head_usage", lambda *_: open(tmp_path))
+    with pytest.raises(IsADirectoryError):
+        call(run, *argv)
+    assert json.loads((tmp_path / "s.json").read_text())["num_generated"] == 12
+    monkeypatch.setattr(sample, "draw_head_usage", draw)
+    call(run, *argv, "--overwrite")
+    assert "4 of 4 batches of this process are there already" in capsys.readouterr().out
+    assert (tmp_path / "h.png").exists()
+
+
+def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", arr_0=rng.integers(0, 255, (20, 4, 4, 3), dtype=np.uint8))
+    a, b, run = tmp_path / "a.npz", tmp_path / "b.npz", classifier_in(tmp_path / "cls")
+    assert fidelity_command([str(a), str(b), "--extractor", str(run)]) == 0
+    model, _ = from_run(str(run), "classifier")
+    want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}"))
+    text = capsys.readouterr().out
+    assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text
+    assert (
+        f"\nFD{want['fd']:>{22 + len(format(want['fd'], '.4f'))}.4f}\n" in text
+    )  # the long name does not push the number
+    assert fidelity_command([str(a), str(b), "--extractor", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_fidelity_command_on_two_processes(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 21), ("b", 30)):
+        np.savez(tmp_path / f"{name}.npz", arr_0=rng.integers(0, 255, (count, 4, 4, 3), dtype=np.uint8))
+    argv = ["a.npz", "b.npz", "--extractor", str(classifier_in(tmp_path / "cls")), "--batch-size", "4"]
+    module, ranks = ["-m", "moh_vision.evaluation.fidelity"], ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    env, results = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), []
+    for launcher in ([], [*ranks, "--master_port", "29673"]):
+        out = f"{len(results)}.json"
+        command = [sys.executable, *launcher, *module, *argv, "--out", out]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0 and done.stdout.count("scores: ") == 1, done.stderr
+        results.append(json.loads((tmp_path / out).read_text()))
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[0].items():
+        assert results[1][name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize("more", [{}, dict(dynamic_img_size=True)])
+def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
+    sizes = dict(embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), num_classes=2, in_chans=3)
+    arguments = dict(sizes, img_size=32, **more)
+    model = create("transnext_micro", "classifier", **arguments).eval()
+    about = dict(architecture="transnext_micro", arguments=arguments, classes=["x", "y"], config={})
+    export_weights(model, tmp_path / "model.safetensors", about)
+    network, x = make_extractor(str(tmp_path)), torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        want = model.forward_head(model.forward_features((x / 255 - mean) / std), pre_logits=True)
+        torch.testing.assert_close(network(x).pooled, want)
+
+
+@pytest.mark.parametrize("samples, channels", [(3, 1), (1, 3)])
+def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channels):
+    """Beside digits, which are grey."""
+    name, classes, shape = "moh_vit_tiny_patch16_224", [str(i) for i in range(10)], (30, samples, 8, 8)
+    arguments = dict(patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=10, in_chans=channels)
+    arguments.update(img_size=8, head_budget=[(1, 1)])
+    about = dict(architecture=name, arguments=arguments, classes=classes, config={})
+    export_weights(create(name, "classifier", **arguments), tmp_path / "model.safetensors", about)
+    parts = ImageParts(tmp_path, 30, 30, {})
+    parts.add(0, torch.randint(0, 256, shape, dtype=torch.uint8))
+    judge = ClassifierScores("digits", str(tmp_path), classes, str(tmp_path))
+    scores, _ = judge(parts, torch.arange(30) % 10, "cpu", 30)
+    assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
+
+
+def references(folder):
+    """Paths that cannot be compared with, and what is said of them."""
+    rng = np.random.default_rng(0)
+    grey, small = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((20, 4, 4, 1), (5, 4, 4, 3)))
+    np.savez(folder / "grey.npz", arr_0=grey)
+    np.savez(folder / "few.npz", arr_0=small)
+    np.savez(folder / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
+    for name in ("sizes", "colours", "classes/cat"):
+        (folder / name).mkdir(parents=True)
+        for i in range(9):
+            image = Image.new(
+                "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
+            )
+            image.save(folder / name / f"{i}.png")
+    return {
+        "grey.npz": "arr_0 is uint8 [20, 4, 4, 1]; expected uint8 [N, height, width, 3]",
+        "few.npz": "5 reference images for 8 features",
+        "wide.npz": "does not say which weights made it",
+        "none.npz": "no such file",
+        "sizes": "8.png has 5 x 4 pixels, 0.png has 4 x 4",
+        "colours": "8.png: its mode is L; expected RGB",
+        "classes": "classes: neither val-*.tar shards nor a folder val in it",
+    }
+
+
+def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    run, judge = run_of(tmp_path / "run", 3), classifier_in(tmp_path / "cls")
+    for name, words in references(tmp_path).items():
+        error = refused(capsys, run, "--num-images", 30, "--extractor", judge, "--score", tmp_path / name)
+        assert words in error and name in error
+        assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
+        # As the fidelity command has it, where data sets are no references.
+        if name != "classes":
+            np.savez(tmp_path / "g.npz", arr_0=np.zeros((30, 4, 4, 3), np.uint8))
+            assert fidelity_command([*map(str, (tmp_path / "g.npz", tmp_path / name, "--extractor", judge))]) == 2
+            assert words in capsys.readouterr().err
+
+
+def test_mistakes_in_scoring(tmp_path, capsys):
+    run, some = run_of(tmp_path, 3), tmp_path / "some.npz"
+    np.savez(some, arr_0=np.zeros((5, 4, 4, 3), np.uint8))
+    for argv, words in {
+        "--score-split val": "score_split 'val' needs --score REFERENCE",
+        "--allow-biased true": "allow_biased True needs --score REFERENCE",
+        "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
+        f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
+        f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
+        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
+    }.items():
+        assert words in refused(capsys, run, *argv.split())
+    assert "extractor 'cls' needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
+    assert "nowhere: no such folder" in refused(capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t")
+    assert "is not inception, timm:NAME" in refused(capsys, run, "--score", "digits", "--extractor", "vgg")
+    error = refused(capsys, run, "--score", "digits", "--inception-weights", tmp_path / "none.pth")
+    assert "none.pth: no such file" in error

@@ -1,0 +1,186 @@
+"""Diffusion on latents, stored and made on the way, through train_dit.py."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from safetensors import safe_open
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "data")]
+from pictures import write_folder  # noqa: E402
+from tiny_vae import save_tiny_vae  # noqa: E402
+
+import train_dit  # noqa: E402
+from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs  # noqa: E402
+from moh_vision.diffusion.latents.__main__ import main as write_latents  # noqa: E402
+from moh_vision.models.weights import from_run  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """dict(vae, other, images, cache): two VAEs, images of 21 x 16 pixels, and their latents by the first."""
+    tmp = tmp_path_factory.mktemp("latents")
+    vae, other = save_tiny_vae(tmp / "vae"), save_tiny_vae(tmp / "other", seed=1)
+    images, cache = write_folder(tmp / "images", train=10, size=(21, 16)), tmp / "cache"
+    argv = f"--vae {vae} --data {images} --out {cache} --size 16 --dtype float32 --samples-per-shard 9 --workers 0"
+    assert write_latents(argv.split()) == 0
+    return dict(vae=vae, other=other, images=str(images), cache=str(cache))
+
+
+def collated(items):
+    return torch.utils.data.default_collate(
+        [{k: v for k, v in i.items() if k not in ("position", "bad")} for i in items]
+    )
+
+
+def source_numbers(made):
+    """Number in the folder of images of each sample of the cache."""
+    folder = open_inputs(made["images"], made["vae"], 16, "none").source
+    cache = open_inputs(made["cache"], "none", None, "none").source
+    by_label = {c: np.flatnonzero(folder.labels == c) for c in (0, 1)}
+    encoded = open_inputs(made["images"], made["vae"], 16, "none")
+    batch = collated([encoded.dataset(0, 1000, 0)[(0, n)] for n in range(len(folder))])
+    batch["posterior_noise"].zero_()
+    means = encoded.encode(batch)["images"] / encoded.space.scaling_factor
+    found = []
+    for i in range(len(cache)):
+        mean = cache.moments(i)[0, :4]
+        found.append(int(min(by_label[cache.labels[i]], key=lambda n: (means[n] - mean).abs().max())))
+    assert sorted(found) == list(range(len(folder)))
+    return found
+
+
+@pytest.mark.parametrize("augment", ["none", "flip"])
+def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment):
+    cached = open_inputs(made["cache"], "none", None, augment)
+    encoded = open_inputs(made["images"], made["vae"], 16, augment)
+    assert (type(cached), type(encoded)) == (CachedInputs, EncodedInputs)
+    for inputs in (cached, encoded):
+        assert (inputs.img_size, inputs.channels, inputs.space.downsampling) == (8, 4, 2)
+    assert open_inputs(made["images"], made["vae"], None, augment).img_size == 128  # of 256 pixels
+    assert encoded.about_vae() == cached.about_vae()
+    numbers = source_numbers(made)
+    stored, images = (inputs.dataset(7, 1000, 0.3) for inputs in (cached, encoded))
+    positions = range(100, 140)
+    a = cached.encode(collated([stored[(p, p % 20)] for p in positions]))
+    b = encoded.encode(collated([images[(p, numbers[p % 20])] for p in positions]))
+    assert a.keys() == b.keys() == {"images", "labels", "timesteps", "noise"}
+    assert a["images"].shape == (40, 4, 8, 8) and a["images"].dtype == torch.float32
+    torch.testing.assert_close(a["images"], b["images"], rtol=1e-5, atol=1e-6)
+    for key in ("labels", "timesteps", "noise"):
+        assert torch.equal(a[key], b[key])
+    assert 0.1 < (a["labels"] == 2).float().mean() < 0.5
+
+
+def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
+    inputs = open_inputs(made["cache"], "none", None, "flip")
+    data = inputs.dataset(3, 1000, 0.1)
+    again, other = data[(5, 2)]["images"], inputs.dataset(4, 1000, 0.1)[(5, 2)]["images"]
+    assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
+    inputs.source.moments = lambda i: torch.stack([torch.full((8, 8, 8), v) for v in (-90.0, 90.0)])  # log variance too
+    drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / inputs.space.scaling_factor
+    mirrored = drawn.std((1, 2, 3)) > 1
+    assert 0.4 < mirrored.float().mean() < 0.6
+    torch.testing.assert_close(drawn[~mirrored], torch.full_like(drawn[~mirrored], -90), rtol=1e-5, atol=1e-4)
+    plain = open_inputs(made["cache"], "none", None, "none")
+    plain.source.moments = inputs.source.moments
+    assert all(plain.dataset(3, 1000, 0.1)[(p, 0)]["images"].std() < 1e-3 for p in range(20))
+
+
+def test_streams_do_not_share_numbers(made):
+    item = open_inputs(made["images"], made["vae"], 16, "none").dataset(0, 1000, 0)[(0, 0)]
+    noise = torch.stack([item["noise"], item["posterior_noise"]]).flatten(1)
+    assert abs(torch.corrcoef(noise)[0, 1]) < 0.2
+
+
+def test_encoding_under_autocast_gives_float32_near_by(made):
+    inputs = open_inputs(made["images"], made["vae"], 16, "none")
+    batch = collated([inputs.dataset(0, 1000, 0)[(0, n)] for n in range(4)])
+    exact = inputs.encode(batch)["images"]
+    near = inputs.encode(batch, torch.autocast("cpu", torch.bfloat16))["images"]
+    assert near.dtype == torch.float32 and not near.requires_grad
+    assert 0 < (near - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_pixels_of_other_shapes_are_cropped(made):
+    inputs = open_inputs(made["images"], "none", 16, "none")
+    assert type(inputs) is PixelInputs and inputs.about_vae() is None
+    seen = inputs.dataset(0, 1000, 0)[(0, 4)]["images"]
+    pixels = np.asarray(inputs.source.image(4))[:, 2:18].transpose(2, 0, 1)
+    assert np.allclose(seen, pixels / 127.5 - 1, atol=1e-6)
+
+
+ARGV = (
+    "--model.depth 2 --model.embed_dim 32 --model.num_heads 4 --model.head_budget 0.75 --optim.batch_size 8 "
+    "--max-steps 2 --log-every 1 --data.workers 0 --data.augment flip --ema.decay 0.9"
+).split()
+
+
+def train(output, *more):
+    train_dit.main([*ARGV, "--output", str(output), *more])
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["stored", "stored, vae given", "encoded"])
+def test_training(made, tmp_path, kind):
+    more = {
+        "stored": ["--data.root", made["cache"]],
+        "stored, vae given": ["--data.root", made["cache"], "--vae", made["vae"], "--data.img_size", "16"],
+        "encoded": ["--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16"],
+    }[kind]
+    lines = train(tmp_path / "run", *more)
+    assert [line["step"] for line in lines] == [0, 1] and all(np.isfinite(line["loss"]) for line in lines)
+    space = open_inputs(made["cache"], "none", None, "none").about_vae()
+    for weights in ("ema", "model"):
+        model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
+        assert about["vae"] == space
+        assert (model.config.sample_size, model.config.in_channels, model.config.num_classes) == (8, 4, 2)
+    for file in (tmp_path / "run").rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert not [name for name in opened.keys() if "encoder" in name or "quant_conv" in name], file
+    train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
+
+
+def test_pixel_runs_have_no_vae(tmp_path):
+    train(tmp_path / "run", "--vae", "none", "--model.patch_size", "4", "--max-steps", "1")
+    assert from_run(str(tmp_path / "run"), "diffusion")[1]["vae"] is None
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--data.root", "{cache}", "--vae", "{other}"], "vae {other} (sha256 "),
+        (
+            ["--data.root", "{cache}", "--vae", "{other}"],
+            "): the latents in {cache} were made with another one, {vae} (sha",
+        ),
+        (
+            ["--data.root", "{cache}", "--data.img_size", "32"],
+            "data.img_size 32: the latents in {cache} are of images of 16",
+        ),
+        (
+            ["--data.root", "{cache}", "--data.augment", "affine"],
+            "data.augment affine: with latents it is none or flip",
+        ),
+        (["--data.root", "{images}", "--vae", "{vae}", "--data.augment", "crop_flip"], "data.augment crop_flip: with"),
+        (
+            ["--data.root", "{images}", "--vae", "{vae}", "--data.img_size", "15"],
+            "data.img_size 15: not a multiple of 2",
+        ),
+        (["--data.root", "{images}", "--vae", "/no/where"], "vae /no/where: no such folder"),
+        (
+            ["--data.root", "{cache}", "--score.every", "1"],
+            "preview.every and score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
+        ),
+        (["--data.root", "{images}"], "data.img_size is needed for {images}: the images there have no one size"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing_behind(made, tmp_path, capsys, more, words):
+    with pytest.raises(SystemExit) as stop:
+        train(tmp_path / "run", *(m.format(**made) for m in more))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words.format(**made) in error, error
+    assert not list(tmp_path.iterdir())

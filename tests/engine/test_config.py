@@ -1,0 +1,492 @@
+import dataclasses
+import functools
+import operator
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from moh_vision.attention import head_budget
+from moh_vision.classification.config import ClsConfig
+from moh_vision.diffusion.config import DitConfig, SampleConfig
+from moh_vision.engine.command_line import _leaf_keys, changed_keys, parse_config
+from moh_vision.engine.config import BlockDescentConfig
+from moh_vision.engine.effects import idle_keys
+from moh_vision.language.config import TextConfig
+from moh_vision.models.weights import create
+
+
+def parse(*argv, kind=ClsConfig):
+    return parse_config(kind, list(argv), "test")
+
+
+def test_yaml_then_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}\n")
+    config, flags = parse("--config", str(file), "--model.depth", "3", "--optim.lr=1e-4")
+    assert (config.max_steps, config.model.head_budget, config.model.depth, config.optim.lr) == (7, "ramp:0.5", 3, 1e-4)
+    assert (flags.dry_run, flags.fresh, flags.allow_change) == (False, False, [])
+
+
+@pytest.mark.parametrize(
+    "text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])]
+)
+def test_budget_forms(text, value):
+    assert parse("--model.head_budget", text)[0].model.head_budget == value
+
+
+def test_hyphens_and_flags():
+    config, flags = parse(
+        "--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5"
+    )
+    assert config.max_steps == 3 and config.model.head_budget == 0.5
+    assert (flags.dry_run, flags.fresh, flags.allow_change) == (True, True, ["optim.lr"])
+
+
+def test_free_form_arguments():
+    config = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false")[0]
+    assert config.model.arguments() == dict(router_kwargs=dict(two_stage=False), global_pool="avg")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--lr", "1"], "unknown key 'lr', did you mean 'optim.lr'"),
+        (["--zebra", "1"], "unknown key 'zebra'; known: "),
+        (["--max-steps", "many"], 'key "max_steps": Expected int or null. Got value: many'),
+        (["--max-steps", "0"], "max_steps 0 is out of range: at least 1"),
+        (["--optim.lr", "-1"], "optim.lr -1.0 is out of range: above 0"),
+        (["--optim.schedule", "step"], 'key "optim.schedule": Expected .*cosine.*constant.*Got value: step'),
+        (["--ema.decay", "1"], "ema.decay 1.0 is out of range"),
+        (["--data.workers", "-1"], "data.workers -1 is out of range"),
+        (["--config", "/no/where.yaml"], "--config /no/where.yaml: no such file"),
+        (["--allow-change", "optim.lrr"], "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
+    ],
+)
+def test_mistakes_are_one_line(argv, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parse(*argv)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("modle: {depth: 3}", "unknown key 'modle', did you mean 'model'"),
+        ("model: {dept: 3}", "unknown key 'model.dept', did you mean 'model.depth'"),
+        ("max_steps: [1", "not readable as YAML"),
+        ("- 1", "expected keys and values, found list"),
+        ("optim: {lr: fast}", 'key "optim.lr"'),
+        ("optim: 3", 'key "optim" is a section of keys, got 3'),
+    ],
+)
+def test_mistakes_in_a_file_name_it(tmp_path, text, words):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        parse("--config", str(file))
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_cannot_run_code(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"output: !!python/object/apply:os.system ['touch {tmp_path}/canary']\n")
+    with pytest.raises(ValueError, match="not readable as YAML"):
+        parse("--config", str(file))
+    assert not (tmp_path / "canary").exists()
+
+
+def test_changed_keys():
+    old = parse("--max-steps", "5", "--optim.lr", "0.1")[0].tree()
+    new = parse("--max-steps", "9", "--optim.lr", "0.2", "--data.workers", "0", "--model.depth", "3")[0].tree()
+    assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
+    assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
+    assert changed_keys(old, yaml.safe_load(yaml.safe_dump(old)), []) == []
+
+
+def test_a_saved_configuration_reads_back(tmp_path):
+    config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")[0]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.tree()))
+    assert parse("--config", str(file))[0] == config
+
+
+RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_shipped_configs_are_valid(path):
+    kind = (
+        TextConfig if path.parent.name == "text" else DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+    )
+    parse("--config", str(path), kind=kind)
+    assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("moh_ll*.yaml")), ids=lambda p: p.stem)
+def test_the_schedules_of_language_models(path):
+    """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
+    config = parse("--config", str(path), kind=TextConfig)[0]
+    o, d = config.optim, config.data
+    tokens = o.batch_size * d.block
+    billions = {"100b": 100, "200b": 200, "stage1": 300, "stage2": 100}[path.stem.rpartition("_")[2]]
+    assert (
+        tokens == (2**24 if d.block == 8192 else 2**22) and 0 <= config.max_steps * tokens - billions * 10**9 < tokens
+    )
+    assert (o.schedule, o.weight_decay, o.clip_norm, o.warmup_lr) == ("cosine", 0.1, 1.0, 1e-7)
+    assert o.batch_size % (o.accumulation * 8) == 0 and config.output.endswith(path.stem)
+    if config.model.pretrained:
+        stages = {300: (6e-5, 6e-6, 0.0, None), 100: (2e-5, 1e-6, 0.01, [[16, 8]] * 32)}
+        budget = (config.model.convert or {}).get("head_budget")
+        assert (o.lr, o.min_lr, config.balance_weight, budget) == stages[billions] and o.warmup_steps == 50
+    else:
+        small = "_small_" in path.stem
+        assert o.lr == (3e-4 if small else 5e-4) and o.min_lr == pytest.approx(o.lr / 10)
+        assert o.warmup_steps == (2000 if small else 500) and config.balance_weight == 0.01
+        assert sum(source["weight"] for source in d.mixture) == pytest.approx(100)
+        kind = path.stem.split("_")[3]
+        assert config.model.name == "clm_" + ("" if kind == "dense" else "moh_") + path.stem.split("_")[2] + (
+            "" if kind == "dense" else f"_{kind}"
+        )
+
+
+def test_print_config_prints_a_config(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse("--max-steps", "7", "--print_config")
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert parse("--config", str(file))[0] == parse("--max-steps", "7")[0]
+
+
+def test_sampling_options():
+    config, flags = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
+    assert (config.cfg_scale, flags) == (1.5, None)
+    with pytest.raises(ValueError, match="extractor 'runs/cls' needs --score REFERENCE"):
+        parse("--checkpoint", "run", "--out", "x", "--extractor", "runs/cls", kind=SampleConfig)
+    with pytest.raises(ValueError, match="checkpoint"):
+        parse("--steps", "5", kind=SampleConfig)
+    with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):
+        parse("--checkpoint", "run", "--seed", str(2**63), kind=SampleConfig)
+
+
+RECIPE = [
+    "moh_transnext_small_80",
+    "moh_transnext_small_75",
+    "moh_transnext_base_75",
+    "moh_transnext_base_50",
+    *(f"moh_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
+]
+
+
+@pytest.mark.parametrize("name", RECIPE)
+def test_the_papers_recipe(name):
+    """Jin 2024's released options; batch 1024 of 1,281,167 images are 1251.1 steps an epoch."""
+    config = parse("--config", str(ROOT / "configs" / "cls" / f"{name}.yaml"))[0]
+    o, d = config.optim, config.data
+    assert (config.model.name, config.output) == (name, f"runs/cls/{name}")
+    assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (1e-3, 1e-6, 1e-5, 0.05, 1e-8, 1.0)
+    assert (o.batch_size, o.schedule, o.betas) == (1024, "cosine", (0.9, 0.999))
+    assert config.steps(1_281_167) == (375342, 375342, 6256)
+    assert (d.augment, d.repeats, d.auto_augment) == ("imagenet", 3, "rand-m9-mstd0.5-inc1")
+    assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (0.25, "pixel", (0.08, 1.0), 224)
+    assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (0.8, 1.0, 1.0, 0.5)
+    assert (config.label_smoothing, config.balance_weight, config.ema.decay) == (0.1, 0.01, 0)
+    if "transnext" in name:
+        assert config.model.arguments()["drop_path_rate"] == (0.6 if "base" in name else 0.45)
+        assert config.mixed_precision == "fp16"
+
+
+def test_steps_from_epochs():
+    def steps(*argv, images=1000):
+        return parse("--optim.batch_size", "64", *argv)[0].steps(images)
+
+    assert steps() == (1000, 1000, 0)
+    assert steps("--max-steps", "7", "--optim.warmup_steps", "3") == (7, 7, 3)
+    assert steps("--optim.epochs", "300", "--optim.warmup_epochs", "5") == (4688, 4688, 78)
+    assert steps("--optim.epochs", "300", "--optim.cooldown_epochs", "10") == (4844, 4688, 0)
+    # a trial of the first steps: the schedule stays that of the epochs
+    assert steps("--optim.epochs", "300", "--max-steps", "9") == (9, 4688, 0)
+    assert steps("--max-steps", "320", "--optim.warmup_epochs", "2") == (320, 320, 31)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--optim.warmup_epochs", "1", "--optim.warmup_steps", "1"], "are the same thing: give one"),
+        (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1.0 needs optim.epochs"),
+        (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet"),
+        (["--data.erase_prob", "0.5", "--data.augment", "flip"], "data.erase_prob 0.5 needs data.augment imagenet"),
+        (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: 0 <= fraction < 1"),
+        (["--data.repeats", "0"], "data.repeats 0 is out of range"),
+        (["--data.crop_pct", "1.5"], "data.crop_pct 1.5 is out of range"),
+        (["--data.crop_scale", "[0.5, 0.1]"], "data.crop_scale .* is out of range"),
+        (["--optim.layer_decay", "2"], "optim.layer_decay 2.0 is out of range"),
+        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: from 0 to optim.lr"),
+        (["--mix.mixup", "-1"], "mix.mixup -1.0 is out of range"),
+        (["--mix.mode", "pairs"], 'key "mix.mode": Expected .*batch.*Got value: pairs'),
+        (["--validate-only"], "--validate-only and --checkpoint PATH belong together"),
+        (["--checkpoint", "x"], "--validate-only and --checkpoint PATH belong together"),
+        (["--model.kwargs", "5"], r'key "model.kwargs": Expected Dict\[str, Any\] or null. Got value: 5'),
+    ],
+)
+def test_mistakes_in_the_recipe(argv, words):
+    with pytest.raises(ValueError, match=words) as error:
+        parse(*argv)
+    assert "\n" not in str(error.value)
+
+
+def test_an_odd_micro_batch_cannot_be_mixed():
+    config = parse("--optim.batch_size", "30", "--optim.accumulation", "5", "--mix.mixup", "0.8")[0]
+    config.check_micro_batch(1)
+    with pytest.raises(ValueError, match="accumulation 5 x processes 2 makes micro-batches of 3"):
+        config.check_micro_batch(2)
+
+
+def test_a_switch_may_stand_alone():
+    config = parse("--compile", "--channels-last", "--seed", "3")[0]
+    assert config.compile and config.channels_last and config.seed == 3
+    assert parse("--compile", "false")[0].compile is False
+
+
+def test_bools_and_pairs_in_sections_are_flags_too():
+    config = parse("--ema.decay", "0.9", "--ema.warmup", "--optim.betas", "0.8", "0.95", "--seed", "3")[0]
+    assert config.ema.warmup and config.optim.betas == (0.8, 0.95) and config.seed == 3
+    with pytest.raises(ValueError, match='"optim.betas"'):
+        parse("--optim.betas", "0.8", "--seed", "3")
+
+
+# ---------------------------------------------------------------- keys without effect
+
+# (scripts, keys that decide where the others have no effect, and where they have, the others)
+IDLE = [
+    ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, {"model.router": "moh"}, "model.head_budget model.scope"),
+    ((ClsConfig, DitConfig), {"model.router": "mae"}, {"model.router": "query_norm"}, "model.head_budget"),
+    ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget model.scope balance_weight"),
+    ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
+    ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
+    ((TextConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
+    ((TextConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
+    ((TextConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
+    ((TextConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
+    ((TextConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
+    (
+        (ClsConfig, DitConfig, TextConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
+        {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period",
+    ),
+    (
+        (ClsConfig, DitConfig, TextConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
+        "optim.lr optim.weight_decay optim.betas optim.clip_norm optim.schedule optim.warmup_steps",
+    ),
+    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
+    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
+    ((ClsConfig,), {}, {"init_from": "x"}, "calibrate_images"),
+    ((ClsConfig, DitConfig, TextConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
+    ((ClsConfig, TextConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
+    ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
+    ((ClsConfig,), {"train_only": "gates"}, {}, "optim.warmup_epochs optim.layer_decay optim.eps"),
+    ((ClsConfig,), {}, {"optim.epochs": 3}, "optim.cooldown_epochs"),
+    ((TextConfig,), {"optim.name": "nesterov"}, {"optim.name": "adam"}, "optim.betas optim.eps"),
+    ((TextConfig,), {"optim.name": "adam"}, {"optim.name": "nesterov"}, "optim.momentum"),
+    ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
+    (
+        (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
+        "data.crop_scale data.auto_augment data.color_jitter data.erase_prob data.erase_mode",
+    ),
+    ((ClsConfig,), {"data.augment": "imagenet"}, {"data.augment": "imagenet", "data.erase_prob": 0.2}, "data.erase_mode"),
+    (
+        (ClsConfig,), {"data.augment": "imagenet", "data.auto_augment": "rand-m9"},
+        {"data.augment": "imagenet", "data.auto_augment": "3a"}, "data.color_jitter",
+    ),
+    ((ClsConfig,), {}, {"mix.cutmix": 1}, "mix.prob mix.mode"),
+    ((ClsConfig,), {"mix.cutmix": 1}, {"mix.cutmix": 1, "mix.mixup": 1}, "mix.switch_prob"),
+    ((ClsConfig,), {"mix.prob": 0}, {"mix.prob": 0.5}, "mix.mixup mix.cutmix"),
+    (
+        (DitConfig,), {}, {"preview.every": 1},
+        "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns",
+    ),
+    (
+        (DitConfig,), {}, {"score.every": 1}, "score.images score.sampler score.steps score.cfg_scale score.seed "
+        "score.reference score.split score.extractor score.inception_weights score.allow_biased",
+    ),
+    ((SampleConfig,), {}, {"cfg_scale": 0}, "guide_channels cfg_interval"),
+    ((SampleConfig,), {}, {"grid": "a.png"}, "grid_columns"),
+    ((SampleConfig,), {}, {"score": "x"}, "score_split extractor inception_weights allow_biased score_file"),
+    ((SampleConfig,), {"checkpoint": "run/ema.safetensors"}, {"checkpoint": "run"}, "weights"),
+    ((SampleConfig,), {"num_images": 0}, {}, "labels seed cfg_scale batch_size"),
+    (
+        (TextConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
+        "data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio data.share "
+        "generate.beam generate.length_penalty generate.max_length generate.batch_size generate.tokenizer "
+        "generate.compound_split generate.gate_modes",
+    ),
+    ((TextConfig,), {}, {"model.name": "mlm_base"}, "data.block data.eval_batch_size data.words data.mask_prob optim.batch_size"),
+    (
+        (TextConfig,), {"model.name": "mlm_base"}, {"model.name": "clm_small"},
+        "data.mixture data.vocab_size data.bin_dtype data.context",
+    ),
+    ((TextConfig,), {"data.words": 0}, {}, "data.merges"),
+    ((TextConfig,), {"data.tokenizer": "x"}, {}, "data.merges data.target_merges data.lowercase"),
+    ((TextConfig,), {"model.name": "clm_x", "data.vocab_size": 9}, {"model.name": "clm_x"}, "data.merges data.words data.lowercase"),
+    ((TextConfig,), {}, {"eval_every": 1}, "patience"),
+    ((TextConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
+]  # fmt: skip
+ALWAYS = set(
+    "output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
+    "model.name model.router model.executor model.router_kwargs model.embed_dim model.depth model.num_heads model.patch_size "
+    "model.kwargs model.pretrained data.root data.img_size data.augment data.shuffle_shards data.workers data.max_bad_fraction "
+    "data.repeats data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
+    "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every channels_last vae learn_sigma "
+    "label_drop preview.every score.every checkpointing average checkpoint num_images sampler steps save_pipeline out grid "
+    "head_usage score overwrite".split()
+)
+
+
+def defaults(kind):
+    tree = dataclasses.asdict(kind(checkpoint="run", out="x") if kind is SampleConfig else kind())
+    return {key: functools.reduce(operator.getitem, key.split("."), tree) for key in _leaf_keys(kind)}
+
+
+@pytest.mark.parametrize("kinds, asleep, awake, keys", IDLE, ids=lambda v: v.split()[0] if isinstance(v, str) else "")
+def test_keys_without_effect(kinds, asleep, awake, keys):
+    for kind in kinds:
+        for deciding, idle in ((asleep, True), (awake, False)):
+            found = {key for key, *_ in idle_keys({**defaults(kind), **deciding})}
+            assert found & set(keys.split()) == (set(keys.split()) if idle else set()), (kind.__name__, deciding)
+
+
+@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, TextConfig, SampleConfig])
+def test_every_key_has_an_effect_or_is_tried_above(kind):
+    tried = {key for kinds, _, _, keys in IDLE if kind in kinds for key in keys.split()}
+    assert set(_leaf_keys(kind)) <= tried | ALWAYS, "a new key: when does it have an effect?"
+    assert {key for key, *_ in idle_keys(defaults(kind))} <= tried
+
+
+@pytest.mark.parametrize("text, argv, message", [
+    ("", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs an optim.schedule that falls"),
+    ("", "--ema.warmup", "ema.warmup True needs ema.decay above 0"),
+    ("", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
+    ("optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
+    ("optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
+    ("model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
+    ("", "--validate-only --checkpoint x --optim.lr 1", "optim.lr has no effect with --validate-only; allowed are model"),
+    ("", "--validate-only --checkpoint x --dry-run", "dry_run has no effect with --validate-only"),
+])  # fmt: skip
+def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text or "seed: 0")
+    with pytest.raises(ValueError, match=message) as error:
+        parse("--config", str(file), *argv.split())
+    assert "\n" not in str(error.value)
+
+
+def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("optim: {min_lr: 0.0001, lr: 0.1}\nmodel: {name: moh_vit, head_budget: 0.5}\n")
+    config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")[0]
+    assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"test: left out of {file}, without effect here: ")
+    assert "model.head_budget 0.5 (needs a model that routes its heads), optim.min_lr 0.0001 (needs" in said
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))  # what a run saves says nothing more
+    assert parse("--config", str(tmp_path / "run.yaml"))[0] == config and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("config, baseline", [
+    ("cls/cifar10_small_cpu", "--model.router dense"), ("quickstart/cls", "--model.router mae"),
+    ("dit/cifar10_small_cpu", "--model.name dit_small_patch2"), ("quickstart/dit", "--model.name dit_small_patch2"),
+])  # fmt: skip
+def test_a_dense_baseline_has_all_heads(config, baseline):
+    """The configurations with a budget, beside the documented option that makes a model without one of them."""
+    kind = DitConfig if "dit" in config else ClsConfig
+    argv = ["--config", str(ROOT / "configs" / f"{config}.yaml"), *baseline.split()]
+    model = parse(*argv, kind=kind)[0].model
+    built = create(
+        model.name, "diffusion" if kind is DitConfig else "classifier", **dict(model.arguments(), img_size=32)
+    )
+    assert head_budget(built)["share"] == 1
+
+
+def test_validation_reads_the_runs_configuration(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {root: shards, augment: imagenet}\n")
+    config, flags = parse("--validate-only", "--checkpoint", str(tmp_path), "--data.workers", "0")
+    assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)
+    assert flags.validate_only and flags.checkpoint == str(tmp_path)
+    (tmp_path / "own.yaml").write_text("seed: 3\n")
+    config = parse("--config", str(tmp_path / "own.yaml"), "--validate-only", "--checkpoint", str(tmp_path))[0]
+    assert (config.data.root, config.seed) == ("digits", 3)
+
+
+@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")])
+def test_accelerate_reads_the_launch_files(name, kind):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    launch = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
+    assert str(launch.distributed_type).endswith(kind) and launch.mixed_precision == "no"
+    if kind == "FSDP":
+        assert launch.fsdp_config["fsdp_version"] == 2
+        policy = "TRANSFORMER_BASED_WRAP" if name == "fsdp2_layers" else "NO_WRAP"
+        assert launch.fsdp_config["fsdp_auto_wrap_policy"] == policy
+
+
+DIT = [f"moh_dit_{size}_patch2_{share}" for size in ("small", "base", "large", "xlarge") for share in (90, 75)]
+
+
+@pytest.mark.parametrize("name", DIT)
+def test_the_papers_diffusion_recipe(name):
+    """DiT's (Peebles 2023, section 4) with MoH's balance weight, as released."""
+    config = parse_config(DitConfig, ["--config", str(ROOT / "configs" / "dit" / f"{name}.yaml")], "t")[0]
+    o = config.optim
+    assert (config.model.name, config.output) == (name, f"runs/dit/{name}")
+    assert (o.lr, o.schedule, o.weight_decay, o.betas) == (1e-4, "constant", 0.0, (0.9, 0.999))
+    assert (o.batch_size, o.accumulation, o.clip_norm, o.warmup_steps) == (256, 1, 0.0, 0)
+    assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (0.9999, False, 0.1, 0.01)
+    assert (config.learn_sigma, config.data.augment, config.tf32) == (True, "flip", True)
+    assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
+
+
+def test_what_earlier_runs_did_not_have_is_what_they_did():
+    """Runs from before MAE's and MoA's training go on as they are; anything else in those keys makes another run."""
+    for kind in (ClsConfig, DitConfig):
+        new = parse_config(kind, [], "test")[0].tree()
+        old = {
+            k: v for k, v in new.items() if k not in ("train_only", "moa_balance_weight", "z_weight", "block_descent")
+        }
+        assert changed_keys(old, new, []) == []
+        joint = dict(new["block_descent"], mode="joint")
+        for router, other, changes in (
+            (
+                "mae",
+                dict(train_only="gates", block_descent=joint),
+                ["block_descent.mode: 'bcd' -> 'joint'", "train_only: 'all' -> 'gates'"],
+            ),
+            (
+                "moa",
+                dict(moa_balance_weight=0.1, z_weight=0.0),
+                ["moa_balance_weight: 0.01 -> 0.1", "z_weight: 0.001 -> 0.0"],
+            ),
+        ):
+            model = dict(new["model"], router=router)
+            assert changed_keys(dict(old, model=model), dict(new, model=model, **other), []) == changes
+
+
+def test_a_key_without_effect_makes_no_other_run():
+    """Earlier versions saved what was given; now such a key is dropped."""
+    for router, changes in (("dense", []), ("moh", ["model.head_budget: 0.75 -> None"])):
+        new = parse("--model.router", router)[0].tree()
+        old = dict(new, model=dict(new["model"], head_budget=0.75))
+        assert changed_keys(old, new, []) == changes
+
+
+def test_block_descent():
+    config = parse_config(ClsConfig, [], "test")[0]
+    assert config.block_descent == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
+    assert config.moa_weights() == dict(moa_balance_weight=0.01, z_weight=0.001)  # Zhang 2022
+    for argv, words in (
+        ("--block_descent.mode nobcd", "block_descent.mode.*bcd.*joint.*nobcd"),
+        ("--block_descent.perid 3", "unknown key 'block_descent.perid', did you mean 'block_descent.period'"),
+        ("--block_descent.period 0", "block_descent.period 0 is out of range: at least 1"),
+        ("--train_only outputs", "train_only.*gates_and_outputs.*outputs"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            parse_config(ClsConfig, argv.split(), "test")
+        assert "\n" not in str(error.value)

@@ -1,0 +1,213 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
+from moh_vision.language.data.stream import BlockBatches, block_slices, evaluation_stream, training_stream
+from moh_vision.language.data.token_cache import TokenCache, write_tokens
+from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
+
+WORDS = [f"w{i}" for i in range(50)]
+
+
+def running_text(folder, lines, mask, skip_empty):
+    vocabulary = count_words([" ".join(WORDS)], mask=mask)
+    write_tokens(folder / "tokens", lines, vocabulary, "", skip_empty)
+    return vocabulary, TokenCache(folder / "tokens")
+
+
+def some_lines(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return ["" if n == 0 else " ".join(rng.choice(WORDS, n)) for n in rng.integers(0, 30, count)]
+
+
+def block_batches(blocks, **kwargs):
+    defaults = dict(batch_size=4, seed=1, accumulation=1, rank=0, world=1, start=0, stop=20)
+    return BlockBatches(blocks, **{**defaults, **kwargs})
+
+
+# ---------------------------------------------------------------- masking
+
+
+def test_masking_rates():
+    """15 % chosen; of those 80 % mask, 10 % random, 10 % kept: each within four standard deviations."""
+    size, blocks = 1000, 400
+    ids = np.concatenate([[BOS], np.random.default_rng(0).integers(5, size, 126), [EOS]])
+    chosen = masked = kept = 0
+    anything = Counter()
+    for position in range(blocks):
+        inputs, labels = mask_tokens(ids, 7, position, size)
+        at = labels != -100
+        assert not at[0] and not at[-1] and (labels[at] == ids[at]).all() and (inputs[~at] == ids[~at]).all()
+        chosen += at.sum()
+        masked += (inputs[at] == MASK).sum()
+        kept += (inputs[at] == ids[at]).sum()
+        anything.update(inputs[at & (inputs != MASK) & (inputs != ids)].tolist())
+    total = blocks * 126
+    assert within(chosen, total, 0.15)
+    assert within(masked, chosen, 0.8) and within(kept, chosen, 0.1) and within(anything.total(), chosen, 0.1)
+    assert min(anything) >= 5 and max(anything) < size and len(anything) > 0.4 * anything.total()
+    assert max(anything) > 0.95 * size and min(anything) < 0.05 * size
+
+
+def within(count, total, prob):
+    return abs(count - total * prob) < 4 * (total * prob * (1 - prob)) ** 0.5
+
+
+def test_masks_are_those_of_seed_and_position():
+    ids = np.arange(5, 105)
+    first = mask_tokens(ids, 1, 2, 200)
+    again, other_place, other_seed = (mask_tokens(ids, s, p, 200) for s, p in ((1, 2), (1, 3), (2, 2)))
+    assert all((a == b).all() for a, b in zip(first, again))
+    assert (first[1] != other_place[1]).any() and (first[1] != other_seed[1]).any()
+    assert (ids == np.arange(5, 105)).all()
+
+
+def test_something_is_always_predicted_and_never_a_special_token():
+    for position in range(200):
+        inputs, labels = mask_tokens(np.array([BOS, 9, EOS, UNK, EOS, PAD]), 0, position, 50, prob=0.02)
+        at = np.flatnonzero(labels != -100)
+        assert len(at) >= 1 and set(at) <= {1, 3}
+    assert (mask_tokens(np.array([BOS, EOS]), 0, 0, 50)[1] == -100).all()
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_blocks_hold_the_whole_text_once(tmp_path):
+    lines = some_lines(60)
+    vocabulary, tokens = running_text(tmp_path, lines, mask=True, skip_empty=True)
+    stream = [i for line in lines if line for i in [*(vocabulary.encode([line])[0]), EOS]]
+    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=0)
+    found = []
+    for n in range(len(blocks)):
+        inputs, labels = blocks[n, n]
+        assert inputs[0] == BOS and (len(inputs) == 16 or n == len(blocks) - 1)
+        found += np.where(labels == -100, inputs, labels)[1:].tolist()
+    assert found == stream[: len(found)] and stream[len(found) :] in ([], [EOS])
+
+
+def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
+    vocabulary, tokens = running_text(tmp_path, ["w1 w2 w3 w4 w5 w6"], mask=True, skip_empty=True)  # 7 with eos
+    assert len(MaskedBlocks(tokens, 4, vocabulary, 0)) == 2  # 3 + 3, and the eos left out
+    assert len(MaskedBlocks(tokens, 5, vocabulary, 0)) == 2  # 4 + 3
+    assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
+    with pytest.raises(ValueError, match="needs a vocabulary with <mask>"):
+        MaskedBlocks(tokens, 16, count_words(["a"]), 0)
+
+
+def test_masked_batches(tmp_path):
+    lines = ["w1 w2 w3 w4"] * 10  # 50 with eos: three blocks of 15, and one of 5
+    vocabulary, tokens = running_text(tmp_path, lines, mask=True, skip_empty=True)
+    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
+    last = len(blocks) - 1
+    batch = blocks.collate([blocks[0, 0], blocks[1, last]])
+    real = len(blocks[0, last][0])
+    assert real == 6 and batch["attention_mask"].sum(1).tolist() == [16, real]
+    assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
+    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
+
+
+def test_masked_streams_are_the_same_for_processes_workers_and_resumes(tmp_path):
+    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
+    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
+
+    def stream(workers=0, **kwargs):
+        return [
+            list(zip(b["input_ids"].tolist(), b["labels"].tolist()))
+            for b in training_stream(blocks, block_batches(len(blocks), **kwargs), workers)
+        ]
+
+    whole = stream()
+    assert stream(workers=2, start=11) == whole[11:]
+    two = [stream(rank=rank, world=2, workers=rank) for rank in range(2)]
+    assert [a + b for a, b in zip(*two)] == whole
+    halves = stream(accumulation=2)
+    assert [a + b for a, b in zip(halves[::2], halves[1::2])] == whole
+
+
+def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
+    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
+    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
+    shown = {}
+    for items in block_batches(len(blocks), stop=2 * len(blocks)):  # eight epochs
+        for position, number in items:
+            shown.setdefault(number, []).append(blocks[position, number][1].tobytes())
+    assert set(shown) == set(range(len(blocks))) and all(len(v) == 8 for v in shown.values())
+    assert np.mean([len(set(v)) for v in shown.values()]) > 7
+    judged = MaskedBlocks(tokens, 16, vocabulary, EVALUATION_SEED)
+    rounds = []
+    for batch_size, world in ((4, 1), (3, 2)):
+        rows = {}
+        for rank in range(world):
+            for items, batch in evaluation_stream(judged, block_slices(len(judged), batch_size, rank, world)):
+                for (_, number), row in zip(items, batch["labels"].tolist(), strict=True):
+                    assert number not in rows
+                    rows[number] = [i for i in row if i != -100]
+        rounds.append(rows)
+    assert rounds[0] == rounds[1] and set(rounds[0]) == set(range(len(judged)))
+
+
+# ---------------------------------------------------------------- causal windows
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("width, stride", [(16, 4), (16, 16), (5, 2), (7, 1), (16, 15)])
+def test_windows_predict_each_token_once_with_the_context_they_promise(tmp_path, width, stride, extra):
+    lines = [*some_lines(8), "w1 " * extra]
+    vocabulary, tokens = running_text(tmp_path, lines, mask=False, skip_empty=False)
+    stream = [i for line in lines for i in [*(vocabulary.encode([line])[0]), EOS]]
+    before = [EOS] + stream
+    windows = CausalWindows(tokens, width, stride)
+    predicted = []
+    for n in range(len(windows)):
+        inputs, labels = windows[0, n]
+        assert len(inputs) == len(labels) == width
+        for place in np.flatnonzero(labels != -100):
+            t = len(predicted)  # in the order of the stream, none left out, none twice
+            assert labels[place] == stream[t]
+            context = inputs[: place + 1].tolist()
+            assert context == before[t + 1 - len(context) : t + 1]
+            assert place == t if n == 0 else width - stride <= place < width
+            predicted.append(labels[place])
+    assert predicted == stream
+
+
+def test_512_480(tmp_path):
+    lines = ["w1 " * 99] * 20  # 2,000 tokens
+    _, tokens = running_text(tmp_path, lines, mask=False, skip_empty=False)
+    windows = CausalWindows(tokens, 512, 32)
+    scored = [int((windows[0, n][1] != -100).sum()) for n in range(len(windows))]
+    assert scored == [512] + [32] * 46 + [16]
+    blocks = CausalWindows(tokens, 512)
+    assert [int((blocks[0, n][1] != -100).sum()) for n in range(len(blocks))] == [512, 512, 512, 464]
+
+
+def test_causal_mistakes(tmp_path):
+    _, tokens = running_text(tmp_path, ["w1 w2 w3"], mask=False, skip_empty=False)
+    assert len(CausalWindows(tokens, 4)) == 1
+    with pytest.raises(ValueError, match="4 tokens, fewer than a block of 5"):
+        CausalWindows(tokens, 5)
+    for stride in (0, 5):
+        with pytest.raises(ValueError, match=f"a stride of {stride} for a context of 4: allowed are 1 to 4"):
+            CausalWindows(tokens, 4, stride)
+
+
+def test_causal_streams(tmp_path):
+    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=False, skip_empty=False)
+    blocks = CausalWindows(tokens, 16)
+    order = block_batches(len(blocks), batch_size=1, stop=3 * len(blocks))
+    rows = [batch["labels"][0].tolist() for batch in training_stream(blocks, order, 0)]
+    n = len(blocks)
+    epochs = [rows[e * n : (e + 1) * n] for e in range(3)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert Counter(i for row in epochs[0] for i in row if i != -100) == Counter(tokens.ids.tolist())
+    assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
+    assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
+    resumed = block_batches(n, batch_size=1, start=n + 3, stop=3 * n)
+    assert [b["labels"][0].tolist() for b in training_stream(blocks, resumed, 0)] == rows[n + 3 :]
+    batch = next(iter(training_stream(blocks, block_batches(n), 0)))
+    assert set(batch) == {"input_ids", "labels"} and batch["input_ids"].shape == (4, 16)

@@ -1,0 +1,193 @@
+"""Weighted sources: which block of which source comes at which position."""
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from moh_vision.data.order import Permutation
+from moh_vision.language.config import TextDataConfig
+from moh_vision.language.data.causal_inputs import CausalInputs
+from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
+from moh_vision.language.data.stream import training_stream
+
+TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 63, 64, 65, 1000])
+def test_a_permutation_has_every_number_once(count):
+    orders = [[Permutation(count, seed)[place] for place in range(count)] for seed in range(3)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert count < 5 or orders[0] != orders[1] != orders[2]
+    with pytest.raises(IndexError):
+        Permutation(count, 0)[count]
+
+
+def test_permutations_are_shuffled():
+    """Every number comes at every place about equally often, and neighbours do not stay neighbours."""
+    count, draws = 7, 7000
+    table = np.zeros((count, count))
+    for seed in range(draws):
+        order = Permutation(count, seed)
+        for place in range(count):
+            table[place, order[place]] += 1
+    expected = draws / count
+    assert ((table - expected) ** 2 / expected).sum() < 36 + 4 * (2 * 36) ** 0.5  # chi-squared of (7 - 1)^2 degrees
+    order = np.array([Permutation(5000, 3)[place] for place in range(5000)])
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / 5000**0.5
+    assert abs(np.corrcoef(order, np.arange(5000))[0, 1]) < 4 / 5000**0.5
+    big = Permutation(10**9, 1)
+    assert len({big[place] for place in range(1000)}) == 1000
+
+
+def test_shares_are_exact():
+    mixture = Mixture(TABLE_B, [1000] * 7, seed=0)
+    assert mixture.length <= 10_000
+    counts = Counter(mixture[p].source for p in range(10_000))
+    assert [counts[s] / 100 for s in range(7)] == TABLE_B
+    assert mixture.drawn(10_000) == [round(100 * weight) for weight in TABLE_B]
+    some = mixture.drawn(12_345)
+    assert sum(some) == 12_345 and all(abs(n - 123.45 * w) < 100 for n, w in zip(some, TABLE_B))
+    counts.update(mixture[p].source for p in range(10_000, 12_345))
+    assert [counts[s] for s in range(7)] == some
+
+
+def test_odd_weights_are_never_a_block_from_their_share():
+    weights = [123_456_789, 987_654_321, 1e6 / 7]
+    mixture = Mixture(weights, [10, 10, 10], seed=0)
+    assert mixture.length == LONGEST_ROUND
+    for rounds in (1, 3, 1000, 10**6):
+        drawn = mixture.drawn(rounds * LONGEST_ROUND)
+        assert sum(drawn) == rounds * LONGEST_ROUND
+        assert all(abs(n - w / sum(weights) * sum(drawn)) < 1 for n, w in zip(drawn, weights))
+    with pytest.raises(ValueError, match="data.mixture 1: weight 1 is 1e-07 of all"):
+        Mixture([1e7, 1], [10, 10], seed=0)
+
+
+def test_a_source_is_gone_through_before_it_repeats():
+    blocks = [13, 50, 7]
+    mixture = Mixture([0.5, 0.3, 0.2], blocks, seed=4)
+    seen, epochs = defaultdict(list), defaultdict(set)
+    for position in range(400):
+        draw = mixture[position]
+        seen[draw.source].append(draw.block)
+        epochs[draw.source].add(draw.epoch)
+        assert draw.epoch == (len(seen[draw.source]) - 1) // blocks[draw.source]
+    for source, count in enumerate(blocks):
+        whole = [seen[source][i : i + count] for i in range(0, len(seen[source]) - count + 1, count)]
+        assert whole and all(sorted(epoch) == list(range(count)) for epoch in whole)
+        assert len(whole) < 2 or whole[0] != whole[1]
+    assert len(epochs[0]) > 10
+    other = Mixture([0.5, 0.3, 0.2], blocks, seed=5)
+    assert [other[p] for p in range(50)] != [mixture[p] for p in range(50)]
+
+
+def test_any_position_is_found_by_itself():
+    make = lambda: Mixture([1, 2.5], [11, 17], seed=1)  # noqa: E731
+    whole, places = make(), [5, 10**12, 3, 700, 0]
+    forward = {place: whole[place] for place in sorted(places)}
+    for place in places:
+        assert make()[place] == forward[place]
+
+
+def write_ids(folder, name, count, first):
+    """A source of `count` ids from `first` on, as .npy."""
+    (folder / name).mkdir(parents=True)
+    np.save(folder / name / "train.npy", np.arange(first, first + count, dtype=np.uint16))
+    return dict(root=name, weight=count)
+
+
+def inputs(folder, sources, **more):
+    options = dict(root=str(folder), mixture=sources, block=8, vocab_size=1000, val="train")
+    data = TextDataConfig(**{**options, **more})
+    (folder / "train.npy").exists() or np.save(folder / "train.npy", np.arange(40))
+    said = []
+    return CausalInputs(data, str(folder / "cache"), 3, None, said.append), said
+
+
+def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path):
+    weights = (dict(weight=5), dict(weight=3, name="second"), dict(weight=2))
+    sources = [
+        {**write_ids(tmp_path, f"s{i}", 8 * count, 100 * i), **more}
+        for i, (count, more) in enumerate(zip((5, 9, 3), weights))
+    ]
+    text, said = inputs(tmp_path, sources)
+    assert text.train.names == ["s0", "second", "s2"] and len(text.train) == 17
+    assert text.model_arguments() == dict(vocab_size=1000)
+
+    def stream(workers=0, **kwargs):
+        arguments = dict(batch_size=4, accumulation=1, rank=0, world=1, start=0, stop=30)
+        batches = text.batches(**{**arguments, **kwargs})
+        assert isinstance(batches, MixedBatches)
+        return [batch["labels"].tolist() for batch in training_stream(text.train, batches, workers)]
+
+    whole = stream()
+    rows = [row for batch in whole for row in batch]
+    of = Counter(next(i for i in row if i != -100) // 100 for row in rows)
+    assert of == {0: 60, 1: 36, 2: 24}
+    assert said[-3] == "source s0: 50.00 %, 40 tokens, 5 blocks; 12.00 times in this run"
+    assert stream(workers=2, start=11) == whole[11:]
+    two = [stream(rank=rank, world=2) for rank in range(2)]
+    assert [a + b for a, b in zip(*two)] == whole
+    halves = stream(accumulation=2)
+    assert [a + b for a, b in zip(halves[::2], halves[1::2])] == whole
+    # A window is a piece of its own source, whatever stands beside it.
+    for row in rows:
+        real = [i for i in row if i != -100]
+        assert real == list(range(real[0], real[0] + len(real))) and real[-1] // 100 == real[0] // 100
+    batches = text.batches(4, accumulation=1, rank=0, world=1, start=0, stop=30)
+    assert [batches.epoch(step) for step in (0, 1, 29)][0] == 0 and batches.epoch(29) == 11
+    assert batches.epochs() == [12.0, 4.0, 8.0]
+
+
+def test_text_and_ids_may_be_mixed(tmp_path):
+    """The vocabulary of the run encodes what is text."""
+    from moh_vision.language.data.vocabulary import count_words
+
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "train.txt").write_text("a b c\n" * 20)
+    count_words(["a b c d"]).save(tmp_path / "tokenizer.json")
+    sources = [dict(root="lines", weight=1), dict(write_ids(tmp_path, "ids", 64, 0), weight=1)]
+    with pytest.raises(ValueError, match=r"ids/train.npy: token id 63, but the vocabulary has 8 tokens, 0 to 7"):
+        data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="train")
+        CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
+    data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), vocab_size=64)
+    data.val = "val"
+    (tmp_path / "val.txt").write_text("a b\n" * 9)
+    text = CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
+    assert [len(window.tokens.ids) for window in text.train.texts] == [80, 64] and text.size == 64
+    assert text.train[0, 0][1].tolist() == [4, 5, 6, 2, 4, 5, 6, 2]
+    before = text.fingerprint()
+    np.save(tmp_path / "ids" / "train.npy", np.arange(64)[::-1].astype(np.uint16))
+    assert text.fingerprint() != before
+    (tmp_path / "lines" / "train.txt").write_text("a c b\n" * 20)
+    assert text.fingerprint().split()[0] != before.split()[0]
+
+
+@pytest.mark.parametrize(
+    "sources, words",
+    [
+        ([], "data.mixture is empty"),
+        ([dict(weight=1)], "data.mixture 0: root None"),
+        ([dict(root="a", weight=0)], "data.mixture 0: weight 0; expected a number above 0"),
+        ([dict(root="a", weight="much")], "data.mixture 0: weight 'much'"),
+        ([dict(root="a", weight=True)], "data.mixture 0: weight True"),
+        ([dict(root="a", weight=float("inf"))], "data.mixture 0: weight inf"),
+        ([dict(root="a", weight=1, wait=2)], "data.mixture 0: unknown key 'wait'; allowed are root, weight and name"),
+        ([dict(root="a", weight=1), dict(root="b/a/", weight=1)], "data.mixture 1: name 'a'"),
+    ],
+)
+def test_mistakes(sources, words):
+    with pytest.raises(ValueError, match=words) as error:
+        TextDataConfig(mixture=sources)
+    assert "\n" not in str(error.value)
+
+
+def test_a_source_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        inputs(tmp_path, [dict(root="nowhere", weight=1)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no train.txt"):
+        inputs(tmp_path, [dict(root="empty", weight=1)])
+    with pytest.raises(ValueError, match="4 tokens, fewer than a block of 8"):
+        inputs(tmp_path, [write_ids(tmp_path, "short", 4, 0)])

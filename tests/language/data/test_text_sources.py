@@ -1,0 +1,169 @@
+import gzip
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from moh_vision.language.data.sources import open_parallel, open_plain
+
+MULTI30K = Path(os.environ.get("MOH_VISION_MULTI30K", ROOT.parent / "shared" / "data" / "multi30k"))
+DE = ["Größe zählt.", "Zwei junge Männer", "Ein Hund"]
+EN = ["Size matters.", "Two young men", "A dog"]
+
+
+def write(folder, **files):
+    """name with _ for . -> lines; names that end in _gz are compressed."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in files.items():
+        data = lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        path = folder / name.replace("_", ".")
+        path.write_bytes(gzip.compress(data) if name.endswith("_gz") else data)
+    return str(folder)
+
+
+def message(call):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
+    crlf = "\ufeff" + "".join(f"  {line} \r\n" for line in EN)
+    root = write(
+        tmp_path / "d", train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN
+    )
+    assert list(open_parallel(root, "train", "de", "en").pairs()) == list(zip(DE, EN))
+    assert list(open_parallel(root, "val", "en", "de").pairs()) == list(zip(EN, DE))  # val is called dev here
+    assert open_parallel(root, "odd", "de", "en").check() == 3
+
+
+def test_what_is_inside_a_line_stays(tmp_path):
+    line = "a\u2028b\x0bc\x85d  e\tf"
+    assert list(open_plain(write(tmp_path / "d", train_txt=[line, "", " = T = "]), "train")) == [line, "", "= T ="]
+
+
+@pytest.mark.parametrize("longer", ["de", "en"])
+def test_unequal_lengths_name_both_counts(tmp_path, longer):
+    files = dict(de=DE, en=EN)
+    files[longer] = files[longer] + ["more", "and more"]
+    root = write(tmp_path / "d", train_de=files["de"], train_en=files["en"])
+    text = message(open_parallel(root, "train", "de", "en").check)
+    counts = dict(de=3, en=3) | {longer: 5}
+    assert f"train.de has {counts['de']} lines, " in text and f"train.en has {counts['en']}; " in text
+
+
+def test_empty_sides_are_refused_named_and_counted(tmp_path):
+    root = write(tmp_path / "d", train_de=["a", "b", "", "", "e"], train_en=["a", " \t", "c", "", "e"])
+    pair = open_parallel(root, "train", "de", "en")
+    text = message(pair.check)
+    assert f"{root}/train.en, line 2: empty (pairs with an empty side: 3 of 5)" in text and "data.allow_empty" in text
+    assert pair.check(allow_empty=True) == 5
+
+
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (b"good\nGr\xf6\xdfe\n", "train.txt, line 2: not UTF-8 (byte 0xf6 at 3)"),
+        ("good\n".encode("utf-16"), "train.txt, line 1: a NUL character"),
+        (b"one\ntwo\nthr\0ee\n", "train.txt, line 3: a NUL character"),
+        (b"", "train.txt: the file is empty"),
+    ],
+)
+def test_bad_bytes_are_named_by_line(tmp_path, data, expected):
+    root = write(tmp_path / "d", train_txt=data)
+    assert expected in message(lambda: list(open_plain(root, "train")))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[: len(d) // 2], lambda d: b"no gzip", lambda d: d[:30] + b"\xff" * 9 + d[39:]]
+)
+def test_damaged_gzip(tmp_path, damage):
+    root = write(tmp_path / "d", train_txt_gz=[f"line {i * i}" for i in range(300)])
+    path = tmp_path / "d" / "train.txt.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    assert "train.txt.gz: damaged gzip file behind line" in message(lambda: list(open_plain(root, "train")))
+
+
+def test_a_file_without_line_breaks_is_not_read_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("moh_vision.language.data.lines.MAX_LINE", 1 << 20)
+    root = write(tmp_path / "d", train_txt=b"x" * (3 << 20))
+    assert "line 1: more than 1 MiB" in message(lambda: list(open_plain(root, "train")))
+
+
+def test_missing_files_and_what_is_there(tmp_path):
+    root = write(tmp_path / "d", train_de=DE, val_en=EN)
+    text = message(lambda: open_parallel(root, "train", "de", "en"))
+    assert "no train.en (or .gz); it holds train.de, val.en" in text
+    assert "no val.txt or valid.txt or validation.txt or dev.txt" in message(lambda: open_plain(root, "val"))
+    assert "no such folder" in message(lambda: open_plain(str(tmp_path / "none"), "train"))
+    assert "same language" in message(lambda: open_parallel(root, "train", "de", "de"))
+    write(tmp_path / "d", train_de_gz=DE)
+    assert "both train.de and train.de.gz" in message(lambda: open_parallel(root, "train", "de", "en"))
+    os.mkfifo(tmp_path / "d" / "test.txt")
+    assert "not a file" in message(lambda: open_plain(root, "test"))
+
+
+class Table(list):
+    """What is used of datasets.Dataset."""
+
+    def __init__(self, rows, features):
+        super().__init__(rows)
+        self.features, self.column_names, self._fingerprint = features, list(features), "f1"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    rows = [{"translation": dict(de=d, en=e)} for d, e in zip(DE, EN)]
+    languages = types.SimpleNamespace(languages=("de", "en"))
+    sets = {
+        ("org/wmt", "de-en"): dict(train=Table(rows, dict(translation=languages))),
+        ("org/wiki", None): dict(validation=Table([{"text": t} for t in ("", " = A =\n", "b\nc")], dict(text=None))),
+        ("org/holes", None): dict(train=Table([{"text": "a"}, {"text": None}], dict(text=None))),
+    }
+
+    def load_dataset(name, config=None):
+        if (name, config) not in sets:
+            raise ValueError(f"no {name}")
+        return sets[name, config]
+
+    exceptions = types.SimpleNamespace(DatasetsError=RuntimeError)
+    monkeypatch.setitem(
+        sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=exceptions)
+    )
+
+
+def test_hugging_face_data_sets(hub):
+    pair = open_parallel("hfds/org/wmt:de-en", "train", "en", "de")
+    assert list(pair.pairs()) == list(zip(EN, DE))
+    assert pair.source.fingerprint() != pair.target.fingerprint()
+    assert list(open_plain("hfds/org/wiki", "val")) == ["", "= A =", "b c"]
+
+
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        (lambda: open_plain("hfds/org/other", "train"), "data.root hfds/org/other: no org/other"),
+        (lambda: open_plain("hfds/org/wiki", "train"), "no split train; it has validation"),
+        (lambda: open_plain("hfds/org/wmt:de-en", "train"), "no column text; it has translation"),
+        (lambda: open_parallel("hfds/org/wmt:de-en", "train", "de", "fr"), "no language fr; it has de, en"),
+        (lambda: list(open_plain("hfds/org/holes", "train")), "hfds/org/holes, split train, row 2: no text"),
+    ],
+)
+def test_hugging_face_mistakes(hub, call, expected):
+    assert expected in message(call)
+
+
+def test_without_datasets_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'moh_vision[hub]'" in message(lambda: open_plain("hfds/some/name", "train"))
+
+
+def test_multi30k():
+    if not MULTI30K.is_dir():
+        pytest.skip(f"no Multi30k at {MULTI30K} (set MOH_VISION_MULTI30K)")
+    assert open_parallel(str(MULTI30K), "val", "de", "en").check() == 1014
+    assert open_parallel(str(MULTI30K), "test_2016_flickr", "de", "en").check() == 1000

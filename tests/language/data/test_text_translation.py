@@ -1,0 +1,194 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from moh_vision.language.data.buckets import TokenBatches, length_slices
+from moh_vision.language.data.stream import evaluation_stream, training_stream
+from moh_vision.language.data.token_cache import TokenCache, write_tokens
+from moh_vision.language.data.translation import ParallelTokens
+from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
+
+LENGTHS = np.random.default_rng(5).integers(1, 40, (500, 2))
+
+
+def batches(lengths=LENGTHS, **kwargs):
+    defaults = dict(max_tokens=200, seed=3, accumulation=1, rank=0, world=1, start=0, stop=300)
+    return TokenBatches(lengths, **{**defaults, **kwargs})
+
+
+def flat(lists):
+    return [item for items in lists for item in items]
+
+
+def padded_size(lengths, numbers):
+    return len(numbers) * lengths[numbers].max()
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_max_tokens_is_kept_and_used():
+    whole = batches()
+    for numbers in whole:
+        assert padded_size(LENGTHS, numbers) <= 200
+    # Greedy over the sorted lengths, sentence by sentence: the fewest batches there can be of neighbours.
+    count, batch = 1, []
+    for size in sorted(LENGTHS.max(1)):
+        if (len(batch) + 1) * size > 200:
+            count, batch = count + 1, []
+        batch.append(size)
+    assert whole.batches_per_epoch == count
+
+
+def test_every_epoch_has_each_sentence_once_and_as_many_batches():
+    whole = batches(stop=10_000)
+    epochs = [
+        [whole.samples(e * whole.batches_per_epoch + i) for i in range(whole.batches_per_epoch)] for e in range(3)
+    ]
+    for epoch in epochs:
+        assert sorted(flat(epoch)) == list(range(500))
+        assert Counter(len(b) for b in epoch) == Counter(len(b) for b in epochs[0])
+    assert epochs[0] != epochs[1] and sorted(map(len, epochs[0])) == sorted(map(len, epochs[1]))
+
+
+def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
+    same = np.full((64, 2), 5)
+    whole = batches(same, max_tokens=40, stop=16)
+    first, second = list(whole)[:8], list(whole)[8:]
+    assert {frozenset(b) for b in first}.isdisjoint({frozenset(b) for b in second})
+    # Different lengths: the same batches, in another order.
+    different = np.arange(1, 33)[:, None].repeat(2, 1)
+    whole = batches(different, max_tokens=32, stop=2 * 31)
+    n = whole.batches_per_epoch
+    first, second = list(whole)[:n], list(whole)[n : 2 * n]
+    assert first != second and {frozenset(b) for b in first} == {frozenset(b) for b in second}
+    order = [max(b) for b in first]
+    assert order != sorted(order)
+
+
+def test_batches_hold_neighbours_in_length():
+    lengths = np.stack([LENGTHS[:, 0], LENGTHS[:, 0]], axis=1)
+    real = padded = 0
+    for numbers in batches(lengths, stop=batches(lengths).batches_per_epoch):
+        real, padded = real + lengths[numbers].sum(), padded + 2 * padded_size(lengths, numbers)
+    assert padded < 1.06 * real  # at random it would be nearly twice
+
+
+@pytest.mark.parametrize("world, accumulation", [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_processes_and_accumulation_share_the_same_steps(world, accumulation):
+    whole = [batches().samples(g) for g in range(80 * world * accumulation)]
+    parts = [list(batches(rank=r, world=world, accumulation=accumulation)) for r in range(world)]
+    for step in range(80):
+        micro = [parts[r][step * accumulation + m] for m in range(accumulation) for r in range(world)]
+        assert micro == whole[step * world * accumulation : (step + 1) * world * accumulation]
+
+
+def test_resume_is_arithmetic_and_seeds_differ():
+    assert list(batches(start=137)) == list(batches())[137:]
+    assert len(batches(start=137, accumulation=2)) == 326
+    assert list(batches(seed=4)) != list(batches())
+
+
+def test_epoch_of_a_step():
+    whole = batches(world=2, accumulation=3, start=0, stop=400)
+    n = whole.batches_per_epoch
+    for step in (0, 1, n // 6, n // 6 + 1, 399):
+        assert whole.epoch(step) == (step * 6) // n
+    assert [batches().epoch(s) for s in (0, n - 1, n, 5 * n - 1, 5 * n)] == [0, 0, 1, 4, 5]
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="data.max_tokens 30 is less than the 39 tokens of the longest"):
+        batches(max_tokens=30)
+    with pytest.raises(ValueError, match="no training samples"):
+        batches(LENGTHS[:0])
+
+
+def test_evaluation_takes_every_sentence_once():
+    lengths = np.concatenate([LENGTHS, [[900, 3]]])
+    slices = [length_slices(lengths, 200, rank, 3) for rank in range(3)]
+    assert sorted(flat(flat(slices))) == list(range(501))
+    for numbers in flat(slices):
+        assert padded_size(lengths, numbers) <= 200 or numbers == [500]
+
+
+# ---------------------------------------------------------------- pairs
+
+SOURCE = ["a b c", "b", "", "c c c c c c", "a a", "d d d d"]
+TARGET = ["x y", "x", "y", "x x", "z z z z z", "y x y x y x y"]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("tokens"), []
+    for name, lines in (("source", SOURCE), ("target", TARGET)):
+        write_tokens(folder / name, lines, count_words(lines), "", skip_empty=False)
+        made.append(TokenCache(folder / name))
+    return made
+
+
+def lines_of(pairs):
+    return pairs.numbers.tolist()
+
+
+def test_filters_are_those_of_the_papers(caches):
+    every = ParallelTokens(*caches)
+    assert lines_of(every) == [0, 1, 3, 4, 5] and every.left_out == {"empty": 1, "too long": 0, "ratio": 0}
+    assert every.lengths.tolist() == [[4, 3], [2, 2], [7, 3], [3, 6], [5, 8]]  # with eos
+    short = ParallelTokens(*caches, max_length=5)
+    assert lines_of(short) == [0, 1, 4] and short.left_out["too long"] == 2
+    even = ParallelTokens(*caches, max_ratio=1.5)  # 3:2 is within
+    assert lines_of(even) == [0, 1] and even.left_out["ratio"] == 3
+    assert "2 of 6 pairs (left out: 1 empty, 3 ratio)" == even.summary()
+    with pytest.raises(ValueError, match="no pairs are left: 0 of 6 pairs"):
+        ParallelTokens(*caches, max_length=0)
+
+
+def test_long_pairs_are_cut_behind_what_fits(caches):
+    cut = ParallelTokens(*caches, max_length=4, overlong="cut")
+    assert lines_of(cut) == [0, 1, 3, 4, 5] and cut.cut == 3 and "3 cut" in cut.summary()
+    whole = ParallelTokens(*caches)
+    for i in range(5):
+        for side, full in zip(cut[i], whole[i]):
+            assert side.tolist() == full[:-1].tolist()[:4] + [EOS]
+    assert cut.lengths.tolist() == [[len(s), len(t)] for s, t in (cut[i] for i in range(5))]
+
+
+def test_shares_are_nested(caches):
+    shares = [set(lines_of(ParallelTokens(*caches, share=s))) for s in (0.2, 0.4, 0.8, 1.0)]
+    assert [len(s) for s in shares] == [1, 2, 4, 5] and all(a < b for a, b in zip(shares, shares[1:]))
+
+
+def test_a_batch(caches):
+    pairs = ParallelTokens(*caches)
+    batch = pairs.collate([pairs[0], pairs[3]])  # a b c -> x y; a a -> z z z z z
+    (a, b, c, x, y, z) = (caches[0][0][0], caches[0][0][1], caches[0][0][2], *caches[1][0][:2], caches[1][4][0])
+    assert {k: v.tolist() for k, v in batch.items()} == dict(
+        input_ids=[[a, b, c, EOS], [a, a, EOS, PAD]],
+        attention_mask=[[1, 1, 1, 1], [1, 1, 1, 0]],
+        decoder_input_ids=[[BOS, x, y, PAD, PAD, PAD], [BOS, z, z, z, z, z]],
+        labels=[[x, y, EOS, -100, -100, -100], [z, z, z, z, z, EOS]],
+    )
+    assert all(v.dtype == torch.int64 for v in batch.values())
+
+
+def test_streams_are_the_same_with_any_number_of_workers_and_after_a_resume(caches):
+    pairs = ParallelTokens(*caches)
+
+    def stream(workers, start=0):
+        order = batches(pairs.lengths, max_tokens=16, start=start, stop=9)
+        return [{k: v.tolist() for k, v in batch.items()} for batch in training_stream(pairs, order, workers)]
+
+    whole = stream(0)
+    assert len(whole) == 9 and stream(1) == whole and stream(2, start=4) == whole[4:]
+
+
+def test_evaluation_can_be_put_back_in_order(caches):
+    pairs, found = ParallelTokens(*caches), {}
+    for rank in range(2):
+        for numbers, batch in evaluation_stream(pairs, length_slices(pairs.lengths, 16, rank, 2)):
+            for number, row, mask in zip(numbers, batch["input_ids"], batch["attention_mask"], strict=True):
+                found[pairs.numbers[number]] = row[mask.bool()].tolist()
+    assert found == {line: caches[0][line].tolist() for line in (0, 1, 3, 4, 5)}

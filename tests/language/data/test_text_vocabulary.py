@@ -1,0 +1,303 @@
+import hashlib
+import json
+import os
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from moh_vision.language.data.lines import TextFile
+from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
+from moh_vision.language.data.sources import open_parallel, open_plain
+from moh_vision.language.data.token_cache import TokenCache, encoded
+from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, check_vocabulary, count_words, train_bpe
+
+WIKITEXT2 = Path(os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2"))
+GERMAN = [
+    "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche.",
+    "Ein Junge übt „Fußball“ – für 3,50 € pro Stunde!",
+    "Mehrere Männer mit Schutzhelmen bedienen ein Antriebsradsystem.",
+    "ÄÖÜ äöü ß, naïve Straßenverkäuferinnen; d'accord?",
+]
+ENGLISH = [
+    "Two young, White males are outside near many bushes.",
+    'A boy\'s practising "football" -- at 3.50 an hour!',
+    "Several men in hard hats are operating a giant pulley system.",
+    "It isn't the well-known  double  blank\tor tab.",
+]
+STRANGE = ["日本語 и русский 🙂", "a\u2028b\x85c", "<s> is </s> text <pad>, <mask> too", "x\u00a0y"]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe((GERMAN + ENGLISH) * 2, 150, mask=True)
+
+
+def test_decoding_gives_the_text_back(bpe):
+    for text in GERMAN + ENGLISH + STRANGE:
+        [ids] = bpe.encode([text])
+        assert min(ids) >= bpe.specials and max(ids) < len(bpe)
+        assert bpe.decode([1, *ids, EOS, 0, 0]) == text
+
+
+def test_sizes_and_special_tokens(bpe):
+    assert len(bpe) == 5 + 256 + 150 and bpe.specials == 5
+    assert [bpe.token(i) for i in range(5)] == ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
+    small = train_bpe(["ab ab ab"], 1000)  # Ġa, Ġab: no pair comes twice in another word
+    assert len(small) == 4 + 256 + 2 and small.specials == 4
+
+
+def test_merges_are_those_of_the_most_frequent_pairs():
+    """As in a slow rewrite of BPE (Sennrich et al. 2016); no two pairs come equally often here."""
+    text = "a " * 10 + "ab " * 7 + "abc " * 3 + "ba " * 4 + "b bac"
+    words = Counter(tuple("_" + w) for w in text.split())
+    expected = []
+    while True:
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += count
+        best, count = pairs.most_common(1)[0]
+        if count < 2:
+            break
+        assert list(pairs.values()).count(count) == 1
+        expected.append("".join(best))
+        words = Counter({_merged(word, best): n for word, n in words.items()})
+    assert expected == ["_a", "_ab", "_b", "_ba", "_abc"]
+    tokens = train_bpe([text], 100)
+    assert [tokens.token(i) for i in range(260, len(tokens))] == [t.replace("_", "Ġ") for t in expected]
+
+
+def _merged(word, pair):
+    out, i = [], 0
+    while i < len(word):
+        both = word[i : i + 2] == pair
+        out.append("".join(pair) if both else word[i])
+        i += 2 if both else 1
+    return tuple(out)
+
+
+def test_unknown_words_of_wikitext_are_unk(bpe):
+    [ids] = bpe.encode(["Two <unk> men <unk>"])
+    assert ids.count(UNK) == 2 and bpe.decode(ids) == "Two <unk> men <unk>"
+    without = train_bpe(["a <unk> b"] * 50, 20)
+    assert not any("unk" in without.token(i) for i in range(4, len(without)))
+
+
+def test_lowercase():
+    lower = train_bpe(GERMAN * 2, 50, lowercase=True)
+    assert lower.lowercase and lower.decode(lower.encode([GERMAN[3]])[0]) == GERMAN[3].lower()
+    again = Vocabulary(lower.data, "x")
+    assert again.encode(GERMAN) == lower.encode(GERMAN)
+
+
+def test_a_decoded_text_is_one_line(bpe):
+    ids = [i for text in ("a", "\n", "b") for i in bpe.encode([text])[0]]
+    assert "\n" not in bpe.decode(ids) and bpe.decode([]) == ""
+
+
+def test_words_by_frequency():
+    words = count_words(["b a c a </s>", "b a <unk> d"], mask=False)
+    assert [words.token(i) for i in range(4, len(words))] == ["a", "b", "c", "d"]  # ties by alphabet
+    assert words.encode(["a x </s> <unk> b"]) == [[4, UNK, UNK, UNK, 5]]
+    assert words.decode([1, 4, UNK, 5, 2]) == "a <unk> b"
+    assert len(count_words(["b a c a b a"], min_count=2)) == 6 and len(count_words(["b a c"], max_words=1)) == 5
+
+
+def test_saved_and_loaded(bpe, tmp_path):
+    bpe.save(tmp_path / "run" / "tokenizer.json")
+    again = Vocabulary.load(tmp_path / "run" / "tokenizer.json")
+    assert (again.fingerprint, len(again), again.kind) == (bpe.fingerprint, len(bpe), "bpe")
+    assert (
+        again.encode(GERMAN + STRANGE)
+        == bpe.encode(GERMAN + STRANGE)
+        == pickle.loads(pickle.dumps(bpe)).encode(GERMAN + STRANGE)
+    )
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["tokenizer.json"]
+    # tokenizers reads its own format, and encodes alike where no special token stands in the text.
+    other = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert [e.ids for e in other.encode_batch(GERMAN)] == bpe.encode(GERMAN)
+
+
+def changed(data, **entries):
+    content = json.loads(data)
+    for path, value in entries.items():
+        *parents, last = path.split("__")
+        place = content
+        for key in parents:
+            place = place[key]
+        place[last] = value
+    return json.dumps(content).encode()
+
+
+def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
+    vocab = json.loads(bpe.data)["model"]["vocab"]
+    bad = {
+        "cut off": bpe.data[: len(bpe.data) // 2],
+        "binary": bytes(range(256)),
+        "deep": b"[" * 100_000,
+        "a list": b"[1]",
+        "no model": b"{}",
+        "unigram": changed(bpe.data, model__type="Unigram"),
+        "a costly pattern": changed(bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}}),
+        "a normalizer": changed(bpe.data, normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+        "a gap": changed(bpe.data, model__vocab={**vocab, "more": len(vocab) + 7}),
+        "twice": changed(bpe.data, model__vocab={**vocab, "more": 9}),
+        "huge": changed(bpe.data, model__vocab={**vocab, "more": 2**70}),
+        "texts": changed(bpe.data, model__vocab={**vocab, "more": "9"}),
+        "truth": changed(bpe.data, model__vocab={k: bool(v) for k, v in list(vocab.items())[:2]}),
+        "no bytes": changed(bpe.data, model__vocab=dict(list(vocab.items())[:100])),
+        "other specials": bpe.data.replace(b'"<s>"', b'"<x>"'),
+        "a merge to no token": changed(bpe.data, model__merges=[["a", "]"]]),  # which aborts tokenizers itself
+        "a merge of one": changed(bpe.data, model__merges=[["a"]]),
+        "no merges": changed(bpe.data, model__merges=None),
+    }
+    for what, data in bad.items():
+        path = tmp_path / "tokenizer.json"
+        path.write_bytes(data)
+        with pytest.raises(ValueError) as error:
+            Vocabulary.load(path)
+        text = str(error.value)
+        assert text.startswith(f"{path}: not a tokenizer.json that this package wrote (") and "\n" not in text, what
+        assert len(text) < 600
+
+
+def test_a_vocabulary_of_another_model(bpe):
+    check_vocabulary(bpe, "the checkpoint", len(bpe), bpe.fingerprint)
+    with pytest.raises(ValueError, match=r"vocabulary has 411 tokens, run/step_5 has 8000; give the one"):
+        check_vocabulary(bpe, "run/step_5", 8000)
+    with pytest.raises(ValueError, match="is not the one that the checkpoint was trained with"):
+        check_vocabulary(bpe, "the checkpoint", len(bpe), hashlib.sha256(b"").hexdigest())
+
+
+# ---------------------------------------------------------------- caches
+
+
+@pytest.fixture
+def pair(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    (folder / "train.de").write_text("\n".join(GERMAN * 3) + "\n")
+    (folder / "train.en").write_text("\n".join(ENGLISH * 3) + "\n")
+    return open_parallel(str(folder), "train", "de", "en")
+
+
+def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch):
+    cache = str(tmp_path / "cache")
+    joint = pair_vocabularies(pair, cache, (60, 60), joint=True)
+    assert joint[0] is joint[1]
+    source, target = pair_vocabularies(pair, cache, (60, 40), joint=False)
+    assert (len(source), len(target)) == (320, 300)
+    files = sorted((tmp_path / "cache").iterdir())
+    assert len(files) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr("moh_vision.language.data.prepare.train_bpe", None)  # would fail if it were called
+        assert pair_vocabularies(pair, cache, (60, 60), joint=True)[0].fingerprint == joint[0].fingerprint
+        with pytest.raises(TypeError):
+            pair_vocabularies(pair, cache, (61, 61), joint=True)
+    # Another text, and a damaged file, are trained again.
+    for path in files:
+        path.write_bytes(b"{")
+    said = []
+    assert pair_vocabularies(pair, cache, (60, 60), joint=True, say=said.append)[0].fingerprint == joint[0].fingerprint
+    assert len(said) == 1 and "training it again" in said[0]
+    Path(pair.source.path).write_text("\n".join(ENGLISH * 3) + "\n")
+    changed_pair = open_parallel(str(tmp_path / "d"), "train", "de", "en")
+    assert pair_vocabularies(changed_pair, cache, (60, 60), joint=True)[0].fingerprint != joint[0].fingerprint
+
+
+def test_encoded_lines(pair, tmp_path):
+    vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
+    tokens = encoded(pair.source, vocabulary, str(tmp_path / "c"))
+    expected = [ids + [EOS] for ids in vocabulary.encode(GERMAN * 3)]
+    assert [row.tolist() for row in (tokens[i] for i in range(len(tokens)))] == expected
+    assert tokens.lengths.tolist() == [len(row) for row in expected]
+    assert tokens.words == sum(len(line.split()) + 1 for line in GERMAN * 3)
+    assert isinstance(tokens.ids, np.memmap) and tokens.ids.dtype == np.uint16
+    assert load_file(tokens.path)["ids"].tolist() == [i for row in expected for i in row]  # a sound safetensors file
+    assert pickle.loads(pickle.dumps(tokens))[4].tolist() == expected[4]
+
+
+def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypatch):
+    cache, said = str(tmp_path / "c"), []
+    vocabulary = trained_vocabulary(pair, cache, "bpe", merges=80)
+    first = encoded(pair.source, vocabulary, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("moh_vision.language.data.token_cache.write_tokens", None)
+        assert encoded(pair.source, vocabulary, cache).path == first.path
+    whole = first.path.read_bytes()
+    with pytest.raises(ValueError, match="encoded from another text or with another vocabulary"):
+        TokenCache(first.path, "other")
+    damages = [whole[:-1], whole[:40], b"", whole + b"x"] + [
+        _flipped(whole, at) for at in (3, 12, 1030, len(whole) - 2)
+    ]
+    for damaged in damages:
+        first.path.unlink()
+        first.path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not encoded text that can be read|from another text") as error:
+            TokenCache(first.path, "")
+        assert "\n" not in str(error.value)
+        encoded(pair.source, vocabulary, cache, say=said.append)
+        assert first.path.read_bytes() == whole
+    assert len(said) == len(damages) and all("making it again" in text for text in said)
+    # A changed text and another vocabulary find nothing.
+    Path(pair.source.path).write_text("neu\n")
+    assert len(encoded(TextFile(pair.source.path), vocabulary, cache)) == 1
+    other = train_bpe(GERMAN * 2, 20)
+    assert encoded(pair.target, other, cache).path != encoded(pair.target, vocabulary, cache).path
+
+
+def _flipped(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_encoding_does_not_depend_on_how_many_lines_are_taken_at_once(pair, tmp_path, monkeypatch):
+    vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
+    one = encoded(pair.source, vocabulary, str(tmp_path / "a")).path.read_bytes()
+    monkeypatch.setattr("moh_vision.language.data.token_cache.LINES_AT_ONCE", 5)
+    assert encoded(pair.source, vocabulary, str(tmp_path / "b")).path.read_bytes() == one
+
+
+def test_after_an_error_nothing_is_left(tmp_path, bpe):
+    (tmp_path / "train.txt").write_bytes(b"good\n" * 3000 + b"\xff\n")
+    (tmp_path / "blank.txt").write_text("\n \n\n")
+    with pytest.raises(ValueError, match="train.txt, line 3001: not UTF-8"):
+        encoded(open_plain(str(tmp_path), "train"), bpe, str(tmp_path / "c"))
+    with pytest.raises(ValueError, match="blank.txt: no text but empty lines"):
+        encoded(open_plain(str(tmp_path), "blank"), bpe, str(tmp_path / "c"), skip_empty=True)
+    assert list((tmp_path / "c").iterdir()) == []
+    with pytest.raises(ValueError, match="cannot be written: File exists"):
+        encoded(open_plain(str(tmp_path), "train"), bpe, str(tmp_path / "train.txt"))
+
+
+def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
+    Path(pair.target.path).write_text("\n".join([*ENGLISH * 2, "", *ENGLISH]))
+    with pytest.raises(ValueError, match="train.de has 12 lines, .*train.en has 13"):
+        encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
+    Path(pair.target.path).write_text("\n".join(["", *ENGLISH * 3][:12]))
+    pair = open_parallel(str(tmp_path / "d"), "train", "de", "en")
+    for _ in range(2):  # also from the caches
+        with pytest.raises(ValueError, match="train.en, line 1: empty"):
+            encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
+    source, target = encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"), allow_empty=True)
+    assert len(source) == len(target) == 12 and target[0].tolist() == [EOS]
+    with pytest.raises(ValueError, match="line 1: empty"):
+        pair_vocabularies(pair, str(tmp_path / "c2"), (10, 10), joint=True)
+
+
+def test_wikitext2_has_the_papers_number_of_words(tmp_path):
+    if not WIKITEXT2.is_dir():
+        pytest.skip(f"no WikiText-2 at {WIKITEXT2} (set MOH_VISION_WIKITEXT2)")
+    text = open_plain(str(WIKITEXT2), "test")
+    words = trained_vocabulary([text], str(tmp_path), "word")
+    tokens = encoded(text, words, str(tmp_path))
+    assert len(tokens.ids) == tokens.words == 245_569  # Merity et al. 2017, table 1, test
+    counts = np.bincount(tokens.ids, minlength=len(words))[4:]
+    assert (np.diff(counts) <= 0).all() and counts[-1] == 1  # falling, as adaptive softmaxes need
+    assert (tokens.ids == MASK).sum() == counts[0]  # 4 is the commonest word where there is no mask
+    assert (tokens.ids == UNK).sum() == sum(line.split().count("<unk>") for line in text)

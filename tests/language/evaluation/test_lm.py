@@ -1,0 +1,424 @@
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
+from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, sliding_windows
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa: E402
+
+from moh_vision.language.evaluation import lm_harness  # noqa: E402
+from moh_vision.language.evaluation.lm import main  # noqa: E402
+
+needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("routed"), budget=0.5)
+
+
+def run(*arguments):
+    return main([str(a) for a in arguments])
+
+
+def mistake(capsys, *arguments):
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lm: error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("lm: error: ")
+
+
+# Suites
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_papers_averages_are_means_of_its_columns(name):
+    suite = SUITES[name]
+    assert {*suite.paper} == {*suite.averages}
+    assert len({row.title for row in suite.rows}) == len(suite.rows)
+    for label, values in suite.paper.items():
+        assert len(values) == len(suite.rows)
+        # Half a digit of the average, and a little for rounding 43.85 up.
+        assert abs(average(values) - suite.averages[label]) <= 0.05 + 1e-9, label
+
+
+def test_shots_are_the_papers():
+    shots = {row.title: row.shots for suite in SUITES.values() for row in suite.rows}
+    five = dict(MMLU=5, CEVAL=5, CMMLU=5, GSM8K=8, HellaSwag=10, BoolQ=32, NQ=32, **{"ARC-C": 25})
+    assert {title: n for title, n in shots.items() if n} == five
+    rows = {name: [row.title for row in suite.rows] for name, suite in SUITES.items()}
+    assert len(rows["moh-llm"]) == 6 and len(rows["moh-llama3"]) == len(rows["moh-llama3-stage1"]) == 14
+    assert {*rows["moh-llama3"]} ^ {*rows["moh-llama3-stage1"]} == {"CEVAL", "ARC-E"}
+
+
+def test_averages_and_tables():
+    assert average([50.0, 60.0, 70.0]) == 60 and average([50.0, None]) is None and average([]) is None
+    lines = suite_table("moh-llm", [10.0, 20.0, 30.0, 40.0, 50.0, 61.0]).splitlines()
+    assert lines[0] == "moh-llm (MoH, table 4)" and len(lines) == 9
+    assert lines[2].split()[:4] == ["SciQ", "0", "acc_norm", "10.00"]
+    assert lines[7].split()[:7] == ["TruthfulQA", "0", "acc", "of", "mc1", "and", "mc2"]
+    assert lines[8].split() == ["average", "35.17", *(f"{v:.1f}" for v in SUITES["moh-llm"].averages.values())]
+    assert suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
+
+
+def test_list_needs_neither_model_nor_harness(capsys):
+    assert run("--list") == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
+
+
+def test_a_plan_has_every_task_once():
+    rows = lm_harness.plan(["moh-llama3", "moh-llama3-stage1", "arc_easy", "arc_easy"], None)
+    assert len(rows) == 16 and rows[-1].tasks == ("arc_easy",) and rows[-1].shots == -1
+    with pytest.raises(ValueError, match="the suite moh-llm has its own shots"):
+        lm_harness.plan(["moh-llm"], 5)
+    with pytest.raises(ValueError, match="no suite or task is named moh-lama3; did you mean moh-llama3[?]"):
+        lm_harness.plan(["moh-lama3"], None)
+    with pytest.raises(ValueError, match="expected suites"):
+        lm_harness.plan([], None)
+    assert "did you mean hellaswag?" in lm_harness.unknown_name("helaswag", ["hellaswag", "arc_easy"])
+
+
+@needs_harness
+def test_the_suites_tasks_and_metrics_are_in_the_harness():
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    where = [
+        "sciq",
+        "piqa",
+        "winogrande",
+        "openbookqa",
+        "logiqa",
+        "truthfulqa",
+        "mmlu/default",
+        "ceval",
+        "cmmlu",
+        "gsm8k",
+    ]
+    where += ["hellaswag", "super_glue/boolq", "lambada", "nq_open", "arc"]
+    root = lm_eval.tasks.__path__[0]
+    manager = TaskManager(include_path=[f"{root}/{folder}" for folder in where], include_defaults=False)
+    for row in {row for suite in SUITES.values() for row in suite.rows}:
+        metric, _, kind = row.metric.partition(",")
+        for task in row.tasks:
+            config = manager.task_index[task].cfg
+            metrics = config.get("metric_list") or config["aggregate_metric_list"]
+            assert metric in [entry["metric"] for entry in metrics], task
+            filters = [entry["name"] for entry in config.get("filter_list", [])] or ["none"]
+            assert kind in filters, task
+            if metric == "acc":  # acc_norm is taken wherever it says something else
+                letters = config.get("group") in ("ceval-valid", "cmmlu")
+                assert letters or "acc_norm" not in [entry["metric"] for entry in metrics], task
+
+
+# Tasks
+
+
+def log_likelihood(model, tokenizer, context, continuation):
+    before = tokenizer(context)["input_ids"]
+    ids = torch.tensor([tokenizer(context + continuation)["input_ids"]])
+    with torch.no_grad():
+        scores = model(ids).logits[0].log_softmax(-1)
+    return sum(scores[i - 1, ids[0, i]].item() for i in range(len(before), ids.shape[1]))
+
+
+@needs_harness
+def test_choices_of_a_local_task_are_scored_as_by_hand(model, tmp_path, capsys):
+    tasks = write_task(tmp_path / "tasks", "tiny_choice", QUESTIONS, CHOICE)
+    out = tmp_path / "scores.json"
+    common = ["--model", model, "--tasks", "tiny_choice", "--include-path", tasks]
+    assert run(*common, "--out", out, "--batch-size", 2) == 0
+    assert "acc_norm" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+
+    net = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    hits = dict(acc=0, acc_norm=0)
+    for row in QUESTIONS:
+        scores = [log_likelihood(net, tokenizer, f"Q: {row['q']}\nA:", f" {choice}") for choice in row["a"]]
+        normed = [score / len(choice) for score, choice in zip(scores, row["a"])]
+        hits["acc"] += scores.index(max(scores)) == row["l"]
+        hits["acc_norm"] += normed.index(max(normed)) == row["l"]
+    (row,) = record["rows"]
+    found = row["metrics"]["tiny_choice"]
+    assert 0 < hits["acc"] < len(QUESTIONS)
+    for metric, count in hits.items():
+        assert found[f"{metric},none"] == pytest.approx(count / len(QUESTIONS))
+    assert row["samples"] == dict(tiny_choice=7) and row["used_shots"] == dict(tiny_choice=0)
+    assert record["versions"]["lm_eval"] and record["model_type"] == "llama" and record["limit"] is None
+    assert len(record["weights"]["model.safetensors"]["sha256"]) == 64
+
+    assert "exists" in mistake(capsys, *common, "--out", out)
+    assert run(*common, "--out", tmp_path / "two.json", "--limit", 2, "--num-fewshot", 1) == 0
+    (row,) = json.loads((tmp_path / "two.json").read_text())["rows"]
+    assert row["samples"] == dict(tiny_choice=2) and row["used_shots"] == dict(tiny_choice=1)
+    assert "a part of each task" in capsys.readouterr().out
+
+
+@needs_harness
+def test_a_suite_takes_its_metric_and_the_mean_of_two_tasks(model, tmp_path, capsys, monkeypatch):
+    from moh_vision.language.evaluation.lm_suites import Row, Suite
+
+    tasks = tmp_path / "tasks"
+    write_task(tasks, "tiny_a", QUESTIONS, CHOICE)
+    write_task(tasks, "tiny_b", [dict(row, l=0) for row in QUESTIONS], CHOICE)
+    rows = (
+        Row("AB", 0, "acc,none", ("tiny_a", "tiny_b")),
+        Row("A", 1, "acc_norm,none", ("tiny_a",)),  # the same task with other shots
+    )
+    monkeypatch.setitem(SUITES, "moh-tiny", Suite("nowhere", rows, dict(X=(1.0, 2.0)), dict(X=1.5)))
+    out = tmp_path / "scores.json"
+    assert run("--model", model, "--tasks", "moh-tiny", "--include-path", tasks, "--out", out) == 0
+    record = json.loads(out.read_text())
+    two, one = record["rows"]
+    assert two["used_shots"] == dict(tiny_a=0, tiny_b=0) and one["used_shots"] == dict(tiny_a=1)
+    assert one["value"] == pytest.approx(100 * one["metrics"]["tiny_a"]["acc_norm,none"]) and one["shots"] == 1
+    pair = [two["metrics"][name]["acc,none"] for name in ("tiny_a", "tiny_b")]
+    assert pair[0] != pair[1] and two["value"] == pytest.approx(50 * sum(pair))
+    assert record["suites"]["moh-tiny"]["average"] == pytest.approx((one["value"] + two["value"]) / 2)
+    assert "average" in capsys.readouterr().out
+
+
+@needs_harness
+def test_generated_text_is_greedy_and_compared(routed, tmp_path):
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(routed)
+    rows = []
+    for i, row in enumerate(QUESTIONS):
+        ids = tokenizer(row["q"], return_tensors="pt")["input_ids"]
+        made = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+        text = tokenizer.decode(made, skip_special_tokens=True)
+        rows.append(dict(q=row["q"], t=text if i < 5 else text + "?"))
+    tasks = write_task(tmp_path / "tasks", "tiny_generate", rows, GENERATE)
+    out = tmp_path / "scores.json"
+    command = ["--model", routed, "--tasks", "tiny_generate", "--include-path", tasks, "--out", out]
+    assert run(*command, "--batch-size", 3) == 0  # questions of different lengths: padded on the left
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["metrics"]["tiny_generate"]["exact_match,none"] == pytest.approx(5 / 7)
+
+
+@needs_harness
+def test_data_that_cannot_be_had(model, tmp_path, capsys):
+    tasks = write_task(tmp_path / "tasks", "tiny_gone", [], CHOICE, data=tmp_path / "nowhere.jsonl")
+    text = mistake(capsys, "--model", model, "--tasks", "tiny_gone", "--include-path", tasks)
+    assert text.startswith("task tiny_gone: its data set (json) cannot be loaded: ") and "nowhere.jsonl" in text
+
+
+@needs_harness
+@pytest.mark.slow
+def test_names_and_data_sets_of_the_harness_itself(model, capsys, monkeypatch):
+    """It reads 14,000 files first."""
+    import datasets
+    import huggingface_hub
+
+    for place, name in ((datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr(place, name, True)
+    text = mistake(capsys, "--model", model, "--tasks", "helaswag")
+    assert text == "--tasks: no suite or task is named helaswag; did you mean hellaswag?"
+    text = mistake(capsys, "--model", model, "--tasks", "moh-llm")
+    assert text.startswith("task sciq: its data set (allenai/sciq) cannot be loaded: ")
+
+
+@needs_harness
+@pytest.mark.slow
+def test_processes_share_questions_and_windows(model, tmp_path):
+    tasks = write_task(tmp_path / "tasks", "tiny_choice", QUESTIONS, CHOICE)
+    text = tmp_path / "text.txt"
+    text.write_text("some words to be read\n" * 20)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    environment = dict(os.environ, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
+    questions = ["--tasks", "tiny_choice", "--include-path", tasks, "--num-fewshot", "1"]
+    windows = ["--perplexity", str(text), "--context", "32", "--stride", "9"]
+    records = {}
+    for kind, extra in (("tasks", questions), ("text", windows)):
+        one, two = tmp_path / f"{kind}1.json", tmp_path / f"{kind}2.json"
+        command = ["--model", model, *extra, "--device", "cpu", "--out", one]
+        assert run(*command) == 0
+        command = [*launch, "moh_vision.language.evaluation.lm", "--model", model, *extra, "--out", str(two)]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
+        records.update({(kind, n): json.loads(out.read_text()) for n, out in ((1, one), (2, two))})
+        assert [records[kind, n]["processes"] for n in (1, 2)] == [1, 2]
+    for row in (records["tasks", 1]["rows"][0], records["tasks", 2]["rows"][0]):
+        assert row["samples"] == dict(tiny_choice=7)
+    for key in ("acc,none", "acc_norm,none"):
+        one, two = (records["tasks", n]["rows"][0]["metrics"]["tiny_choice"][key] for n in (1, 2))
+        assert one == pytest.approx(two)
+    assert records["text", 1]["tokens"] == records["text", 2]["tokens"]
+    assert records["text", 1]["loss"] == pytest.approx(records["text", 2]["loss"], rel=1e-6)
+
+
+# Perplexity
+
+
+def slow_losses(model, ids, context, stride):
+    """Each token by itself, with what a window of the description holds before it."""
+    n, losses = len(ids) - 1, []
+    for t in range(1, n + 1):
+        windows = max(0, math.ceil((t - context) / stride))  # after the first
+        end = min(n, context + windows * stride)
+        start = max(0, end - context)
+        assert t - start >= min(t, context - stride + 1)
+        with torch.no_grad():
+            scores = model(ids[None, start:t]).logits[0, -1].log_softmax(-1)
+        losses.append(-scores[ids[t]].item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ("model", "routed"))
+@pytest.mark.parametrize("context, stride, batch", ((16, 4, 1), (16, 5, 3), (16, 16, 2), (9, 1, 4), (64, 3, 2)))
+def test_sliding_windows_score_as_token_by_token(kind, context, stride, batch, request):
+    net = transformers.AutoModelForCausalLM.from_pretrained(request.getfixturevalue(kind)).eval()
+    ids = torch.randint(0, 258, (42,))
+    windows = list(sliding_windows(ids, context, stride, batch))
+    scores = perplexity(causal_losses(net), windows, "cpu", lambda t: t)
+    slow = slow_losses(net, ids, context, stride)
+    assert scores["tokens"] == len(slow) == 41
+    assert scores["loss"] == pytest.approx(sum(slow) / 41, rel=1e-5)
+    labels = torch.cat([w["labels"].flatten() for w in windows])
+    assert labels[labels != -100].tolist() == ids[1:].tolist()
+    shares = [list(sliding_windows(ids, context, stride, batch, p, 3)) for p in range(3)]
+    assert sum(len(share) for share in shares) == len(windows)
+
+
+def test_logits_of_unlabelled_positions_are_not_asked_for(routed):
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
+    asked = []
+    net.lm_head.register_forward_pre_hook(lambda module, inputs: asked.append(inputs[0].shape[1]))
+    ids = torch.randint(0, 258, (31,))
+    perplexity(causal_losses(net), sliding_windows(ids, 16, 4), "cpu", lambda t: t)
+    assert asked == [16, 4, 4, 4, 2]
+
+
+def test_words_and_bytes_share_the_sum(capsys, model, tmp_path):
+    units = per_unit(dict(loss=2.0, tokens=30), words=10, size=40)
+    assert units["word_perplexity"] == pytest.approx(math.exp(6)) and units["words"] == 10
+    assert units["bits_per_byte"] == pytest.approx(1.5 / math.log(2))
+    assert units["byte_perplexity"] == pytest.approx(2 ** units["bits_per_byte"])
+
+    text = tmp_path / "text.txt"
+    text.write_text("Grüße aus der Ferne\n\nzwei Zeilen\n", encoding="utf-8")
+    out = tmp_path / "scores.json"
+    assert run("--model", model, "--perplexity", text, "--context", 12, "--stride", 5, "--out", out) == 0
+    record = json.loads(out.read_text())
+    assert record["words"] == 4 + 2 + 3 and record["bytes"] == record["tokens"] == len(text.read_bytes())
+    assert record["byte_perplexity"] == pytest.approx(record["perplexity"])  # a token is a byte here
+    net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([0, *tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
+    assert record["loss"] == pytest.approx(sum(slow_losses(net, ids, 12, 5)) / record["tokens"], rel=1e-5)
+    assert "9 words (a line's end is one)" in capsys.readouterr().out
+
+
+def test_a_run_of_ours_is_scored_line_by_line(tmp_path):
+    """As train_text.py reads a text: eos behind every line, and before the first."""
+    from moh_vision.language.data.vocabulary import EOS, Vocabulary, train_bpe
+    from moh_vision.language.models.create import create_text_model
+
+    lines = ["one two three", "", "two three four"]
+    run_folder = tmp_path / "run"
+    vocabulary = train_bpe(lines, 10)
+    small = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=64, adaptive_cutoffs=[100], adaptive_factor=2)
+    net = create_text_model("clm_wt103_base", vocab_size=len(vocabulary), **small).eval()
+    net.save_pretrained(run_folder)
+    vocabulary.save(run_folder / "tokenizer.json")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(line + "\n" for line in lines))
+    out = tmp_path / "scores.json"
+    assert run("--model", run_folder, "--perplexity", text, "--context", 8, "--stride", 3, "--out", out) == 0
+    record = json.loads(out.read_text())
+    encoded = Vocabulary.load(run_folder / "tokenizer.json").encode(lines)
+    ids = torch.tensor([EOS] + [i for row in encoded for i in (*row, EOS)])
+    assert record["tokens"] == len(ids) - 1 and record["words"] == 6 + 3
+    assert record["loss"] == pytest.approx(sum(slow_losses(net, ids, 8, 3)) / (len(ids) - 1), rel=1e-5)
+
+
+def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_path, capsys):
+    folder = tmp_path / "released"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = tmp_path / "text.txt"
+    text.write_text("some words\n")
+    ask = ["--model", folder, "--perplexity", text]
+    assert "auto_map to code of its own, which is not run" in mistake(capsys, *ask)
+    same = write_model(tmp_path / "same", budget=[(2, 1), (2, 1)])
+    losses = {}
+    for name, command in (
+        ("released", [*ask, "--moh-llama3"]),
+        ("same", ["--model", same, "--perplexity", text]),
+        ("dense", ["--model", model, "--perplexity", text]),
+    ):
+        assert run(*command, "--out", tmp_path / f"{name}.json") == 0
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        losses[name] = record["loss"]
+        assert (record["moh"] is None) == (name == "dense")
+    assert losses["released"] == pytest.approx(losses["same"], rel=1e-6)
+    assert abs(losses["released"] - losses["dense"]) > 1e-3
+
+
+# Mistakes
+
+
+def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("words\n")
+    read = ["--model", model, "--perplexity", text]
+    ask = ["--model", model, "--tasks", "moh-llm"]
+    for arguments, want in (
+        ([], "give one of --tasks NAMES, --perplexity FILE or --list"),
+        (["--tasks", "moh-llm"], "--model RUN is missing"),
+        (["--modle", model], "unknown argument --modle, did you mean --model?"),
+        ([*read, "--limit", 3], "--limit belongs to --tasks"),
+        ([*ask, "--stride", 3], "--stride belongs to --perplexity"),
+        ([*ask, "--batch-size", 0], "--batch-size 0: expected 1 or more, or auto"),
+        ([*read, "--batch-size", "auto"], "--batch-size auto: expected 1 or more"),
+        ([*ask, "--limit", 1.5], "--limit 1.5: expected a number of questions, or a share between 0 and 1"),
+        ([*ask, "--num-fewshot", -1], "--num-fewshot -1: expected 0 or more"),
+        ([*ask, "--num-fewshot", 2], "--num-fewshot 2: the suite moh-llm has its own shots; name its tasks instead"),
+        ([*ask, "--include-path", tmp_path / "no"], f"--include-path {tmp_path}/no: no such folder"),
+        ([*read, "--context", 4, "--stride", 5], "--stride 5: allowed are 1 to the context, 4"),
+        ([*read, "--context", 300], f"--context 300: {model} has positions for 256 tokens"),
+        (["--model", tmp_path / "no", "--perplexity", text], f"--model or --tokenizer {tmp_path}/no: no such folder"),
+        (["--model", model, "--perplexity", tmp_path / "no"], f"--perplexity {tmp_path}/no: no such file"),
+        (["--model", model, "--tasks", "moh-llm", "--out", tmp_path / "a" / "b"], f"--out {tmp_path}/a/b: no such folder"),
+    ):  # fmt: skip
+        assert mistake(capsys, *arguments) == want
+    assert "no tokenizer (tokenizer_config.json" in mistake(capsys, "--model", tmp_path, "--perplexity", text)
+    assert mistake(capsys, *read, "--device", "nonsense").startswith("--device nonsense: ")
+    text.write_bytes(b"caf\xe9\n")
+    assert "line 1: not UTF-8" in mistake(capsys, *read)
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert mistake(capsys, *ask) == "the package lm_eval is needed: pip install 'moh_vision[lm]'"
+
+
+def test_models_that_do_not_fit(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("words\n")
+    silent = write_model(tmp_path / "silent", eos=False)
+    assert "names neither an eos_token nor a bos_token" in mistake(capsys, "--model", silent, "--perplexity", text)
+    small = write_model(tmp_path / "small", vocab=100)
+    assert "100 tokens, its tokenizer has 258" in mistake(capsys, "--model", small, "--perplexity", text)
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"nothing")
+    assert "not read as a causal language model" in mistake(capsys, "--model", small, "--perplexity", text)
+    (tmp_path / "small" / "config.json").unlink()
+    assert "no config.json" in mistake(capsys, "--model", small, "--perplexity", text)

@@ -1,0 +1,233 @@
+"""LLaMA-style models converted: in place, saved and loaded, calibrated, the released layout, and what is refused."""
+
+import copy
+import json
+
+import pytest
+import torch
+from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, dense, slow, words
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+import moh_vision
+from moh_vision.attention import attention_layers, load_balance_loss
+from moh_vision.language.models.create import create_text_model
+from moh_vision.language.models.llama.attention import MoHLlamaAttention
+from moh_vision.language.models.llama.convert import head_contributions
+from moh_vision.language.models.llama.model import load_moh_llama3
+
+CLASSES = dict(llama="MoHLlamaForCausalLM", qwen2="MoHQwen2ForCausalLM", qwen3="MoHQwen3ForCausalLM")
+
+
+def pairs_of(model):
+    return [(b["shared"], b["routed"]) for b in moh_vision.head_budget(model)["layers"]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_place_without_new_parameters(family):
+    model = dense(family)
+    config, parameters, modules = model.config, dict(model.named_parameters()), set(map(id, model.modules()))
+    before = [layer.self_attn for layer in model.model.layers]
+    assert moh_vision.convert(model, head_budget=0.75) is model
+    assert type(model).__name__ == CLASSES[family]
+    assert model.config.model_type == f"moh_{family}" and model.config.moh["router"] == "query_norm"
+    assert config.model_type == family and not hasattr(config, "moh")  # which another model may have too
+    assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(model.config)}
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters) and all(after[name] is p for name, p in parameters.items())
+    new = [m for m in model.modules() if id(m) not in modules]
+    assert {type(m).__name__ for m in new if any(True for _ in m.parameters(recurse=False))} == set()
+    assert all(isinstance(layer.self_attn, type(old)) for layer, old in zip(model.model.layers, before))
+
+
+@pytest.mark.parametrize(
+    "spec, options, pairs",
+    [
+        (None, {}, [(4, 4), (4, 4)]),
+        (1.0, {}, [(4, 4), (4, 4)]),
+        (0.75, {}, [(2, 2), (4, 4)]),  # as everywhere, rising with depth
+        ("uniform:0.75", {}, [(3, 3), (3, 3)]),
+        ("uniform:0.5", {}, [(2, 2), (2, 2)]),
+        ("uniform:0.125", {}, [(0, 1), (0, 1)]),
+        ([(4, 2), (1, 3)], {}, [(4, 2), (1, 3)]),
+        ("uniform:0.75", dict(group=True), [(2, 4), (2, 4)]),
+        ([(4, 2), (2, 2)], dict(group=True), [(4, 2), (2, 2)]),
+        ("uniform:0.75", dict(router="moh"), [(2, 4), (2, 4)]),
+    ],
+)
+def test_which_heads_are_shared(spec, options, pairs):
+    model = moh_vision.convert(dense(), head_budget=spec, **options)
+    assert pairs_of(model) == pairs and model.config.moh["head_budget"] == [list(pair) for pair in pairs]
+
+
+def test_a_new_moh_router_is_the_dense_model_while_all_heads_run():
+    plain = dense()
+    model = moh_vision.convert(copy.deepcopy(plain), router="moh")
+    assert torch.equal(model(words()).logits, plain(words()).logits)
+    added = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
+    assert len(added) == 3 * DEPTH and all(".self_attn.router." in name for name in added)
+    moh_vision.set_head_budget(model, 0.75)
+    assert not torch.equal(model(words()).logits, plain(words()).logits)
+    _, _, stats = model.routed_loss(words(), input_ids=words())
+    load_balance_loss(stats).backward()
+    assert all(dict(model.named_parameters())[name].grad is not None for name in added if "routed" in name)
+
+
+@pytest.mark.parametrize("options", [{}, dict(router="moh"), dict(group=True, executor="packed")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_and_loaded(family, options, tmp_path):
+    model = moh_vision.convert(dense(family), head_budget=[(2, 4), (2, 2)], **options)
+    for p in (p for name, p in model.named_parameters() if ".router." in name):
+        p.data.normal_()
+    for budget in (None, [(2, 2), (2, 6)]):
+        if budget:
+            before = model(words()).logits
+            moh_vision.set_head_budget(model, budget)
+            assert not torch.equal(model(words()).logits, before)
+        model.save_pretrained(tmp_path)
+        assert not list(tmp_path.glob("*.py")) and "auto_map" not in (tmp_path / "config.json").read_text()
+        for kind in (type(model), AutoModelForCausalLM):
+            loaded = kind.from_pretrained(tmp_path)
+            assert type(loaded) is type(model) and loaded.config.moh == model.config.moh
+            assert pairs_of(loaded) == pairs_of(model) == (budget or [(2, 4), (2, 2)])
+            assert [layer.executor for layer in attention_layers(loaded)] == [options.get("executor", "auto")] * DEPTH
+            assert torch.equal(loaded(words()).logits, model(words()).logits)
+
+
+def test_folders_without_the_field_are_transformers_own(tmp_path):
+    dense().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LlamaForCausalLM and not hasattr(AutoConfig.from_pretrained(tmp_path), "moh")
+
+
+def test_a_dense_model_of_ours_is_saved_converted_and_saved_again(tmp_path):
+    model = create_text_model("clm_small", **{**SIZES, "eos_token_id": 2}).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    want = model(words()).logits
+    assert loaded.config.moh is None and torch.equal(loaded(words()).logits, want)
+    moh_vision.convert(loaded)
+    assert type(loaded.model.layers[0].self_attn) is MoHLlamaAttention
+    assert torch.equal(loaded(words()).logits, want)
+    moh_vision.set_head_budget(loaded, [(4, 1), (4, 2)])
+    assert not torch.equal(loaded(words()).logits, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
+    plain = dense(family, torch.float64)
+    batches = [words(2, 7), dict(input_ids=words(2, 6, seed=3), attention_mask=torch.ones(2, 6))]
+    batches[1]["attention_mask"][0, 4:] = 0
+    strength = head_contributions(plain, batches)
+    # By its definition: the mean length of what a head adds, over the 14 + 10 real tokens.
+    seen = []
+    proj = plain.model.layers[1].self_attn.o_proj
+    hook = proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        plain(batches[0]), plain(**batches[1])
+    hook.remove()
+    tokens = torch.cat([seen[0].flatten(0, 1), seen[1][0, :4], seen[1][1]])  # [24, H * D]
+    parts = tokens.unflatten(-1, (HEADS, -1)), proj.weight.unflatten(1, (HEADS, -1))
+    lengths = torch.einsum("nhd,chd->nhc", *parts).norm(dim=-1).mean(0)
+    torch.testing.assert_close(strength[1], lengths.float())
+
+    model = moh_vision.convert(copy.deepcopy(plain), head_budget=1.0, calibrate=batches)
+    torch.testing.assert_close(model(words()).logits, plain(words()).logits)
+    for before, after in zip(strength, head_contributions(model, batches)):
+        groups = after.view(GROUPS, -1)
+        assert (groups.sum(1).diff() <= 1e-6).all() and (groups.diff(dim=1) <= 1e-6).all()
+        torch.testing.assert_close(after.sort().values, before.sort().values)
+        assert not torch.equal(before, after)
+
+
+def released(tmp_path):
+    """A folder as MoH-LLaMA3-8B is: LLaMA's names and config, weights in .bin, and code that must not run."""
+    model = dense(dtype=torch.float32)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config.update(
+        rope_theta=rope["rope_theta"],
+        architectures=["LlamaForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+        transformers_version="4.33.1",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    return model
+
+
+def published(layer, queries):
+    """The rule of the released file: half of the heads, and of the others a quarter of all by softmaxed, scaled norms."""
+    H = len(queries)
+    shared, routed = int(H * 0.5), int(H * 0.25)
+    norms = torch.stack([torch.norm(queries[h], p=2) for h in range(H - shared, H)])
+    scores = (norms / norms.std(unbiased=True)).softmax(0)
+    mask = torch.zeros_like(scores).scatter(0, scores.topk(routed).indices, 1.0)
+    return torch.cat([torch.ones_like(mask), mask])
+
+
+def test_the_released_layout(tmp_path):
+    plain = released(tmp_path)
+    model = load_moh_llama3(tmp_path)
+    assert pairs_of(model) == [(4, 2)] * DEPTH and moh_vision.head_budget(model)["share"] == 0.75
+    assert not (tmp_path / "ran").exists()
+    ids = words(2, 6)
+    with torch.no_grad():
+        want = torch.stack([slow(plain.double(), row, published) for row in ids]).float()
+        torch.testing.assert_close(model(ids).logits, want, rtol=1e-3, atol=1e-3)
+        assert (plain.float()(ids).logits - want).abs().max() > 0.1
+    model.save_pretrained(tmp_path / "ours")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    names = load_file(tmp_path / "ours" / "model.safetensors")
+    assert set(names) == set(plain.state_dict())
+    with pytest.raises(ValueError, match="ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
+        load_moh_llama3(tmp_path / "ours")
+    assert load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
+
+
+class Quantised(nn.Linear):
+    """Stands for a library's."""
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("llama", dict(router="mae"), "router 'mae' is not for a causal model: give query_norm or moh"),
+        ("llama", dict(scope="sample"), "scope 'sample': .* scope is 'token'"),
+        ("llama", dict(head_budget=[(4, 2)]), "lists 1 layers, the model has 2"),
+        ("llama", dict(head_budget=[(4, 2), (7, 2)]), r"layer 1: shared=7 \+ routed=2 = 9 of only 8 heads"),
+        ("llama", dict(head_budget=[(4, 2), (3, 2)], group=True), "layer 1: .*group"),
+        ("llama", dict(group=True, router="moh"), "needs 'query_norm', not 'moh'"),
+        ("qwen2", dict(executor="fast"), "executor 'fast' is not one of"),
+        ("qwen3", dict(router_kwargs=dict(group=2)), "router 'query_norm' has no 'group', it takes nothing"),
+    ],
+)
+def test_refused_options_leave_the_model_as_it_was(family, options, message):
+    model = dense(family)
+    kind, config, want = type(model), model.config.to_dict(), model(words()).logits
+    with pytest.raises(ValueError, match=message) as refusal:
+        moh_vision.convert(model, **options)
+    assert "\n" not in str(refusal.value)
+    assert type(model) is kind and model.config.to_dict() == config and torch.equal(model(words()).logits, want)
+
+
+def test_refused_models():
+    gpt = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8))
+    with pytest.raises(ValueError, match="takes LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM .*not GPT2LMHead"):
+        moh_vision.convert(gpt)
+    with pytest.raises(ValueError, match="Llama-, Qwen2- and Qwen3ForCausalLM.*not Sequential"):
+        moh_vision.convert(nn.Sequential(dense()))
+    with pytest.raises(ValueError, match="has routed heads already: set_head_budget"):
+        moh_vision.convert(moh_vision.convert(dense(), head_budget=0.5))
+    model = dense()
+    model.model.layers[1].self_attn.k_proj = Quantised(32, 16, bias=False)
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.k_proj is a Quantised: .*quantise or add adapters"):
+        moh_vision.convert(model)
+    with pytest.raises(ValueError, match="calibrate holds no batch"):
+        moh_vision.convert(dense(), calibrate=[])
+    with pytest.raises(ValueError, match="group=True is for language models"):
+        moh_vision.convert(nn.Linear(2, 2), group=True)

@@ -1,0 +1,135 @@
+"""Converted LLaMA-style models where other libraries, or other models, have a hand in them."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from llama_tiny import FAMILIES, dense, left_padded, words
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import moh_vision
+from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
+
+CPU = torch.device("cpu")
+HALF = "uniform:0.5"
+
+
+def test_models_that_share_a_config_keep_their_own_routing(tmp_path):
+    first = dense()
+    config = first.config
+    second, third = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    moh_vision.convert(second, head_budget=HALF)
+    moh_vision.convert(third, head_budget="uniform:0.75")
+    assert second.config.moh["head_budget"] == [[2, 2]] * 2 and third.config.moh["head_budget"] == [[3, 3]] * 2
+    first.save_pretrained(tmp_path)
+    assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is type(first) and first.config.model_type == "llama"
+
+
+@pytest.mark.parametrize("options", [dict(router="moh", router_kwargs=dict(gate_scale="x")), dict(calibrate=[])])
+def test_what_is_refused_leaves_the_model_as_it_was(options):
+    model = dense()
+    want, modules = model(words()).logits, list(model.modules())
+    with pytest.raises(ValueError, match="gate_scale 'x'|no batch"):
+        moh_vision.convert(model, head_budget=HALF, **options)
+    assert type(model) is LlamaForCausalLM and type(model.config) is LlamaConfig
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert torch.equal(model(words()).logits, want)
+    moh_vision.convert(model, head_budget=HALF)
+
+
+@pytest.mark.parametrize("batches", [words(), dict(input_ids=words())], ids=["tensor", "dict"])
+def test_one_batch_needs_no_list(batches):
+    model, listed = (moh_vision.convert(dense(), head_budget=HALF, calibrate=b) for b in (batches, [batches]))
+    assert torch.equal(model(words()).logits, listed(words()).logits)
+
+
+def test_offloaded_weights():
+    model = moh_vision.convert(dense(), head_budget=HALF, executor="packed")
+    want = model(words()).logits
+    cpu_offload(model, CPU)
+    assert torch.equal(model(words()).logits, want)
+
+    model = moh_vision.convert(dense(), head_budget=HALF, router="moh")
+    for name, p in model.named_parameters():
+        if ".router." in name:
+            p.data.normal_()
+    want, other = model(words()).logits, copy.deepcopy(model)
+    cpu_offload(model, CPU)
+    torch.testing.assert_close(model(words()).logits, want)
+    cpu_offload(other, CPU, preload_module_classes=["MoHRouter"])
+    assert torch.equal(other(words()).logits, want)
+
+    model = dense()
+    cpu_offload(model, CPU)
+    with pytest.raises(ValueError, match="convert before offloading"):
+        moh_vision.convert(model, head_budget=HALF, calibrate=[words()])
+
+
+def test_pages_of_continuous_batching_are_left_to_transformers():
+    """Its attention function reads them, which ours cannot; the call has them as `cache`."""
+    model = moh_vision.convert(dense(), head_budget=HALF, executor="packed")
+    attn = model.model.layers[0].self_attn
+    x, rotary = torch.randn(1, 3, 32), (torch.ones(1, 3, 4), torch.zeros(1, 3, 4))
+    with torch.no_grad():
+        routing, _ = attn.route(x)
+        assert attn.executor_of(x, routing, None, rotary, None)[0] == "packed"
+        assert attn.executor_of(x, routing, None, rotary, None, cache=object()) is None
+
+
+@pytest.mark.parametrize("executor", ["packed", "auto", "masked", "reference"])
+def test_attention_matrices_by_the_config(executor):
+    model = moh_vision.convert(dense(attention="eager"), head_budget=HALF, executor=executor)
+    model.config.output_attentions = True
+    with torch.no_grad():
+        found = model(words()).attentions
+    assert [tuple(matrix.shape) for matrix in found] == [(2, 8, 9, 9)] * 2
+
+
+@pytest.mark.parametrize("executor", ["packed", "auto", "reference"])
+def test_gradients_under_left_padding_with_eager_attention(executor):
+    """Rows of padding see no key, and the first real token is predicted from one."""
+    inputs, grads = left_padded(), {}
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    for each in ("masked", executor):
+        model = moh_vision.convert(dense(attention="eager"), head_budget=HALF, router="moh", executor=each).train()
+        model(**inputs, labels=labels).loss.backward()
+        grads[each] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads["masked"].keys() == grads[executor].keys()
+    for name, grad in grads["masked"].items():
+        torch.testing.assert_close(grads[executor][name], grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family):
+    outputs = []
+    for executor in ("masked", "packed"):
+        # One layer: behind it rounding may decide which heads the next one chooses.
+        model = moh_vision.convert(dense(family, num_hidden_layers=1), head_budget=HALF, executor=executor)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            outputs.append(model(words()).logits.float())
+    assert (outputs[0] - outputs[1]).norm() < 0.02 * outputs[0].norm()
+
+
+def test_hooks_of_the_dense_layers_stay():
+    model, seen = dense(), []
+    attn = model.model.layers[0].self_attn
+    handles = [
+        attn.register_forward_hook(lambda module, args, kwargs, out: seen.append(sorted(kwargs)), with_kwargs=True),
+        attn.register_forward_pre_hook(lambda module, args, kwargs: seen.append("before"), with_kwargs=True),
+    ]
+    moh_vision.convert(model, head_budget=HALF)
+    model(words())
+    assert seen[0] == "before" and "hidden_states" in seen[1] and len(seen) == 2
+    for handle in handles:
+        handle.remove()
+    model(words())
+    assert len(seen) == 2
+
+
+def test_routing_given_to_from_pretrained_is_checked(tmp_path):
+    dense().save_pretrained(tmp_path)
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(head_budget=HALF))
+    assert model.config.moh["head_budget"] == [[2, 2]] * 2 and model.config.moh["router"] == "query_norm"
+    with pytest.raises(ValueError, match="router 'mae' is not for a causal model"):
+        MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(router="mae"))

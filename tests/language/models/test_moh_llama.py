@@ -1,0 +1,315 @@
+"""LLaMA-style models with routed heads: against dense transformers, a slow rewrite, caches, padding and gradients."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from llama_tiny import FAMILIES, GROUPS, HEADS, SIZES, by_norm, dense, left_padded, slow, words
+from torch import nn
+from transformers import DynamicCache, StaticCache
+
+import moh_vision
+from moh_vision.analysis.macs import count, main
+from moh_vision.attention import EXECUTORS, RoutingStats, attention_layers, load_balance_loss
+from moh_vision.language.models.create import create_text_model, task_of
+from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
+from moh_vision.language.task import LanguageTask
+
+PAIRS = [(3, 2), (2, 1)]
+ATTENTION = ("sdpa", "eager")
+
+
+def routed(family="llama", pairs=PAIRS, executor="auto", dtype=torch.float64, **options):
+    model = moh_vision.convert(dense(family, dtype, **options), head_budget=pairs, executor=executor)
+    return model.eval()
+
+
+def generated(model, inputs, **options):
+    out = model.generate(
+        **inputs, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def cache_of(kind, model):
+    return (
+        DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=16)
+    )
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_heads_are_the_dense_model_bit_for_bit(family, attention):
+    plain = dense(family, attention=attention)
+    model = moh_vision.convert(copy.deepcopy(plain), head_budget=1.0)
+    for inputs in (dict(input_ids=words()), left_padded()):
+        assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+        for options in ({}, dict(cache_implementation="static")):
+            for got, want in zip(generated(model, inputs, **options), generated(plain, inputs, **options)):
+                assert torch.equal(got, want)
+    labels = words()
+    for each in (model, plain):
+        each.train()(input_ids=words(), labels=labels).loss.backward()
+    for (name, p), (same, wanted) in zip(model.named_parameters(), plain.named_parameters()):
+        assert name == same and torch.equal(p.grad, wanted.grad), name
+
+
+@pytest.mark.parametrize("executor", ["masked", "packed", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_a_slow_rewrite(family, executor):
+    ids = words(2, 5)
+    for attention in ATTENTION:
+        model = routed(family, executor=executor, attention=attention)
+        with torch.no_grad():
+            want = torch.stack([slow(model, row, by_norm(PAIRS)) for row in ids])
+            torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=3e-5)  # rotation is in float32
+            everything = torch.stack([slow(model, row, lambda i, q: torch.ones(HEADS)) for row in ids])
+            assert (want - everything).abs().max() > 0.1  # so heads were left out
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("executor", ["masked", "packed", "decode"])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_token_by_token_is_the_whole(attention, executor, kind, monkeypatch):
+    calls = []
+    real = EXECUTORS["decode"]
+    monkeypatch.setitem(EXECUTORS, "decode", lambda call: calls.append(call) or real(call))
+    # In float64 transformers' eager attention makes NaN of the rows of padding.
+    dtype, tolerance = (torch.float64, 1e-9) if attention == "sdpa" else (torch.float32, 1e-4)
+    model, inputs = routed(executor=executor, attention=attention, dtype=dtype), left_padded()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, position_ids=positions).logits
+        cache, parts = cache_of(kind, model), []
+        for begin, end in ((0, 4), (4, 6), (6, 7), (7, 8), (8, 9)):
+            piece = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end], past_key_values=cache)
+            parts.append(model(ids[:, begin:end], **piece).logits)
+    got = torch.cat(parts, 1)[mask.bool()]
+    torch.testing.assert_close(got, want[mask.bool()], rtol=tolerance, atol=tolerance)
+    assert len(calls) == (0 if executor == "masked" else 3 * len(model.model.layers))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_left_padding_and_beams(family):
+    model, inputs = routed(family), left_padded()
+    alone = dict(input_ids=inputs["input_ids"][-1:, 3:], attention_mask=inputs["attention_mask"][-1:, 3:])
+    for executor in ("masked", "packed"):
+        for layer in attention_layers(model):
+            layer.executor = executor
+        for options in ({}, dict(cache_implementation="static"), dict(num_beams=3)):
+            together, logits = generated(model, inputs, **options)
+            single, one = generated(model, alone, **options)
+            assert torch.equal(together[-1, 9:], single[-1, 6:])
+            if "num_beams" not in options:
+                torch.testing.assert_close(logits[:, -1], one[:, 0], rtol=1e-8, atol=1e-8)
+
+
+def test_group_routing_runs_whole_key_value_groups():
+    model = moh_vision.convert(dense(dtype=torch.float64), head_budget=0.5, group=True)
+    size = HEADS // GROUPS
+    assert all(b["shared"] % size == 0 == b["routed"] % size for b in moh_vision.head_budget(model)["layers"])
+    assert moh_vision.head_budget(model)["share"] == 0.5
+    pairs = [[b["shared"] // size, b["routed"] // size] for b in moh_vision.head_budget(model)["layers"]]
+
+    def gates(layer, queries):  # [H, D]: a group is one head of twice the width
+        return by_norm(pairs)(layer, queries.view(GROUPS, -1)).repeat_interleave(size)
+
+    ids = words(2, 5)
+    with torch.no_grad():
+        want = torch.stack([slow(model, row, gates) for row in ids])
+        for executor in ("masked", "packed"):
+            for layer in attention_layers(model):
+                layer.executor = executor
+            torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=3e-5)
+            cache = DynamicCache(config=model.config)
+            parts = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5)]
+            torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_go_straight_through(family):
+    model, ids = routed(family, executor="packed").train(), words(1, 5)
+    weight = torch.randn(5, SIZES["vocab_size"], dtype=torch.float64)
+    (model(ids).logits[0] * weight).sum().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    (slow(model, ids[0], by_norm(PAIRS, straight_through=True)) * weight).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-5)
+    model.zero_grad()
+    (slow(model, ids[0], by_norm(PAIRS)) * weight).sum().backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert (dict(model.named_parameters())[name].grad - got[name]).norm() > 0.01 * got[name].norm()
+
+
+def test_adapters_are_called_and_not_read_past():
+    class Adapter(nn.Module):
+        """As LoRA wraps a linear layer."""
+
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+            self.down, self.up = torch.randn(3, base.in_features).double(), torch.randn(base.out_features, 3).double()
+
+        def forward(self, x):
+            return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        model, ids = routed(), words(2, 6)
+        merged = copy.deepcopy(model)
+        for layer, other in zip(attention_layers(model), attention_layers(merged)):
+            adapter = Adapter(getattr(layer, name))
+            setattr(layer, name, adapter)
+            getattr(other, name).weight.data += adapter.up @ adapter.down
+        with torch.no_grad():
+            want = merged(ids).logits
+            for executor in ("masked", "packed", "auto"):
+                for layer in attention_layers(model):
+                    layer.executor = executor
+                torch.testing.assert_close(model(ids).logits, want, rtol=1e-8, atol=1e-8)
+                cache = DynamicCache(config=model.config)
+                parts = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(6)]
+                torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-8, atol=1e-8)
+
+
+def test_losses_per_token_and_statistics_without_padding():
+    model, inputs = routed(), left_padded()
+    labels = words(seed=5)
+    labels[:, :4] = -100
+    loss, nll, stats = model.routed_loss(labels, label_smoothing=0.1, **inputs)
+    logits, same = model.forward_routed(**inputs)
+    assert torch.equal(logits, model(**inputs).logits)
+    log_p = logits.float().log_softmax(-1)
+    want = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    here = labels != -100
+    torch.testing.assert_close(nll, want * here)
+    torch.testing.assert_close(loss, (0.9 * want - 0.1 * log_p.mean(-1)) * here)
+    for entry, other, (shared, chosen) in zip(stats, same, PAIRS, strict=True):
+        assert isinstance(entry, RoutingStats) and torch.equal(entry.probs, other.probs)
+        assert entry.probs.shape == (2, 9, HEADS - shared)
+        assert entry.counts.sum(1).tolist() == [9 * (shared + chosen), 6 * (shared + chosen)]
+        assert (entry.probs[1, :3] == 0).all() and (entry.probs[1, 3:].sum(-1) - 1).abs().max() < 1e-6
+
+
+def test_activation_checkpointing_keeps_gradients_and_statistics():
+    ids, labels = words(), words(seed=2)
+
+    def gradients(model):
+        model.zero_grad()
+        loss, _, stats = model.routed_loss(labels, input_ids=ids)
+        (loss.mean() + 0.1 * load_balance_loss(stats)).backward()
+        assert len(stats) == 2
+        return [p.grad.clone() for p in model.parameters()]
+
+    model = create_text_model("clm_moh_small_50", **{**SIZES, "eos_token_id": 2}).train()
+    for p in model.parameters():
+        p.data.normal_(std=0.2)
+    want = gradients(model)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    for got, wanted in zip(gradients(model), want):
+        torch.testing.assert_close(got, wanted)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model.routed_loss(labels, input_ids=ids)
+    model.eval().routed_loss(labels, input_ids=ids)
+
+
+def test_a_checkpointed_step_without_backward_leaves_nothing_behind():
+    model = routed().train()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    _, _, stats = model.routed_loss(words(), input_ids=words())
+    kept = weakref.ref(stats[0].probs)
+    del stats, _
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_language_task_trains_router_and_model():
+    model = create_text_model("clm_moh_small_75", **{**SIZES, "eos_token_id": 2})
+    task = LanguageTask(model, balance_weight=0.01).train()
+    losses = task(words(seed=2), input_ids=words())
+    losses["loss"].backward()
+    assert losses["balance_loss"] > 0
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in model.model.layers[0].self_attn.router.parameters())
+    nll, stats = task.eval()(words(seed=2), input_ids=words())
+    assert nll.shape == (2, 9) and len(stats) == 2
+
+
+def empty(preset, **overrides):
+    with torch.device("meta"):
+        return create_text_model(preset, **overrides)
+
+
+# Jin 2024, table A, in millions.
+@pytest.mark.parametrize(
+    "preset, paper",
+    [("clm_small", 186), ("clm_base", 881), ("clm_moh_small_75", 186), ("clm_moh_small_50", 186)]
+    + [("clm_moh_base_75", 882), ("clm_moh_base_50", 882)],
+)
+def test_parameters_of_table_a(preset, paper):
+    model = empty(preset)
+    assert type(model) is MoHLlamaForCausalLM and task_of(preset) == "clm"
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == paper
+    share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
+    layers = moh_vision.head_budget(model)["layers"]
+    assert {(b["active"], b["shared"]) for b in layers} == {
+        (round(share * b["heads"]), round(0.45 * share * b["heads"]) if share < 1 else b["heads"]) for b in layers
+    }
+    assert all(b["shared"] > 0.4 * b["active"] for b in layers)  # the advice of section 4.5
+    assert model.config.moh is None if share == 1 else model.config.moh["router"] == "moh"
+
+
+@pytest.mark.parametrize("router", ["query_norm", "moh"])
+def test_a_budget_may_say_how_many_heads_are_shared(router):
+    layers = moh_vision.head_budget(empty("clm_small", router=router, head_budget="uniform:0.75:0.2"))["layers"]
+    assert {(b["shared"], b["active"]) for b in layers} == {(2, 9)}
+
+
+def test_macs_of_table_a_and_the_command(capsys):
+    for preset, active in (("clm_small", 12), ("clm_moh_small_75", 9)):
+        found = count(preset, tokens=128).macs
+        N, C, H, D, V = 128, 768, 12, 64, 65_536
+        mlp, head = 12 * 3 * N * C * 2048, N * C * V
+        router = 0 if active == H else N * C * (8 + 4 + 2)
+        attention = 12 * (N * C * D * (2 * active + 2 * H) + router)
+        assert found.linears == mlp + head + attention
+        assert found.scores == 12 * 2 * N * N * active * D
+    assert main(["clm_moh_small_75"]) == 0
+    assert "12 x moh, 9 of 12 heads of width 64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "preset, overrides, message",
+    [
+        ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
+        ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
+        ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
+        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
+        ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
+        ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
+        ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
+        ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
+        ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
+        ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
+        ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
+        ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
+        ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
+    ],
+)
+def test_refusals_are_one_line(preset, overrides, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        empty(preset, **overrides)
+    assert "\n" not in str(refusal.value)
+
+
+def test_overrides_are_fields():
+    fields = dict(SIZES, router="query_norm", head_budget="uniform:0.5", group=True, executor="masked")
+    model = create_text_model("clm_small", **fields)
+    assert model.config.moh == dict(
+        router="query_norm", head_budget=[[2, 2]] * 2, group=True, executor="masked", router_kwargs=None
+    )
+    assert [layer.executor for layer in attention_layers(model)] == ["masked"] * 2
+    assert model.lm_head.weight.shape == (40, 32)

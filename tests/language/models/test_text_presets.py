@@ -1,0 +1,160 @@
+"""Names, refusals and parameter counts of the text models."""
+
+import ast
+
+import pytest
+import torch
+from conftest import ROOT
+from text_tiny import TINY
+
+from moh_vision.attention import attention_layers
+from moh_vision.language.models.create import create_text_model, list_text_presets
+
+
+def millions(model):
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
+
+def empty(preset, **overrides):
+    with torch.device("meta"):
+        return create_text_model(preset, **overrides)
+
+
+# Zhang 2022, tables 1 and 3, in millions.
+MT_ROWS = {
+    "8K8E128D": 65,
+    "8K8E256D": 87,
+    "8K16E256D": 125,
+    "8K32E64D": 83,
+    "8K32E128D": 123,
+    "8K32E256D": 200,
+    "4K32E256D": 200,
+    "16K32E256D": 200,
+}
+
+
+@pytest.mark.parametrize("name, paper", MT_ROWS.items())
+def test_moa_translation_has_the_papers_parameters(name, paper):
+    model = empty(f"mt_moa_{name}", vocab_size=37_000)
+    top_k, experts, width = (int(n) for n in name.replace("K", " ").replace("E", " ").replace("D", "").split())
+    module = (2 * experts + 2) * width * 512 + 512 * experts  # queries and outputs, one key-value head, router
+    assert millions(model) * 1e6 == 37_000 * 512 + 25_227_264 + 18 * module
+    # The paper rounds to whole millions, which is up to 0.6 % of the smallest row.
+    assert millions(model) == pytest.approx(paper, rel=0.01)
+
+
+MLM_ROWS = {
+    "mlm_base": 51.34,
+    "mlm_moa_8K8E128D": 52.45,
+    "mlm_moa_8K8E256D": 61.89,
+    "mlm_moa_8K16E256D": 78.75,
+    "mlm_moa_8K32E256D": 112.47,
+    "mlm_moa_8K64E256D": 179.91,
+}
+
+
+@pytest.mark.parametrize("preset, paper", MLM_ROWS.items())
+def test_masked_language_models_have_the_papers_parameters(preset, paper):
+    assert millions(empty(preset)) == pytest.approx(paper, rel=0.0005)
+
+
+def test_mae_gates_and_what_ftg_plus_trains():
+    base, mae = empty("mt_transformer_base"), empty("mt_mae_7")
+    assert millions(base) == pytest.approx(60.92, abs=0.005)
+    gates = sum(p.numel() for layer in attention_layers(mae) for p in layer.router.parameters())
+    assert gates / 1e6 == pytest.approx(millions(mae) - millions(base))
+    assert gates / 1e6 == pytest.approx(2.42, abs=0.005)
+    outputs = sum(layer.proj.weight.numel() for layer in attention_layers(mae))
+    assert (gates + outputs) / 1e6 == pytest.approx(7.14, abs=0.005)
+    assert millions(empty("mt_mae_6")) - millions(base) == pytest.approx(2.51, abs=0.005)
+    assert len(attention_layers(mae)) == 18
+    for name in ("mt_uni_mae_7", "mt_uni_mae_6"):  # no gate: Peng 2020, table 2, 61 M
+        assert millions(empty(name)) == millions(base)
+
+
+def test_wikitext_103_base_has_247_million_parameters():
+    assert millions(empty("clm_wt103_base")) == pytest.approx(247, abs=0.5)
+    assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
+
+
+def test_iwslt_with_separate_vocabularies():
+    model = empty("mt_transformer_base", vocab_size=8848, target_vocab_size=6632, intermediate_size=1024)
+    assert millions(model) == pytest.approx(39.47, abs=0.01)
+
+
+def test_every_preset_is_built_and_routes_as_its_name_says():
+    for preset in list_text_presets():
+        layers = attention_layers(empty(preset))
+        router = type(layers[0].router).__name__.lower()
+        named = [kind for kind in ("mae", "moa", "moh") if f"_{kind}_" in preset]
+        expected = named[0] if named else "mae" if "nobcd" in preset else "dense"
+        assert router == f"{expected}router", preset
+        if "_mae_" in preset or "nobcd" in preset:
+            assert layers[0].router.mode == ("uniform" if "_uni_" in preset else "soft")
+            assert layers[0].router.members.shape == ((28 if preset.endswith("_6") else 8), 8)
+
+
+def test_where_gates_of_mae_pool():
+    translation, language = empty("mt_mae_7"), empty("clm_wt103_mae_7")
+    assert {layer.self_attn.router.pool for layer in translation.encoder.layers} == {"sequence"}
+    assert {layer.self_attn.router.pool for layer in translation.decoder.layers} == {"running"}
+    assert all(layer.cross_attn.by_context for layer in translation.decoder.layers)
+    assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {("window", 100)}
+
+
+def test_any_moa_name_and_attention_per_kind():
+    model = create_text_model("mt_moa_3K7E10D", **TINY, encoder_layers=1, decoder_layers=1)
+    budget = attention_layers(model)[0].budget
+    assert (budget.routed, budget.heads, budget.head_dim) == (3, 7, 10)
+    model = create_text_model(
+        "mt_transformer_base",
+        **TINY,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention={"router": "moh", "head_budget": 0.5},
+        cross_attention={"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4},
+    )
+    assert [type(layer.router).__name__ for layer in attention_layers(model)] == [
+        "MoHRouter",
+        "DenseRouter",
+        "MoARouter",
+    ]
+
+
+@pytest.mark.parametrize(
+    "preset, overrides, message",
+    [
+        ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
+        ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
+        ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
+        ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
+        ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
+        ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
+        ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
+        ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
+        ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+        ("mt_mae_7", {"attention": {"router": "mae", "leave": 1}}, "has no 'leave', did you mean leave_out"),
+        ("mt_mae_7", {"cross_attention": {"router": "moe"}}, "cross_attention: .*not a dict with a router out of"),
+        ("mt_moh_75", {"attention": {"router": "moh", "head_budget": 2}}, "head_budget 2 is not understood"),
+        ("clm_wt103_base", {"adaptive_cutoffs": [9, 5]}, r"adaptive_cutoffs=\[9, 5\] are not increasing"),
+        ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
+    ],
+)
+def test_refusals_are_one_line(preset, overrides, message):
+    with pytest.raises(ValueError, match=message) as error:
+        create_text_model(preset, **overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_only_text_models_import_transformers():
+    """So that `import moh_vision` does without the extra: what is imported there never leads to a text model."""
+    for path in (ROOT / "moh_vision").rglob("*.py"):
+        inside = path.relative_to(ROOT / "moh_vision").as_posix()
+        is_text = "llama" in path.name or path.name == "moh_text.py" or path.name.startswith("text_")
+        if not inside.startswith(("attention/", "models/", "__init__")) or is_text:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            needs = ("moh_text", "text_", "llama", "transformers")
+            assert not any(part in n for n in names for part in needs), inside

@@ -1,0 +1,128 @@
+"""Text models saved and loaded: equal, tied, and refused in one line where they do not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from text_tiny import ATTENTIONS, TINY, tiny, words
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel, create_text_model
+
+CLASSES = {
+    "mt_transformer_base": (TranslationModel, AutoModelForSeq2SeqLM),
+    "mlm_base": (MaskedLMModel, AutoModelForMaskedLM),
+    "clm_wt103_base": (CausalLMModel, AutoModelForCausalLM),
+}
+
+
+def inputs_of(preset):
+    inputs = {"input_ids": words(2, 6)}
+    return {**inputs, "decoder_input_ids": words(2, 5, seed=2)} if "mt" in preset else inputs
+
+
+def fields_of(model):
+    return {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTIONS))
+@pytest.mark.parametrize("preset", CLASSES)
+def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
+    model = tiny(preset, attention, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    for kind in CLASSES[preset]:
+        loaded = kind.from_pretrained(tmp_path)
+        assert type(loaded) is type(model)
+        assert all(getattr(loaded.config, name) == value for name, value in fields_of(model).items())
+        state = loaded.state_dict()
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        buffers = dict(loaded.named_buffers())
+        for name, value in model.named_buffers():
+            if not name.rpartition(".")[2].startswith("taken_"):  # written before they are read
+                assert torch.equal(buffers[name], value), name
+        assert torch.equal(loaded(**inputs_of(preset)).logits, model(**inputs_of(preset)).logits)
+
+
+def test_tied_weights_stay_one_after_loading_and_training(tmp_path):
+    def tied(model):
+        if isinstance(model, TranslationModel):
+            return [model.encoder.embedding.weight, model.decoder.embedding.weight, model.output.weight]
+        return [model.embedding.weight, model.output.weight]
+
+    for preset in ("mt_transformer_base", "mlm_base"):
+        model = tiny(preset, dtype=torch.float32)
+        model.save_pretrained(tmp_path / preset)
+        saved = load_file(tmp_path / preset / "model.safetensors")
+        assert sum(value.shape == (40, 32) for value in saved.values()) == 1
+        for model in (model, CLASSES[preset][0].from_pretrained(tmp_path / preset)):  # noqa: B020
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            before = tied(model)[0].detach().clone()
+            for _ in range(2):
+                model.routed_loss(words(2, 5, seed=3), **inputs_of(preset) | {"input_ids": words(2, 5)})[
+                    0
+                ].mean().backward()
+                optimizer.step()
+            first, *others = tied(model)
+            assert not torch.equal(first, before)
+            assert all(other is first for other in others)
+
+
+def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
+    """What a checkpoint lacks (a gate, say) is not left as the memory that it was given."""
+    model = tiny("mlm_base", "mae_7", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if "router" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    loaded = MaskedLMModel.from_pretrained(tmp_path)
+    router = loaded.layers[0].self_attn.router
+    assert torch.equal(router.norm.running_var, torch.ones(32)) and torch.equal(
+        router.norm.running_mean, torch.zeros(32)
+    )
+    assert torch.equal(router.norm.weight, torch.ones(32)) and router.norm.num_batches_tracked == 0
+    assert torch.equal(router.hidden.bias, torch.zeros(256)) and 0 < router.hidden.weight.std() < 0.1
+    assert torch.equal(loaded.embedding.weight, model.embedding.weight)
+
+
+def test_a_vocabulary_that_does_not_match(tmp_path):
+    tiny("mt_transformer_base").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="has 40 words in .*embedding.weight, the model is to have 50: use the token"
+    ) as e:
+        TranslationModel.from_pretrained(tmp_path, vocab_size=50)
+    assert "\n" not in str(e.value)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    with pytest.raises(ValueError, match=r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\] in the model"):
+        TranslationModel.from_pretrained(tmp_path)
+
+
+def test_a_broken_config_is_named(tmp_path):
+    tiny("mlm_base").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention": {"router": "moe"}}))
+    with pytest.raises(ValueError, match="attention: .*moe.* is not a dict with a router out of dense, mae"):
+        MaskedLMModel.from_pretrained(tmp_path)
+
+
+def test_first_weights():
+    torch.manual_seed(0)
+    fields = {**TINY, "hidden_size": 128}
+    moa = create_text_model("mt_moa_2K4E64D", **fields).decoder.layers[0].cross_attn
+    q, kv = moa.qkv.weight.split([4 * 64, 2 * 64])
+    assert torch.equal(moa.router.gate.weight, torch.zeros(4, 128))
+    # Zhang 2022's code: experts by Xavier on (d, D) each, the shared key and value with gain 1 / sqrt(2).
+    assert q.abs().max().item() == pytest.approx((6 / (128 + 64)) ** 0.5, rel=0.01)
+    assert moa.proj.weight.abs().max().item() == pytest.approx((6 / (128 + 64)) ** 0.5, rel=0.01)
+    assert kv.abs().max().item() == pytest.approx((3 / (128 + 64)) ** 0.5, rel=0.01)
+    dense = create_text_model("mt_transformer_base", **fields)
+    attention = dense.encoder.layers[0].self_attn
+    assert attention.qkv.weight.abs().max().item() == pytest.approx((3 / 256) ** 0.5, rel=0.01)
+    assert attention.proj.weight.abs().max().item() == pytest.approx((6 / 256) ** 0.5, rel=0.01)
+    assert dense.encoder.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
+    masked = create_text_model("mlm_moa_2K4E64D", **fields)
+    assert masked.layers[0].self_attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(masked.layers[0].self_attn.router.gate.weight, torch.zeros(4, 128))
+    assert torch.equal(masked.layers[0].self_attn.head_bias, torch.zeros(4, 128))

@@ -1,0 +1,258 @@
+"""train_text.py as a user runs it, on text that the test writes."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from small_text import write_pairs, write_plain  # noqa: E402
+
+import moh_vision  # noqa: E402
+import train_text  # noqa: E402
+from moh_vision.language.config import TextDataConfig  # noqa: E402
+from moh_vision.language.data.inputs import TranslationInputs  # noqa: E402
+from moh_vision.language.data.vocabulary import Vocabulary  # noqa: E402
+from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel  # noqa: E402
+
+WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
+TINY = dict(
+    mt=WIDTH + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.source de --data.target en "
+    "--data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 2 --generate.max_length 4",
+    mlm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --optim.batch_size 8",
+    clm=WIDTH
+    + "--model.kwargs.num_hidden_layers 1 --data.words 0 --data.block 16 --optim.batch_size 8 --data.context 8 "
+    "--model.kwargs.adaptive_cutoffs [6] --label_smoothing 0",
+)
+PRESETS = dict(mt="mt_mae_7", mlm="mlm_moa_2K4E16D", clm="clm_wt103_mae_7")
+FAST = "--log-every 1".split()
+RATE = "--optim.lr 3e-3 --optim.warmup_steps 5".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    return dict(mt=write_pairs(folder / "pairs"), mlm=write_plain(folder / "plain"), clm=folder / "plain")
+
+
+def arguments(kind, data, run, steps, *more, preset=None):
+    tiny = TINY[kind] if "--data.tokenizer" not in more else TINY[kind].replace("--data.merges 60 ", "")
+    argv = [*tiny.split(), "--model.name", preset or PRESETS[kind], "--data.root", str(data[kind]), *FAST]
+    rate = [] if "gates" in more else RATE  # gates alone have a rate of their own
+    return [*argv, *rate, "--max-steps", str(steps), "--output", str(run), *map(str, more)]
+
+
+def train(kind, data, run, steps, *more, preset=None):
+    train_text.main(arguments(kind, data, run, steps, *more, preset=preset))
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
+def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
+    run = tmp_path / "run"
+    modes = ["--generate.gate_modes", "[soft, argmax, random]"] if kind == "mt" else []
+    lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes)
+    steps, looks = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
+    assert [e["step"] for e in steps] == list(range(40))
+    first, last = (sum(e["nll"] for e in part) / 5 for part in (steps[:5], steps[-5:]))
+    assert last < 0.8 * first and looks[1]["loss"] < looks[0]["loss"]
+    assert all(e["tokens_per_s"] > 0 and e["peak_memory_mib"] > 100 for e in steps)
+    if kind == "mlm":
+        assert steps[0]["moa_balance_loss"] == pytest.approx(1, abs=0.2) and steps[0]["z_loss"] > 0  # one module
+    results = json.loads((run / "results.json").read_text())
+    assert results["step"] == 40 and results["averaged_steps"] == [40, 20]
+    assert results["validation"]["perplexity"] == pytest.approx(math.exp(results["validation"]["loss"]))
+    attentions = dict(mt=3, mlm=1, clm=1)[kind]
+    assert len(results["gate_entropy"]) == attentions
+    experts = 4  # of MAE: heads left out, of MoA: as they are
+    assert all(0 < entropy <= math.log(experts) + 1e-4 for entropy in results["gate_entropy"].values())
+    report = (run / "gates.md").read_text()
+    assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in results["gate_entropy"].items())
+    assert kind != "mt" or "`_fünf`" in report
+    assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
+    vocabulary = Vocabulary.load(run / "tokenizer.json")
+    assert vocabulary.specials == (5 if kind == "mlm" else 4)
+    if kind == "mt":
+        assert set(results["bleu"]) == {"soft", "argmax", "random"}
+        assert len((run / "translations.txt").read_text().splitlines()) == 40
+        random = results["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
+        assert len(random["draws"]) == 5 and len(set(random["draws"])) > 1
+        assert random["bleu"] == pytest.approx(sum(random["draws"]) / 5) and random["std"] > 0
+        entropy, parts = results["gate_entropy"], results["mean_gate_entropy"]
+        assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"]) and set(parts) == {
+            "encoder",
+            "decoder",
+        }
+        assert "Gates of the encoder that read the source" in report
+
+    # The folder of a run is one of transformers' too.
+    loaded = dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind].from_pretrained(run).eval()
+    weights = load_file(run / "model.safetensors")
+    for model in (loaded, moh_vision.load_run(run), moh_vision.load_run(run / "checkpoints" / "step_40")):
+        own = model.state_dict()
+        assert type(model) is type(loaded) and not model.training
+        assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
+    options = ["--optim.accumulation", 2, "--eval-every", 3]
+    train(kind, data, tmp_path / "whole", 8, *options)
+    train(kind, data, tmp_path / "run", 5, *options)
+    train(kind, data, tmp_path / "run", 8, *options)
+    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
+    state = [tmp_path / name / "checkpoints" / "step_8" for name in ("whole", "run")]
+    for file in sorted(p.relative_to(state[0]) for p in state[0].rglob("*") if p.suffix != ".json"):
+        assert (state[0] / file).read_bytes() == (state[1] / file).read_bytes(), file
+    logs = [
+        [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "peak_memory_mib")}
+         for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "run")
+    ]  # fmt: skip
+    assert [e for e in logs[0] if "validation" not in e] == [e for e in logs[1] if "validation" not in e]
+
+
+def test_stops_early_and_stays_stopped(data, tmp_path, capsys):
+    # A rate at which float32 has the same losses for ever.
+    options = "--eval-every 2 --patience 2 --optim.lr 1e-12 --optim.warmup_lr 0".split()
+    train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["step"] == 6 and results["best_step"] == 2 and results["weights"] == "best.safetensors"
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    assert "without a lower loss" in capsys.readouterr().out
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == results["step"]
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_fine_tuning_sets_and_the_runs_vocabulary(data, tmp_path):
+    train("mt", data, tmp_path / "first", 3)
+    other = write_pairs(tmp_path / "other", train=60, val=10, test=5, seed=5)
+    before = load_file(tmp_path / "first" / "model.safetensors")
+    for which in ("gates", "gates_and_outputs"):
+        run = tmp_path / which
+        train("mt", dict(mt=other), run, 2, "--init-from", tmp_path / "first", "--train_only", which)
+        assert (run / "tokenizer.json").read_bytes() == (tmp_path / "first" / "tokenizer.json").read_bytes()
+        after = load_file(run / "model.safetensors")
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        allowed = {n for n in after if ".router." in n or which == "gates_and_outputs" and n.endswith("proj.weight")}
+        assert changed and changed <= allowed
+        assert any(".router." in name for name in changed)
+        trained = json.loads((run / "results.json").read_text())["trained_parameters"]
+        learned = [n for n in after if ".router." in n and "running" not in n and "tracked" not in n]
+        gates = sum(after[n].numel() for n in learned)
+        outputs = sum(v.numel() for n, v in after.items() if n.endswith("proj.weight"))
+        assert trained == gates + outputs * (which == "gates_and_outputs")
+
+
+def test_mistakes(data, tmp_path, capsys):
+    def refused(kind, *more, preset=None, text=data):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            train_text.main(arguments(kind, text, tmp_path / "run", 2, *more, preset=preset))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.startswith("train_text.py: error: ") and error.count("\n") == 1, error
+        assert not (tmp_path / "run").exists()
+        return error
+
+    assert "mt_mae_7" in refused("mt", preset="mt_mae_77")
+    assert "'vit_base'" in refused("mt", preset="vit_base")
+    assert "label_smoothing 0.1" in refused("clm", "--label_smoothing", 0.1)
+    assert "test.fr" in refused("mt", "--data.target", "fr", "--data.train", "test")
+    assert "data.max_length" in refused("mt", "--data.max_length", "500")
+    assert "needs eval_every" in refused("mt", "--patience", "3")
+    assert "keep_checkpoints" in refused("mt", "--average", "5")
+    assert "no gates" in refused("mt", "--train_only", "gates", preset="mt_transformer_base")
+    assert "merge" in refused("mt", "--data.merge", "10")
+    short = write_pairs(tmp_path / "short")
+    (short / "train.de").write_text("eins\nzwei\n")
+    error = refused("mt", text=dict(mt=short))
+    assert "train.de has 2 lines" in error and "train.en.gz has 300" in error
+    (short / "train.de").write_text("".join("\n" if i == 6 else "eins\n" for i in range(300)))
+    assert "line 7: empty" in refused("mt", text=dict(mt=short))
+    train("mt", data, tmp_path / "first", 1)
+    error = refused("mt", "--init-from", tmp_path / "first", "--data.tokenizer", tmp_path / "first" / "config.json")
+    assert "config.json" in error
+    train("mt", dict(mt=write_pairs(tmp_path / "more", seed=3)), tmp_path / "second", 1, "--data.merges", 40)
+    error = refused("mt", "--init-from", tmp_path / "first", "--data.tokenizer", tmp_path / "second")
+    assert "another vocabulary" in error
+    assert "set block_descent.mode joint" in refused("mt", preset="mt_nobcd")
+    modes = ["--generate.gate_modes", "[soft, argmax]"]
+    assert "encoder has no gates of MAE" in refused("mt", *modes, preset="mt_transformer_base")
+    assert "gate_modes argmax: UNI-MAE has no gate" in refused("mt", *modes, preset="mt_uni_mae_7")
+    assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
+    assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, preset, option",
+    [
+        ("mt", "mt_mae_7", "--mixed_precision=bf16"),
+        ("mlm", "mlm_moa_2K4E16D", "--mixed_precision=bf16"),
+        ("clm", "clm_wt103_mae_7", "--mixed_precision=bf16"),
+        ("mt", "mt_moh_75", "--compile=true"),
+        ("mlm", "mlm_moa_2K4E16D", "--compile=true"),
+    ],
+)
+def test_bfloat16_and_compiled_runs_learn_alike(kind, preset, option, data, tmp_path):
+    losses = []
+    for name, more in (("plain", []), ("other", [option])):
+        # With a process of its own, because accelerate's precision is that of the first Accelerator.
+        argv = arguments(kind, data, tmp_path / name, 30, "--model.kwargs.dropout", 0, *more, preset=preset)
+        subprocess.run([sys.executable, ROOT / "train_text.py", *argv], check=True, capture_output=True, text=True)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["nll"] for line in lines if "loss" in line])
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02) and losses[1] != losses[0]
+    assert sum(losses[1][-5:]) == pytest.approx(sum(losses[0][-5:]), rel=0.15)
+    assert sum(losses[1][-5:]) < 0.85 * sum(losses[1][:5])
+
+
+def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, capsys):
+    folder, run = write_pairs(tmp_path / "pairs"), tmp_path / "run"
+    train("mt", dict(mt=folder), run, 2)
+    before = {name: (run / name).read_bytes() for name in ("tokenizer.json", "config.json", "text.json")}
+    write_pairs(folder, seed=4)
+
+    def refused(*more):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            train_text.main(arguments("mt", dict(mt=folder), run, 4, *more))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1
+        assert {name: (run / name).read_bytes() for name in before} == before
+        return error
+
+    assert "the text of train is not the one that" in refused()
+    write_pairs(folder)
+    assert "began with 1 micro-batches a step" in refused(
+        "--optim.accumulation", 2, "--allow-change", "optim.accumulation"
+    )
+    train("mt", dict(mt=folder), run, 4)
+    assert json.loads((run / "results.json").read_text())["step"] == 4
+
+
+def test_references_follow_the_case_of_the_vocabulary(tmp_path):
+    folder = write_pairs(tmp_path / "pairs", train=40, val=4)
+    for split in ("train", "val"):
+        file = folder / f"{split}.de"
+        file.write_text(file.read_text().title())
+    argv = ["--data.lowercase", "true", "--data.source", "en", "--data.target", "de"]
+    train("mt", dict(mt=folder), tmp_path / "run", 1, *argv, preset="mt_transformer_base")
+    data = TextDataConfig(root=str(folder), source="en", target="de", max_length=60, max_tokens=200)
+    text = TranslationInputs(data, str(tmp_path / "cache"), 0, str(tmp_path / "run"), lambda line: None)
+    lines = (folder / "val.de").read_text().splitlines()
+    assert text.references("val", text.val) == [line.lower() for line in lines] != lines
+
+
+def test_dry_run(data, tmp_path, capsys):
+    train_text.main([*arguments("mt", data, tmp_path / "run", 2, preset="mt_moa_2K4E16D"), "--dry-run"])
+    out = capsys.readouterr().out
+    assert "parameters:" in out and "active heads: 6 of 12" in out and not (tmp_path / "run").exists()

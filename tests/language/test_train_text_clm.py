@@ -1,0 +1,262 @@
+"""train_text.py on causal models: token ids, weighted sources, foreign tokenizers, pre-trained models that become routed."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from small_text import ENGLISH, write_plain  # noqa: E402
+
+import moh_vision  # noqa: E402
+import train_text  # noqa: E402
+from moh_vision.language.data import tokenise  # noqa: E402
+from moh_vision.language.evaluation import lm  # noqa: E402
+
+FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
+CLM = ["--model.name", "clm_pretrained"]
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def words(folder, names):
+    """A foreign tokenizer.json with a token for every name."""
+    folder.mkdir(exist_ok=True)
+    names = ["<unk>", "<s>", "</s>", *names]
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """plain/: text; ids/: the same as ids; old/, new/: tokenizers of 13 and 20 tokens; llama/: a model of the old one."""
+    folder = tmp_path_factory.mktemp("clm")
+    write_plain(folder / "plain")
+    words(folder / "old", ENGLISH)
+    new = words(folder / "new", [*ENGLISH, *"abcdefg"])
+    argv = ["--tokenizer", str(new), "--out", str(folder / "ids")]
+    assert tokenise.main([str(folder / "plain" / "train.txt"), *argv]) == 0
+    assert tokenise.main([str(folder / "plain" / "valid.txt"), *argv, "--split", "val"]) == 0
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=64, **SIZES)).save_pretrained(folder / "llama")
+    return folder
+
+
+def train(run, steps, *more):
+    train_text.main([*FAST.split(), "--max-steps", str(steps), "--output", str(run), *map(str, more)])
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def refused(run, capsys, *more):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train(run, 2, *more)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and not run.exists(), error
+    return error
+
+
+def same_weights(one, other):
+    one, other = (load_file(run / "model.safetensors") for run in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_two_stages(place, tmp_path, capsys):
+    """A dense LLaMA grows its vocabulary and learns; then it gets routed heads and learns on."""
+    for name in ("plain", "ids"):
+        (tmp_path / name).symlink_to(place / name)
+    (tmp_path / "val.txt").write_text((place / "plain" / "valid.txt").read_text())
+    sources = [dict(root="plain", weight=1), dict(root="ids", weight=3)]
+    data = ["--data.root", tmp_path, "--data.mixture", json.dumps(sources), "--data.tokenizer", place / "new", *CLM]
+    first = tmp_path / "one"
+    lines = train(first, 20, *data, "--model.pretrained", place / "llama", "--optim.accumulation", 2)
+    out = capsys.readouterr().out
+    assert "the vocabulary grows from 13 to 20 tokens: new rows of the embedding and of the output" in out
+    assert "source plain: 25.00 %" in out and "source ids: 75.00 %" in out
+    steps = [e for e in lines if "loss" in e]
+    assert steps[-1]["nll"] < 0.8 * steps[0]["nll"] and steps[-1]["balance_loss"] == 0
+    results = json.loads((first / "results.json").read_text())
+    assert results["validation"]["loss"] < 0.8 * steps[0]["nll"] and results["validation"]["word_perplexity"] > 1
+
+    # The folder is one of transformers.
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(first), AutoTokenizer.from_pretrained(first)
+    assert model.config.vocab_size == 20 and model.config.moh is None and model.generation_config.eos_token_id == 2
+    inputs = tokenizer("one two three four", return_tensors="pt")
+    assert inputs["input_ids"].tolist() == [[4, 5, 6, 7]]
+    assert model.generate(**inputs, max_new_tokens=3).shape == (1, 7)
+
+    options = [*data, "--model.pretrained", first, "--model.convert.head_budget", "[[1,1],[1,1]]"]
+    train(tmp_path / "whole", 5, *options)
+    second = tmp_path / "two"
+    train(second, 2, *options)
+    steps = [e for e in train(second, 5, *options) if "loss" in e]
+    assert same_weights(tmp_path / "whole", second)
+    assert all(e["balance_loss"] > 0 and e["loss"] > e["nll"] for e in steps)
+    assert [sum(layer) for layer in steps[-1]["head_usage"]] == pytest.approx([2, 2], abs=0.01)
+    model = AutoModelForCausalLM.from_pretrained(second)
+    assert model.config.moh["head_budget"] == [[1, 1], [1, 1]] and model.config.moh["router"] == "query_norm"
+    own, loaded = model.state_dict(), moh_vision.load_run(second / "checkpoints" / "step_5").state_dict()
+    assert own.keys() == loaded.keys() and all(torch.equal(own[name], loaded[name]) for name in own)
+    before = load_file(first / "model.safetensors")
+    assert load_file(second / "model.safetensors").keys() == before.keys()  # no new parameters
+    assert "routed heads already" in refused(
+        tmp_path / "three", capsys, *data, "--model.pretrained", second, "--model.convert", "{head_budget: 0.5}"
+    )
+
+
+def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
+    """A new vocabulary would number other tokens than the model has learnt."""
+    llama = tmp_path / "llama"
+    shutil.copytree(place / "llama", llama)
+    shutil.copy(place / "old" / "tokenizer.json", llama)
+    train(tmp_path / "run", 1, "--data.root", place / "plain", *CLM, "--model.pretrained", llama)
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+
+    # Another may add tokens, not move them.
+    options = ["--data.root", place / "plain", *CLM, "--model.pretrained", llama, "--data.tokenizer"]
+    train(tmp_path / "grown", 1, *options, place / "new")
+    other = words(tmp_path / "other", ENGLISH[::-1])
+    error = refused(tmp_path / "moved", capsys, *options, other)
+    assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
+
+
+def test_ids_without_a_tokenizer(place, tmp_path):
+    """data.vocab_size is all that is known of them; such a run is resumed too."""
+    options = ["--data.root", place / "ids", "--data.vocab_size", 24, *CLM, "--model.pretrained", place / "llama"]
+    train(tmp_path / "whole", 4, *options)
+    train(tmp_path / "run", 2, *options)
+    train(tmp_path / "run", 4, *options)
+    assert same_weights(tmp_path / "whole", tmp_path / "run")
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["vocab_size"] == 24 and about["eos_token_id"] == 2
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["validation"]["word_perplexity"] > 1
+
+
+PRESET = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 48 --model.kwargs.num_hidden_layers 2 "
+PRESET += "--model.kwargs.num_attention_heads 4"
+
+
+@pytest.mark.parametrize("preset", ["clm_small", "clm_moh_small_50"])
+def test_from_scratch(place, tmp_path, preset):
+    """Its own byte pairs, trained on all the text there is."""
+    options = ["--data.root", place / "plain", "--data.merges", 30, "--model.name", preset, *PRESET.split()]
+    options += ["--model.kwargs.num_key_value_heads", 4, "--checkpointing", "true"]
+    steps = [e for e in train(tmp_path / "run", 12, *options) if "loss" in e]
+    assert steps[-1]["nll"] < 0.9 * steps[0]["nll"] and (steps[-1]["balance_loss"] > 0) == ("moh" in preset)
+    model, tokenizer = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.vocab_size == len(tokenizer) and (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 2)
+    assert tokenizer.decode(tokenizer("one two")["input_ids"]).strip() == "one two"
+    # What stands before the first token in training is eos; bos is in no text.
+    assert tokenizer.bos_token == "</s>" and model.config.bos_token_id == model.generation_config.bos_token_id == 2
+
+    # Scored as it was validated: line by line, behind eos.
+    out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
+    windows = ["--context", "16", "--stride", "16"]
+    assert lm.main(["--model", str(tmp_path / "run"), "--perplexity", str(text), *windows, "--out", str(out)]) == 0
+    validation = json.loads((tmp_path / "run" / "results.json").read_text())["validation"]
+    assert json.loads(out.read_text())["tokens"] == validation["tokens"]
+    assert json.loads(out.read_text())["loss"] == pytest.approx(validation["loss"], rel=1e-4)
+
+
+def test_checkpointing_changes_nothing(place, tmp_path):
+    options = [
+        "--data.root", place / "ids", "--data.vocab_size", 20, "--model.name", "clm_pretrained", "--model.pretrained",
+        place / "llama", "--model.convert", "{head_budget: 'uniform:0.5'}",
+    ]  # fmt: skip
+    for name in ("false", "true"):
+        train(tmp_path / name, 2, *options, "--checkpointing", name)
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("false", "true")
+    ]
+    assert losses[0][:2] == pytest.approx(losses[1][:2], rel=1e-4)
+
+
+def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    for split in ("train", "val"):
+        np.save(tmp_path / "d" / f"{split}.npy", np.arange(400) % 20)
+    options = ["--data.root", tmp_path / "d", "--data.vocab_size", 20, "--model.name", "clm_pretrained"]
+    options += ["--model.pretrained", place / "llama"]
+    train(tmp_path / "run", 2, *options)
+    np.save(tmp_path / "d" / "train.npy", np.arange(400)[::-1] % 20)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", 4, *options)
+    assert "the text of train is not the one that" in capsys.readouterr().err
+
+
+def test_mistakes(place, tmp_path, capsys):
+    run, ids = tmp_path / "run", ["--data.root", place / "ids", "--data.vocab_size", 20]
+    for name in ("mt_mae_7", "clm_moh_small_75"):
+        error = refused(run, capsys, "--model.name", name, "--model.pretrained", place / "llama")
+        assert f"model.name {name} has no effect with model.pretrained: allowed is clm_pretrained" in error
+    assert "needs model.pretrained" in refused(run, capsys, *CLM, "--model.convert.head_budget", 0.5)
+    assert "model_type" in refused(run, capsys, *CLM, *ids, "--model.pretrained", place / "plain")
+    llama = [*CLM, *ids, "--model.pretrained", place / "llama"]
+    assert "model.convert: there is no 'head_budge'" in refused(run, capsys, *llama, "--model.convert.head_budge", 0.5)
+    assert "model.convert: router 'moa'" in refused(run, capsys, *llama, "--model.convert.router", "moa")
+    assert "model.kwargs" in refused(run, capsys, *llama, "--model.kwargs.hidden_size", 8)
+    assert "data.block 65: the model has 64 positions" in refused(run, capsys, *llama, "--data.block", 65)
+    error = refused(run, capsys, *CLM, "--model.pretrained", place / "llama", "--data.root", place / "ids")
+    assert "no folder with tokenizer.json, so data.tokenizer must say what its tokens are" in error
+    error = refused(run, capsys, "--model.name", "clm_small", "--data.root", place / "ids")
+    assert "data.tokenizer must say of which tokenizer, or data.vocab_size" in error
+    assert "no such folder" in refused(run, capsys, *CLM, *ids, "--model.pretrained", tmp_path / "none")
+    error = refused(run, capsys, *llama, "--data.vocab_size", 12)
+    assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000.bin" in error
+    broken = tmp_path / "broken"
+    shutil.copytree(place / "llama", broken)
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
+    assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
+    assert "needs a causal language model" in refused(
+        run, capsys, "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"
+    )
+
+
+def test_dry_run(place, tmp_path, capsys):
+    argv = ["--data.root", place / "ids", "--data.vocab_size", 20, "--model.name", "clm_pretrained"]
+    argv += ["--model.pretrained", place / "llama", "--model.convert", "{head_budget: 'uniform:0.5'}", "--dry-run"]
+    train_text.main([*FAST.split(), "--output", str(tmp_path / "run"), *map(str, argv)])
+    out = capsys.readouterr().out
+    assert "active heads: 4 of 8" in out and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers):
+    """In one line, also from a process of the loader, which must not be waited for."""
+    ids = np.full(8000, 5, "<u2")
+    ids[4001] = 77
+    ids.tofile(tmp_path / "train.bin")
+    (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5}')  # so it is not looked for before
+    np.full(400, 5).astype("<u2").tofile(tmp_path / "val.bin")
+    argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
+    argv += ["--data.workers", workers, "--max-steps", 900]
+    argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_text.py", *map(str, argv)], capture_output=True, text=True, timeout=120
+    )
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("train_text.py: error: ") and "token id 77, but the vocabulary has 20" in lines[0]
+    assert "Traceback" not in lines[0] and "worker" not in lines[0]
+
+
+def test_an_eos_that_is_no_token(place, tmp_path, capsys):
+    for split in ("train", "val"):
+        np.full(400, 5).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        (tmp_path / f"{split}.json").write_text('{"dtype": "uint16", "eos": 70000}')
+    argv = ["--data.root", tmp_path, "--data.vocab_size", 20, *CLM, "--model.pretrained", place / "llama"]
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path / "run", 2, *argv)
+    assert stopped.value.code == 2 and "eos is token 70000, but the vocabulary has 20" in capsys.readouterr().err
