@@ -28,15 +28,15 @@ class GateStatistics:
         experts: E of each layer.
         attributed: k of each layer.
         vocab_size: V, above all token ids.
-        token_layers: places in those lists for which tokens are counted, [V, E] numbers each; the papers look at the first.
+
+    Attributes:
+        tokens: [V, E] how often each expert of the first layer, at which the papers look, was attributed each token.
 
     Raises:
         ValueError: for a layer without a gate.
     """
 
-    def __init__(
-        self, experts: Sequence[int], attributed: Sequence[int], vocab_size: int, token_layers: Sequence[int] = (0,)
-    ):
+    def __init__(self, experts: Sequence[int], attributed: Sequence[int], vocab_size: int):
         self.experts, self.attributed = list(experts), list(attributed)
         for layer, (E, k) in enumerate(zip(self.experts, self.attributed)):
             if not 1 <= k <= E:
@@ -44,21 +44,17 @@ class GateStatistics:
         self.entropies = torch.zeros(len(self.experts), dtype=torch.float64)  # [layers], sums in nats
         self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # how many those are sums of
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
-        self.tokens = {i: torch.zeros(vocab_size, self.experts[i], dtype=torch.float64) for i in token_layers}
+        self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
     @classmethod
-    def of(
-        cls, layers: Sequence[HeadMixtureAttention], vocab_size: int, token_layers: Sequence[int] = (0,)
-    ) -> GateStatistics:
+    def of(cls, layers: Sequence[HeadMixtureAttention], vocab_size: int) -> GateStatistics:
         """For these attention layers of a model, in the order of their statistics."""
         mixed = [layer.router.all_heads for layer in layers]
         experts = [
             len(getattr(layer.router, "members", ())) if m else layer.budget.candidates
             for m, layer in zip(mixed, layers)
         ]
-        return cls(
-            experts, [1 if m else layer.budget.routed for m, layer in zip(mixed, layers)], vocab_size, token_layers
-        )
+        return cls(experts, [1 if m else layer.budget.routed for m, layer in zip(mixed, layers)], vocab_size)
 
     def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Optional[Tensor] = None) -> None:
         """Add a batch.
@@ -79,15 +75,15 @@ class GateStatistics:
             self.entropies[layer] -= torch.xlogy(gates, gates).sum()
             self.gates[layer] += len(gates)
             self.loads[layer] += chosen[there].sum(0)
-            if layer in self.tokens:
+            if layer == 0:
                 rows = chosen.expand(*real.shape, -1)[real]  # [real tokens, E]
-                self.tokens[layer].index_add_(0, tokens[real], rows.double())
+                self.tokens.index_add_(0, tokens[real], rows.double())
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Replace own sums by those of all processes."""
         self.entropies, self.gates = sum_over_processes(self.entropies), sum_over_processes(self.gates)
         self.loads = [sum_over_processes(load) for load in self.loads]
-        self.tokens = {layer: sum_over_processes(table) for layer, table in self.tokens.items()}
+        self.tokens = sum_over_processes(self.tokens)
 
     def entropy(self) -> List[float]:
         """Mean entropy of each layer's gates in nats; a uniform gate has ln E."""
@@ -100,25 +96,24 @@ class GateStatistics:
         """
         return [load / load.sum().clamp_min(1) for load in self.loads]
 
-    def pmi(self, layer: int = 0) -> Tensor:
-        """Pointwise mutual information log p(token, expert) / (p(token) p(expert)) of one of the token layers: [V, E].
+    def pmi(self) -> Tensor:
+        """Pointwise mutual information log p(token, expert) / (p(token) p(expert)) of the first layer: [V, E].
 
         -inf where the two never met, nan for tokens and experts that never came. (Zhang 2022 prints no logarithm, which
         leaves the order of tokens as it is.)
         """
-        joint = self.tokens[layer]
+        joint = self.tokens
         return (joint * joint.sum() / (joint.sum(1, keepdim=True) * joint.sum(0))).log()
 
-    def top_tokens(self, layer: int = 0, count: int = 5, min_count: int = 5) -> List[List[int]]:
+    def top_tokens(self, count: int = 5, min_count: int = 5) -> List[List[int]]:
         """The tokens of largest PMI with each expert, ids of at most `count` per expert; of equals the more frequent.
 
         Args:
-            layer: one of the token layers.
             count: how many.
             min_count: tokens that came fewer times are left out: what came once is perfectly indicative by chance.
         """
-        frequency = self.tokens[layer].sum(1) / self.attributed[layer]  # [V]
-        pmi = self.pmi(layer).where((frequency >= max(min_count, 1))[:, None], -torch.inf)
+        frequency = self.tokens.sum(1) / self.attributed[0]  # [V]
+        pmi = self.pmi().where((frequency >= max(min_count, 1))[:, None], -torch.inf)
         common = frequency.argsort(descending=True, stable=True)
         top = []
         for values in pmi[common].T:

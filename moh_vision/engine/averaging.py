@@ -13,15 +13,15 @@ from moh_vision.engine.manifest import damage
 from moh_vision.engine.step_folders import by_age
 
 STATE = "model.safetensors"  # accelerate's name for the state of what it wraps
+PREFIX = "model."  # of the model in it; what else is there is left out
 
 
-def average_checkpoints(run: Path, count: int, prefix: str = "model.") -> Tuple[Dict[str, Tensor], List[int]]:
+def average_checkpoints(run: Path, count: int) -> Tuple[Dict[str, Tensor], List[int]]:
     """The mean weights of the newest `count` checkpoints, one tensor at a time in float64.
 
     Args:
         run: folder of a run.
         count: how many, or fewer if the run has not kept so many whole ones.
-        prefix: name of the model in what accelerate wraps; what else is there is left out.
 
     Returns:
         (state dict of the model, steps of the checkpoints, newest first). Counters such as batch norm's are the newest's.
@@ -41,12 +41,12 @@ def average_checkpoints(run: Path, count: int, prefix: str = "model.") -> Tuple[
         raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
     averages = {}
     with safe_open(files[0], "pt") as newest:
-        names = [name for name in newest.keys() if name.startswith(prefix)]
+        names = [name for name in newest.keys() if name.startswith(PREFIX)]
     opened = [safe_open(file, "pt") for file in files]
     for name in names:
         values = [file.get_tensor(name) for file in opened]
         mean = values[0]
         if mean.is_floating_point():
             mean = torch.stack(values).double().mean(0).to(values[0].dtype)
-        averages[name.removeprefix(prefix)] = mean
+        averages[name.removeprefix(PREFIX)] = mean
     return averages, list(whole)

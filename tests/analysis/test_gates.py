@@ -128,16 +128,20 @@ def test_what_stands_at_padding_changes_nothing():
     other = x.masked_fill(padding[..., None], 7.0), tokens.masked_fill(padding, 29)
     results = []
     for inputs, ids in ((x, tokens), other):
-        statistics = GateStatistics.of(layers, V, token_layers=(0, 1, 2))
-        statistics.update([layer(inputs, padding_mask=padding)[1] for layer in layers], ids, padding)
-        results.append(statistics)
-    one, two = results
+        stats = [layer(inputs, padding_mask=padding)[1] for layer in layers]
+        together, alone = GateStatistics.of(layers, V), [GateStatistics.of([layer], V) for layer in layers]
+        together.update(stats, ids, padding)
+        for statistics, own in zip(alone, stats):
+            statistics.update([own], ids, padding)
+        results.append((together, [statistics.tokens for statistics in alone]))
+    (one, tokens_of_one), (two, tokens_of_two) = results
     assert padding.any() and one.entropy() == pytest.approx(two.entropy())
     for layer in range(3):
         torch.testing.assert_close(one.load()[layer], two.load()[layer])
-        torch.testing.assert_close(one.tokens[layer], two.tokens[layer])
+        torch.testing.assert_close(tokens_of_one[layer], tokens_of_two[layer])
+    torch.testing.assert_close(one.tokens, tokens_of_one[0])
     real = (~padding).sum().item()
-    assert [table.sum().item() for table in one.tokens.values()] == [2 * real, real, real]
+    assert [table.sum().item() for table in tokens_of_one] == [2 * real, real, real]
     assert one.gates.tolist() == [real, len(tokens), real]
 
 
@@ -202,7 +206,7 @@ def test_memory_is_the_tables():
         _, tokens, _ = batch(seed)
         statistics.update([with_probs(torch.rand(4, 6, 4).softmax(-1))], tokens)
     assert {name: getattr(value, "shape", None) for name, value in vars(statistics).items()} == before
-    assert statistics.tokens[0].shape == (V, 4) and len(statistics.loads) == 1
+    assert statistics.tokens.shape == (V, 4) and len(statistics.loads) == 1
 
 
 def test_a_layer_without_gate_is_refused():

@@ -36,7 +36,7 @@ def trained_vocabulary(
         kind: "bpe" or "word".
         say: told of one that is damaged and trained again.
         before: called before one is trained.
-        options: of `train_bpe` (merges, mask, lowercase) or `count_words` (min_count, max_words, mask, lowercase).
+        options: of `train_bpe` (merges, mask, lowercase) or `count_words` (max_words, mask, lowercase).
     """
     made_from = json.dumps([FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]])
     place = Path(cache_dir, f"{kind}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.tokenizer.json")

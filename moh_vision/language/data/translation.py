@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from moh_vision.data.order import derive_seed
 from moh_vision.language.data.token_cache import TokenCache
-from moh_vision.language.data.vocabulary import BOS, EOS, PAD
+from moh_vision.language.data.vocabulary import BOS, PAD
 
 IGNORE = -100  # a label that nothing is to be predicted for
 SUBSET_STREAM = 10
@@ -24,8 +24,7 @@ class ParallelTokens(Dataset):
 
     Args:
         source, target: encoded lines, as many each.
-        max_length: longest side; None: any.
-        overlong: what becomes of longer pairs: "drop" leaves them out, "cut" cuts the longer side and keeps its eos.
+        max_length: longest side; longer pairs are left out; None: any.
         max_ratio: longest side over shortest, 1.5 for the papers' IWSLT and EN-FR; None: any.
         share: of the pairs that are left, 0 < share <= 1, drawn without regard to the run's seed; a larger share
             holds every smaller one (MAE section 5.2: subsets of 5 to 100 %).
@@ -34,7 +33,6 @@ class ParallelTokens(Dataset):
         numbers: line of each pair, from 0.
         lengths: [n, 2] tokens of source and target with eos, as batches hold them.
         left_out: reason -> number of pairs.
-        cut: pairs that are cut.
 
     Raises:
         ValueError: if nothing is left.
@@ -45,18 +43,16 @@ class ParallelTokens(Dataset):
         source: TokenCache,
         target: TokenCache,
         max_length: Optional[int] = None,
-        overlong: str = "drop",
         max_ratio: Optional[float] = None,
         share: float = 1.0,
     ):
-        assert len(source) == len(target) and overlong in ("drop", "cut")
+        assert len(source) == len(target)
         self.source, self.target = source, target
         words = np.stack([source.lengths, target.lengths], axis=1) - 1
         short, long = words.min(1), words.max(1)
-        self.limit = int(long.max() if max_length is None else max_length) + 1
         faults = {
             "empty": short < 1,
-            "too long": (long >= self.limit) & (overlong == "drop"),
+            "too long": long > (np.inf if max_length is None else max_length),
             "ratio": long > np.maximum(short, 1) * (max_ratio or np.inf),
         }
         good, self.left_out = np.ones(len(long), bool), {}
@@ -69,10 +65,9 @@ class ParallelTokens(Dataset):
             drawn = rng.permutation(self.numbers)[: max(1, round(share * len(self.numbers)))]
             self.left_out["subset"] = len(self.numbers) - len(drawn)
             self.numbers = np.sort(drawn)
-        self.cut = int((long[self.numbers] >= self.limit).sum())
         if not len(self.numbers):
             raise ValueError(f"no pairs are left: {self.summary()}")
-        self.lengths = np.minimum(words[self.numbers] + 1, self.limit)
+        self.lengths = words[self.numbers] + 1
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -80,15 +75,11 @@ class ParallelTokens(Dataset):
     def summary(self) -> str:
         """What is used and what is not, in a line."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        text = f"{len(self.numbers)} of {len(self.source)} pairs"
-        return text + (f" (left out: {reasons})" if reasons else "") + (f", {self.cut} cut" if self.cut else "")
+        return f"{len(self.numbers)} of {len(self.source)} pairs" + (f" (left out: {reasons})" if reasons else "")
 
     def __getitem__(self, number: int) -> Tuple[np.ndarray, np.ndarray]:
         line = self.numbers[number]
-        return self._cut(self.source[line]), self._cut(self.target[line])
-
-    def _cut(self, ids: np.ndarray) -> np.ndarray:
-        return ids if len(ids) <= self.limit else np.append(ids[: self.limit - 1], EOS)
+        return self.source[line], self.target[line]
 
     @staticmethod
     def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:

@@ -127,37 +127,16 @@ def train_bpe(
 
 
 def count_words(
-    texts: Iterable[str], *, min_count: int = 1, max_words: Optional[int] = None, mask: bool = False, lowercase=False
+    texts: Iterable[str], *, max_words: Optional[int] = None, mask: bool = False, lowercase=False
 ) -> Vocabulary:
-    """All words, by falling frequency, then by alphabet; rarer ones, and those beyond `max_words`, are unknown."""
+    """All words, by falling frequency, then by alphabet; those beyond `max_words` are unknown."""
     counts: Counter = Counter()
     for text in texts:
         counts.update((text.lower() if lowercase else text).split())
     for special in SPECIALS:
         counts.pop(special, None)
-    words = sorted((w for w, n in counts.items() if n >= min_count), key=lambda w: (-counts[w], w))
+    words = sorted(counts, key=lambda w: (-counts[w], w))
     return _written(_build("word", [*_first_tokens(mask), *words[:max_words]], [], lowercase))
-
-
-def check_vocabulary(
-    vocabulary: Vocabulary, owner: str, size: Optional[int] = None, fingerprint: Optional[str] = None
-) -> None:
-    """Raise ValueError, in one line, unless a vocabulary is the one that a model or checkpoint was made for.
-
-    Args:
-        owner: what that is called.
-        size: tokens it has.
-        fingerprint: of its vocabulary; None: only sizes are compared.
-    """
-    if size is not None and size != len(vocabulary):
-        raise ValueError(
-            f"the vocabulary has {len(vocabulary)} tokens, {owner} has {size}; give the one it was trained with"
-        )
-    if fingerprint is not None and fingerprint != vocabulary.fingerprint:
-        raise ValueError(
-            f"the vocabulary (sha256 {vocabulary.fingerprint[:12]}...) is not the one that {owner} was trained with "
-            f"({fingerprint[:12]}...), though both have {len(vocabulary)} tokens"
-        )
 
 
 def _first_tokens(mask: bool) -> List[str]:

@@ -12,29 +12,24 @@ from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 TOKENIZERS = ("13a", "given")
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str], bootstrap: int = 0) -> Dict:
+def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
     """BLEU of plain (detokenised) text, to compare with what others report today: sacrebleu's default, tokenizer 13a.
 
     Args:
         hypotheses, references: one sentence each, in the same order.
-        bootstrap: above 1, also the mean and 95 % interval of BLEU over so many resamplings of the sentences.
 
     Returns:
         dict(bleu in 0..100, precisions of 1 to 4 tokens in percent, brevity_penalty, hypothesis_length, reference_length
-        in tokens, sentences, signature), and with bootstrap mean and interval (half of its width).
+        in tokens, sentences, signature).
 
     Raises:
         ValueError: for different numbers of hypotheses and references, or none.
     """
-    return _score(BLEU(tokenize="13a"), hypotheses, references, bootstrap)
+    return _score(BLEU(tokenize="13a"), hypotheses, references)
 
 
 def tokenised_bleu(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    tokenizer: str = "13a",
-    compound_split: bool = False,
-    bootstrap: int = 0,
+    hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a", compound_split: bool = False
 ) -> Dict:
     """BLEU of tokenised text without smoothing, as multi-bleu.perl counts it: the papers' form (Zhang 2022, 5.1).
 
@@ -43,7 +38,7 @@ def tokenised_bleu(
     is near to Moses' and not the same; the signature names which it was.
 
     Args:
-        hypotheses, references, bootstrap: as for `bleu`.
+        hypotheses, references: as for `bleu`.
         tokenizer: "13a", or "given": the text is tokenised already, tokens are separated by spaces.
         compound_split: after it, write "rich-text" as "rich ##AT##-##AT## text" on both sides. For EN-DE only, where
             both papers do so (Vaswani et al. 2017); worth up to about a point.
@@ -63,7 +58,7 @@ def tokenised_bleu(
         return [split_compounds(line) for line in lines] if compound_split else lines
 
     metric = BLEU(tokenize="none", force=True, smooth_method="none")
-    result = _score(metric, tokens(hypotheses), tokens(references), bootstrap)
+    result = _score(metric, tokens(hypotheses), tokens(references))
     compounds = "split" if compound_split else "whole"
     return dict(result, signature=f"{result['signature']}|tokenised:{tokenizer}|compounds:{compounds}")
 
@@ -78,19 +73,18 @@ def split_compounds(line: str) -> str:
 
 def summary(scores: Dict) -> str:
     """One line of what `bleu` or `tokenised_bleu` found, with the signature."""
-    interval = f" +- {scores['interval']:.2f}" if "interval" in scores else ""
     precisions = "/".join(f"{p:.1f}" for p in scores["precisions"])
     ratio = f"{scores['hypothesis_length']} of {scores['reference_length']} tokens"
-    return f"BLEU {scores['bleu']:.2f}{interval} ({precisions}, {ratio}) {scores['signature']}"
+    return f"BLEU {scores['bleu']:.2f} ({precisions}, {ratio}) {scores['signature']}"
 
 
-def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str], bootstrap: int) -> Dict:
+def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references: expected one for each")
     if not hypotheses:
         raise ValueError("there are no sentences to score")
-    score = metric.corpus_score(list(hypotheses), [list(references)], n_bootstrap=max(bootstrap, 1))
-    result = dict(
+    score = metric.corpus_score(list(hypotheses), [list(references)])
+    return dict(
         bleu=score.score,
         precisions=list(score.precisions),
         brevity_penalty=score.bp,
@@ -99,6 +93,3 @@ def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str], b
         sentences=len(hypotheses),
         signature=str(metric.get_signature()),
     )
-    if bootstrap > 1:
-        result.update(mean=score._mean, interval=score._ci)  # sacrebleu has no public names for them
-    return result

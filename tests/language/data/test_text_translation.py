@@ -137,6 +137,7 @@ def test_filters_are_those_of_the_papers(caches):
     every = ParallelTokens(*caches)
     assert lines_of(every) == [0, 1, 3, 4, 5] and every.left_out == {"empty": 1, "too long": 0, "ratio": 0}
     assert every.lengths.tolist() == [[4, 3], [2, 2], [7, 3], [3, 6], [5, 8]]  # with eos
+    assert every.lengths.tolist() == [[len(source), len(target)] for source, target in every]
     short = ParallelTokens(*caches, max_length=5)
     assert lines_of(short) == [0, 1, 4] and short.left_out["too long"] == 2
     even = ParallelTokens(*caches, max_ratio=1.5)  # 3:2 is within
@@ -144,16 +145,6 @@ def test_filters_are_those_of_the_papers(caches):
     assert "2 of 6 pairs (left out: 1 empty, 3 ratio)" == even.summary()
     with pytest.raises(ValueError, match="no pairs are left: 0 of 6 pairs"):
         ParallelTokens(*caches, max_length=0)
-
-
-def test_long_pairs_are_cut_behind_what_fits(caches):
-    cut = ParallelTokens(*caches, max_length=4, overlong="cut")
-    assert lines_of(cut) == [0, 1, 3, 4, 5] and cut.cut == 3 and "3 cut" in cut.summary()
-    whole = ParallelTokens(*caches)
-    for i in range(5):
-        for side, full in zip(cut[i], whole[i]):
-            assert side.tolist() == full[:-1].tolist()[:4] + [EOS]
-    assert cut.lengths.tolist() == [[len(s), len(t)] for s, t in (cut[i] for i in range(5))]
 
 
 def test_shares_are_nested(caches):
