@@ -11,7 +11,6 @@ linear layers plus twice the attention scores.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from typing import List, NamedTuple, Optional, Tuple
@@ -22,6 +21,7 @@ from torch import nn
 
 import moh_vision.models  # noqa: F401  registers those of images
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
+from moh_vision.engine.commands import Parser, exit_code
 from moh_vision.models.registry import registered
 
 IMAGE_MODULES = ("vit", "transnext", "dit")
@@ -177,31 +177,20 @@ def _beside(counted: int, paper: Optional[float]) -> Tuple[str, str]:
     return f"{paper:,} M", f"{round(100 * (counted / (paper * 1e6) - 1), 2) + 0.0:+.2f} %"  # + 0.0: no -0.00
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ValueError(message)
-
-
 def main(argv: List[str]) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = _Parser(
-        "python -m moh_vision.analysis.macs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("python -m moh_vision.analysis.macs", __doc__)
     parser.add_argument("preset", metavar="PRESET", help="text preset, or one of our image models")
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="length of each text (10, 128 or 512, as in the papers)"
     )
     parser.add_argument("--vocab", type=int, metavar="V", help="words (the preset's)")
-    try:
-        options = parser.parse_args(argv)
+
+    def work() -> None:
+        options = parser.parse(argv)
         print(report(options.preset, count(options.preset, options.tokens, options.vocab)))
-    except ValueError as error:
-        print(f"macs: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code("macs", work)
 
 
 if __name__ == "__main__":

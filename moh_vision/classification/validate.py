@@ -15,8 +15,9 @@ from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batch
 from moh_vision.data.imagenet import classification_transforms
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.engine.commands import message_of
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.script import index_dir, message_of
+from moh_vision.engine.script import index_dir
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary

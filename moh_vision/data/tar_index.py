@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from moh_vision.engine.commands import reason_of
+
 INDEX_FORMAT = "1"
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 ARRAYS = ("shard", "offset", "size", "label")
@@ -88,7 +90,7 @@ def read_index(place: Path, stats: List[ShardStat], wrong: Callable) -> Index:
         if form == INDEX_FORMAT:
             recorded = {name: (size, mtime) for name, size, mtime in meta["shards"]}
     except Exception as error:  # damaged headers make many kinds
-        raise ValueError(f"{place}: not an index that can be read ({_line(error)}); {again}") from None
+        raise ValueError(f"{place}: not an index that can be read ({reason_of(error)}); {again}") from None
     if form != INDEX_FORMAT:
         raise ValueError(f"{place}: not an index of this version; {again}")
     for name, size, mtime in stats:
@@ -181,7 +183,7 @@ def members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
         try:
             member = tar.next()
         except Exception as error:  # damaged headers make many kinds
-            raise ValueError(f"{path}: not a readable tar file behind member {count} ({_line(error)})") from None
+            raise ValueError(f"{path}: not a readable tar file behind member {count} ({reason_of(error)})") from None
         if member is None:
             break
         count += 1
@@ -204,7 +206,3 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
     if int(text) >= MAX_CLASSES:
         raise ValueError(f"{path}: {member.name} holds class number {text}, allowed are 0 to {MAX_CLASSES - 1}")
     return int(text)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -4,7 +4,6 @@ diffusers' DiTPipeline cannot serve these models: it takes 1000 for "no class", 
 noise of the steps from nowhere. The path of this class is a promise, saved pipelines name it.
 """
 
-import difflib
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,6 +20,7 @@ from moh_vision.diffusion.sampling import (
     refuse_not_finite,
     set_steps,
 )
+from moh_vision.engine.commands import nearest
 from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 
@@ -101,7 +101,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(f"class_labels {names[:5]}: this pipeline has no class names, pass class numbers")
         for name in names:
             if name not in numbers:
-                near = difflib.get_close_matches(str(name), numbers, n=1) or list(numbers)[:5]
+                near = nearest(str(name), numbers, 1) or list(numbers)[:5]
                 raise ValueError(f"no class is named {name!r}; there are {len(numbers)}, such as {', '.join(near)}")
         return [numbers[name] for name in names]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
+from moh_vision.engine.commands import message_of
 from moh_vision.engine.failures import attempt
 from moh_vision.engine.image_parts import ImageParts
-from moh_vision.engine.script import message_of
 
 BATCH = 32  # images at a time
 

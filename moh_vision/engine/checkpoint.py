@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.engine.ema import gathered
 from moh_vision.engine.failures import attempt, why_not_written
 from moh_vision.engine.io import fsync
@@ -128,7 +129,7 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
         raise
     except (RuntimeError, ValueError, KeyError) as error:
         version = json.loads((folder / MANIFEST).read_text()).get("version", "0.1.0 or before")
-        reason = " ".join(str(error).split())[:300]
+        reason = reason_of(error)
         raise ValueError(f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})") from error
 
 

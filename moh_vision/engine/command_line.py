@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Dict, List, Set
 import jsonargparse
 import yaml
 
+from moh_vision.engine.commands import message_of, nearest
 from moh_vision.engine.config import FREE_KEYS, LATER_KEYS, Flags, RunConfig
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
@@ -219,23 +219,10 @@ def _leaf_keys(kind, prefix: str = "") -> Dict[str, Any]:
 
 
 def _unknown_key(key: str, known: List[str]) -> str:
-    # Similarity alone takes 'optim.ets' for 'optim.betas', where one letter makes it 'optim.eps'.
-    near = difflib.get_close_matches(key, [k for k in known if _one_edit_apart(key, k)], n=1, cutoff=0)
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = nearest(key, known, 1)
     if not near:  # a right name under a wrong section, or without its section
         near = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}")
-
-
-def _one_edit_apart(a: str, b: str) -> bool:
-    """Whether a letter too many, too few, another, or two neighbours swapped tell one from the other."""
-    if abs(len(a) - len(b)) > 1:
-        return False
-    start = len(os.path.commonprefix([a, b]))
-    a, b = a[start:], b[start:]
-    end = len(os.path.commonprefix([a[::-1], b[::-1]]))
-    a, b = a[: len(a) - end], b[: len(b) - end]
-    return len(a) <= 1 and len(b) <= 1 or len(a) == 2 and a == b[::-1]
 
 
 def _refuse_unknown_options(argv: List[str], known: List[str], flags: List[str]) -> None:
@@ -316,7 +303,7 @@ def _yaml(text: str, where: str):
                 raise ValueError(f"an alias, *{event.anchor}; write the value out")
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{where}: not readable as YAML: {message_of(error)}") from None
 
 
 def _walk(node: dict, prefix: str, known: List[str], where: str) -> None:

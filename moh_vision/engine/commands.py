@@ -1,12 +1,16 @@
-"""What the commands `python -m moh_vision.data.*` share: one line for every mistake, and the exit codes."""
+"""What commands share: options, names that were mistyped, and one line for every mistake of the user. It needs no torch."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import contextlib
 import os
+import re
 import sys
-from typing import Callable, List
+from difflib import get_close_matches
+from typing import Callable, Iterable, List, Optional
+
+MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +28,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise ValueError(message)
 
-    def parse(self, argv: List[str]) -> argparse.Namespace:
-        """The options.
+    def parse(self, argv: Optional[List[str]] = None) -> argparse.Namespace:
+        """The options in `argv`; None: those of this process.
 
         Raises:
             ValueError: one line; an unknown option is named with the nearest known one.
@@ -33,23 +37,93 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(argv)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(unknown[0].split("=")[0], known, 1)
-            raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {close[0]}?' if close else ''}")
+            near = nearest(unknown[0].split("=")[0], known, 1)
+            raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         return options
 
 
-def exit_code(command: str, work: Callable[[], None]) -> int:
-    """Do `work`; returns 0, 2 for a user's mistake (printed as one line), 130 when interrupted."""
+def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:
+    """The allowed names that a mistyped one may mean, the likeliest first; empty if none is near."""
+    allowed = list(allowed)
+    if name in allowed:
+        return [name]
+    # Similarity alone takes 'optim.ets' for 'optim.betas', where one letter makes it 'optim.eps'.
+    near = get_close_matches(name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=0)
+    near = near or [a for a in allowed if name and a.startswith(name)][:most]
+    return near or get_close_matches(name, allowed, most, cutoff=0.5)
+
+
+def closest(name: str, allowed: Iterable[str]) -> str:
+    """'did you mean ...?', or all that is allowed where nothing is near."""
+    allowed = list(allowed)
+    near = nearest(name, allowed)
+    return f"did you mean {' or '.join(near)}?" if near else f"only {', '.join(allowed)}"
+
+
+def _one_edit_apart(a: str, b: str) -> bool:
+    """Whether a letter too many, too few, another, or two neighbours swapped tell one from the other."""
+    if abs(len(a) - len(b)) > 1:
+        return False
+    start = len(os.path.commonprefix([a, b]))
+    a, b = a[start:], b[start:]
+    end = len(os.path.commonprefix([a[::-1], b[::-1]]))
+    a, b = a[: len(a) - end], b[: len(b) - end]
+    return len(a) <= 1 and len(b) <= 1 or len(a) == 2 and a == b[::-1]
+
+
+def message_of(error: BaseException) -> str:
+    """What an exception says, on one line; without the traceback that a worker of a loader puts before it."""
+    if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) and error.strerror:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    else:
+        text = str(error)
+    brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
+    if brought:
+        text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    return " ".join(text.split()) or type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """The first 300 characters of what an exception says, to be quoted in the message of another."""
+    return message_of(error)[:300]
+
+
+@contextlib.contextmanager
+def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
+    """Turn a user's mistake into one line and exit code 2.
+
+    Args:
+        command: its name.
+        kinds: exceptions to handle.
+        every_rank: print on every process that has the error; otherwise once on each machine.
+        code: exit code.
+    """
     try:
-        work()
-    except (ValueError, OSError) as error:
-        named = getattr(error, "filename", None) is not None
-        text = f"{os.fsdecode(error.filename)}: {error.strerror}" if named else str(error)
-        rank = os.environ.get("RANK", "0")
-        where = "" if rank == "0" else f"(rank {rank}) "
-        print(f"{command}: error: {where}{' '.join(text.split())}", file=sys.stderr)
-        return 2
+        yield
+    except kinds as error:
+        # Once on every machine: a folder may be missing on one of them.
+        if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+            rank = os.environ.get("RANK", "0")
+            where = "" if rank == "0" else f"(rank {rank}) "
+            print(f"{command}: error: {where}{message_of(error)}", file=sys.stderr)
+        raise SystemExit(code) from None
+
+
+def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
+    """Do the work of a command; returns 0, 2 for a user's mistake (printed as one line), 130 when interrupted.
+
+    Args:
+        command: its name.
+        work: what it does.
+        kept: what the same command finds finished after an interruption, such as "shards".
+    """
+    try:
+        with user_errors(command, every_rank=True):
+            work()
+    except SystemExit as end:
+        return end.code or 0
     except KeyboardInterrupt:
-        print(f"{command}: interrupted; finished shards are kept, the same command goes on", file=sys.stderr)
+        goes_on = f"; finished {kept} are kept, the same command goes on" if kept else ""
+        print(f"{command}: interrupted{goes_on}", file=sys.stderr)
         return 130
     return 0

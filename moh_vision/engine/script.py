@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Callable, List, Optional, Tuple
@@ -17,43 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from moh_vision.engine.checkpoint import resume_point
+from moh_vision.engine.commands import MISTAKES, message_of, user_errors  # noqa: F401  imported from here too
 from moh_vision.engine.failures import attempt
 from moh_vision.engine.io import LOCK, only_one
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.tracking import check_tracker
 
-MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
-
-
-@contextlib.contextmanager
-def user_errors(script: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
-    """Turn a user's mistake into one line and exit code 2.
-
-    Args:
-        script: its name.
-        kinds: exceptions to handle.
-        every_rank: print on every process that has the error; otherwise once on each machine.
-        code: exit code.
-    """
-    try:
-        yield
-    except kinds as error:
-        # Once on every machine: a folder may be missing on one of them.
-        if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-            rank = os.environ.get("RANK", "0")
-            where = "" if rank == "0" else f"(rank {rank}) "
-            print(f"{script}: error: {where}{message_of(error)}", file=sys.stderr)
-        raise SystemExit(code) from None
-
-
-def message_of(error: BaseException) -> str:
-    """What an exception says; of one that the loader brought from a worker, without the traceback it put before."""
-    text = str(error)
-    brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
-    if brought:
-        text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
-    return " ".join(text.split())
 
 
 def index_dir(output: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import run_of, step_of
 
 STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
@@ -75,7 +76,7 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
             state = {name: opened.get_tensor(stored) for name, stored in names.items() if wanted(name)}
             metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
     except Exception as error:  # damaged headers make many kinds
-        raise ValueError(f"{file}: not a readable .safetensors file of a run ({one_line(error)})") from None
+        raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
     if step is not None:
         own = run_of(file) / "model.safetensors"  # written after the checkpoint
         metadata = dict(read_safetensors(own, lambda name: False)[1] if own.exists() else {}, step=step)
@@ -93,7 +94,7 @@ def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files make many kinds
-        raise ValueError(f"{file}: not a readable file of tensors ({one_line(error)})") from None
+        raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
     for key in STATE_KEYS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -122,15 +123,10 @@ def refuse_unpacking(file: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
     except Exception as error:  # damaged directories make many kinds
-        raise ValueError(f"{file}: not a readable file of tensors ({one_line(error)})") from None
+        raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
     size = file.stat().st_size
     if unpacked > MAX_UNPACKED * size + 2**20:
         raise ValueError(f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that")
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _json(text: str):

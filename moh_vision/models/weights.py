@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from pathlib import Path
@@ -12,10 +11,11 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from moh_vision.engine.commands import closest, reason_of
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.registry import registered
 from moh_vision.models.vit import MoHVisionTransformer, zero_missing_routers
-from moh_vision.models.weight_files import one_line, read_safetensors, read_tensors, refuse_unpacking, weights_file
+from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 # Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
@@ -60,9 +60,7 @@ def check_name(name: str, kind: Optional[str]) -> None:
         return
     sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
     asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
-    near = [n for n in fitting if n.startswith(asked)] or difflib.get_close_matches(asked, fitting, cutoff=0.4)
-    hint = f", did you mean {' or '.join(near[:3])}?" if near else f"; known: {', '.join(fitting)}"
-    raise ValueError(f"model.name '{name}' {what}{hint}")
+    raise ValueError(f"model.name '{name}' {what}, {closest(asked, fitting)}")
 
 
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
@@ -134,10 +132,10 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         refuse_other_shapes(file, state, outline)
     except ValueError as error:
         text = str(error)
-        raise ValueError(text if text.startswith(str(file)) else f"{file}: {one_line(error)}") from None
+        raise ValueError(text if text.startswith(str(file)) else f"{file}: {reason_of(error)}") from None
     except Exception as error:  # arguments of wrong types fail anywhere
         raise ValueError(
-            f"{file}: {name} cannot be made of the arguments in its metadata ({one_line(error)})"
+            f"{file}: {name} cannot be made of the arguments in its metadata ({reason_of(error)})"
         ) from None
 
 
@@ -236,7 +234,7 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
         try:
             state = timm.create_model(source, pretrained=True).state_dict()
         except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
-            raise ValueError(f"init_from {source}: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"init_from {source}: {reason_of(error)}") from None
     else:
         raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
     state = _translated(f"init_from {source}", state, model)
@@ -305,7 +303,7 @@ def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[s
         state = model.checkpoint_filter(state, model)
         take_shared_heads(model, state)
     except Exception as error:  # filters look at shapes that nobody has checked
-        raise ValueError(f"{file}: {one_line(error)}") from None
+        raise ValueError(f"{file}: {reason_of(error)}") from None
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{file}: {odd[0]} is no tensor")
@@ -319,5 +317,5 @@ def _load_npz(model: MoHVisionTransformer, file: Path) -> nn.Module:
         model.load_pretrained(str(file))
     except Exception as error:  # it is not looked at before it is loaded
         model.load_state_dict(before)
-        raise ValueError(f"{file}: not the weights of such a ViT ({one_line(error)})") from None
+        raise ValueError(f"{file}: not the weights of such a ViT ({reason_of(error)})") from None
     return model

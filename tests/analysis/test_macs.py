@@ -259,7 +259,7 @@ MISTAKES = {
     ("mlm_base", "--tokens", "many"): "argument --tokens: invalid int value: 'many'",
     ("mt_mae_7", "--vocab", "-1"): "--vocab -1: expected 1 or more",
     ("moh_vit_tiny_patch16_224", "--tokens", "3"): "are for text models, moh_vit_tiny_patch16_224 reads images",
-    ("mt_mae_7", "--token", "3"): "unrecognized arguments: --token 3",
+    ("mt_mae_7", "--token", "3"): "unknown argument --token, did you mean --tokens?",
     (): "the following arguments are required: PRESET",
 }
 

@@ -203,7 +203,7 @@ def test_adms_reference_files(tmp_path):
 
 def test_saved_statistics(tmp_path, monkeypatch, capsys):
     a, b = images(60), write_folder(tmp_path / "b", images(50, 1))
-    monkeypatch.setattr("moh_vision.diffusion.scores.make_extractor", lambda *_: Tiny())
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     file = tmp_path / "b.safetensors"
     assert main([str(b), "--save-statistics", str(file)]) == 0
     assert score(a, file, extractor=Tiny()) == score(a, b, extractor=Tiny())
@@ -342,7 +342,7 @@ def test_features_that_are_not_finite_are_named():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     a, b = write_folder(tmp_path / "a", images(60)), write_folder(tmp_path / "b", images(60, 1))
-    monkeypatch.setattr("moh_vision.diffusion.scores.make_extractor", lambda *_: Tiny())
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     out = tmp_path / "scores.json"
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
     text, result = capsys.readouterr().out, json.loads(out.read_text())

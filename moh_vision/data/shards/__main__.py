@@ -37,7 +37,7 @@ def main(argv: List[str]) -> int:
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
             shards.convert(**_parse(argv), say=lambda text: print(text, flush=True))
 
-    return exit_code("shards", work)
+    return exit_code("shards", work, kept="shards")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Optional, Tuple
 from PIL import Image
 
 from moh_vision.data.decode import open_image, upright
+from moh_vision.engine.commands import message_of
 
 STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
 READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
@@ -51,4 +52,4 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
     except Image.UnidentifiedImageError:
         raise BadImage("not an image that can be read") from None
     except Exception as error:  # decoders raise many kinds
-        raise BadImage(" ".join(str(error).split()) or type(error).__name__) from None
+        raise BadImage(message_of(error)) from None

@@ -44,7 +44,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             )
 
     try:
-        return exit_code("latents", work)
+        return exit_code("latents", work, kept="shards")
     except MistakeElsewhere:
         return 2
 

@@ -11,6 +11,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from moh_vision.engine.commands import reason_of
+
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
 # Entries of the configuration that change what encoding and decoding compute; others are names and memory settings.
 SIGNIFICANT = (
@@ -93,7 +95,7 @@ def load_vae(name: str):
             name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # a damaged configuration or file fails anywhere
-        raise ValueError(f"vae {name}: {_first_line(error)}") from None
+        raise ValueError(f"vae {name}: {reason_of(error)}") from None
     finally:
         logging.set_verbosity(shown)
     if found["missing_keys"] or found["mismatched_keys"]:
@@ -137,14 +139,9 @@ def _find(name: str):
         except EntryNotFoundError:
             reason = "that repository has no config.json, nor vae/config.json"
         except (OSError, ValueError) as error:  # no such repository, no permission, no possible name
-            reason = _first_line(error)
+            reason = reason_of(error)
             break
     raise ValueError(f"vae {name}: no folder of that name here, and from the hub: {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 def vae_fingerprint(vae) -> str:

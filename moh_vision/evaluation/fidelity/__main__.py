@@ -12,7 +12,7 @@ from typing import List
 
 import torch
 
-from moh_vision.engine.commands import Parser
+from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.evaluation import fidelity
@@ -44,7 +44,7 @@ def _parse(argv: List[str]) -> argparse.Namespace:
     try:
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
-        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--device {options.device}: {reason_of(error)}") from None
     for name, path in (("out", options.out), ("save-statistics", options.save_statistics)):
         if path and Path(path).exists():
             raise ValueError(f"--{name} {path} exists; give another path")
@@ -78,15 +78,14 @@ def _work(options: argparse.Namespace, main_process: bool) -> None:
 
 def main(argv: List[str]) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    try:
+
+    def work() -> None:
         options = _parse(argv)
         accelerator = make_accelerator("no")  # one process, or those that accelerate started
         _work(options, accelerator.is_main_process)
         finish(accelerator)
-    except (ValueError, OSError) as error:
-        print(f"fidelity: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code("fidelity", work)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional, Sequence, Union
 import torch
 from torch import Tensor, nn
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.models.weights import from_run
 
 # torch-fidelity's file; its name ends in the first digits of its sha256.
@@ -66,7 +67,7 @@ class Inception(Extractor):
             network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
         except Exception as error:  # damaged files make many kinds
             raise ValueError(
-                f"{file}: not the weights of Inception in torch-fidelity's layout ({_line(error)})"
+                f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
             ) from None
         # One and a half times faster on a CPU (docs/fidelity.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
@@ -173,7 +174,7 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
     try:
         return TimmExtractor(timm.create_model(name, pretrained=True), name)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"extractor {extractor!r}: {_line(error)}") from None
+        raise ValueError(f"extractor {extractor!r}: {reason_of(error)}") from None
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def num_features(network: Extractor) -> int:
     try:
         pooled = network.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).pooled
     except Exception as error:  # models fail in many ways
-        raise ValueError(f"extractor {network.name} cannot take images: {_line(error)}") from None
+        raise ValueError(f"extractor {network.name} cannot take images: {reason_of(error)}") from None
     if pooled.ndim != 2:
         raise ValueError(f"extractor {network.name} gives {list(pooled.shape)} for 2 images; expected [2, features]")
     return pooled.shape[1]
@@ -219,7 +220,7 @@ def _inception_file(weights) -> Path:
     except (OSError, RuntimeError) as error:  # the latter: another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {cached} nor could they be fetched from "
-            f"{URL_INCEPTION_V3} ({_line(error)}); put the file there, or give its path as inception_weights"
+            f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path as inception_weights"
         ) from None
     return cached
 
@@ -236,7 +237,3 @@ def _only_tensors(data: bytes) -> io.BytesIO:
     torch.save({str(name): tensor for name, tensor in state.items()}, checked)
     checked.seek(0)
     return checked
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, Iterator, Tuple
 
+from moh_vision.engine.commands import reason_of
+
 MAX_LINE = 1 << 28  # bytes
 FORMS = (".txt", ".jsonl", ".json")
 
@@ -43,7 +45,7 @@ def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
                 byte = f"0x{line[error.start]:02x} at {error.start + 1}"
                 raise ValueError(f"{path}, line {number}: not UTF-8 (byte {byte})") from None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {' '.join(str(error).split())[:200]}") from None
+                raise ValueError(f"{path}, line {number}: {reason_of(error)}") from None
             if "\0" in text:
                 raise ValueError(f"{path}, line {number}: a NUL character; expected text")
             if text:

@@ -9,6 +9,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Union
 
 from tokenizers import Tokenizer
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.vocabulary import MASK, MAX_BYTES, SPECIALS, Vocabulary
 from moh_vision.language.data.whole_file import whole_file
 
@@ -52,7 +53,7 @@ class ForeignVocabulary:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # panics of the package tokenizers are no Exception
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = reason_of(error)
             raise ValueError(f"{where}: not a tokenizer.json of Hugging Face ({reason})") from None
         self._size = max(numbers.values(), default=-1) + 1
         self._tokenizer.encode_special_tokens = True
@@ -187,7 +188,7 @@ def _companion(path: Path) -> Dict[str, str]:
         content = json.loads(_read(file))
         found = {role: content.get(role) for role in NAMES}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: not a tokenizer_config.json ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import safe_open
 from tqdm import tqdm
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.language.data.whole_file import whole_file
 
@@ -62,7 +63,7 @@ class TokenCache:
             if self.ends[-1] != total or np.diff(self.ends, prepend=0).min() < 1:
                 raise ValueError("lines that do not fill it")
         except Exception as error:  # damaged headers make many kinds
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = reason_of(error)
             raise ValueError(
                 f"{path}: not encoded text that can be read ({reason}); delete it to make it again"
             ) from None

@@ -21,6 +21,7 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 from tqdm import tqdm
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.token_cache import TokenCache
 from moh_vision.language.data.whole_file import whole_file
 
@@ -152,7 +153,7 @@ def read_about(path: Path) -> About:
         content = json.loads(side.read_text("utf-8"))
         found = {name: content.get(name) for name in About._fields}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{side}: not a JSON object ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{side}: not a JSON object ({reason_of(error)})") from None
     for name, least in WHOLE_NUMBERS.items():
         value = found[name]
         if value is not None and (type(value) is not int or value < least):
@@ -176,7 +177,7 @@ def _opened(path: Path, dtype: Optional[str]) -> Tuple[np.ndarray, About]:
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise ValueError(f"{path}: not an array that can be read ({' '.join(str(error).split())[:200]})") from None
+            raise ValueError(f"{path}: not an array that can be read ({reason_of(error)})") from None
         if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "ui":
             what = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else "several arrays"
             raise ValueError(f"{path}: {what}; expected one vector of whole numbers")

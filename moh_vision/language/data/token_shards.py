@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from moh_vision.data.shard_files import ShardFiles
 from moh_vision.data.tar_index import indexed, members, open_tar
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.token_files import read_about, refuse_ids
 
 KINDS = tuple(np.dtype(kind) for kind in ("<u2", "<u4", "<i4", "<i8", "<i2", "<u8"))
@@ -142,7 +143,7 @@ def _document(file, size: int, where: str) -> Optional[Tuple[int, np.ndarray]]:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, kind = read(data)
     except Exception as error:  # damaged headers make many kinds
-        raise ValueError(f"{where}: not an array that can be read ({' '.join(str(error).split())[:200]})") from None
+        raise ValueError(f"{where}: not an array that can be read ({reason_of(error)})") from None
     if len(shape) != 1 or kind not in KINDS:
         allowed = ", ".join(str(k) for k in KINDS)
         raise ValueError(f"{where}: {kind} of shape {shape}; expected a vector of {allowed}, little-endian")

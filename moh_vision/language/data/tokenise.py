@@ -148,7 +148,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
         tokenise(**vars(parser.parse(sys.argv[1:] if argv is None else argv)), say=lambda text: print(text, flush=True))
 
-    return exit_code("tokenise", work)
+    return exit_code("tokenise", work, kept="files")
 
 
 if __name__ == "__main__":

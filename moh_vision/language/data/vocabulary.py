@@ -15,6 +15,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.whole_file import whole_file
 
 PAD, BOS, EOS, UNK, MASK = range(5)
@@ -53,7 +54,7 @@ class Vocabulary:
             self.kind, self.lowercase, tokens, merges = _read(data)
             self._tokenizer = _build(self.kind, tokens, merges, self.lowercase)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"no entry {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:300]
+            reason = f"no entry {error}" if isinstance(error, KeyError) else reason_of(error)
             raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})") from None
         self._tokens = tokens
         self.specials = _specials(tokens)

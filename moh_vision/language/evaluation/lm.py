@@ -17,7 +17,7 @@ from typing import Dict, List, Optional
 
 import torch
 
-from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.script import finish, make_accelerator
 from moh_vision.engine.steps import total_over_processes
@@ -93,7 +93,7 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # as torch has them for a name, and for a backend that is not built
-        raise ValueError(f"--device {asked}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--device {asked}: {reason_of(error)}") from None
     return device
 
 

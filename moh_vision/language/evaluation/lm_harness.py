@@ -5,7 +5,6 @@ The harness does the work: prompts, few-shot examples, scores. Here is what is a
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
+from moh_vision.engine.commands import nearest, reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES, Row
 
 SEEDS = dict(random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234)  # its defaults
@@ -58,7 +58,7 @@ def plan(items: Sequence[str], shots: Optional[int]) -> List[Row]:
 
 def unknown_name(name: str, known: Sequence[str]) -> str:
     """The message for a name that is neither a suite nor a task."""
-    near = difflib.get_close_matches(name, [*SUITES, *known], 1, cutoff=0.5)
+    near = nearest(name, [*SUITES, *known], 1)
     hint = f"did you mean {near[0]}?" if near else f"suites are {', '.join(SUITES)}"
     return f"--tasks: no suite or task is named {name}; {hint}"
 
@@ -103,7 +103,7 @@ def open_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks
                 loaded = manager.load([name])  # anew for every row: a task keeps the shots that it was given
             except Exception as error:  # whatever the hub's client, a builder of data or a task's own code raises
                 data = ", ".join(_data_sets(manager.task_index, name)[:3]) or "unknown"
-                reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+                reason = reason_of(error)
                 raise ValueError(f"task {name}: its data set ({data}) cannot be loaded: {reason}") from None
             group = loaded.get("groups", {}).get(name)
             opened[row] += [group] if group is not None else list(loaded["tasks"].values())

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
 from moh_vision.data.shards.record import sha256_of
+from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
@@ -75,7 +76,7 @@ def open_tokenizer(folder: str, text: bool):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself
-        raise ValueError(f"{folder}: its tokenizer cannot be read: {_first_line(error)}") from None
+        raise ValueError(f"{folder}: its tokenizer cannot be read: {reason_of(error)}") from None
     if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
         raise ValueError(f"{folder}: its tokenizer names neither an eos_token nor a bos_token; a text begins with one")
     return tokenizer
@@ -110,7 +111,7 @@ def open_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         load = load_moh_llama3 if released else AutoModelForCausalLM.from_pretrained
         model = load(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     except UNREADABLE as error:
-        raise ValueError(f"--model {folder}: not read as a causal language model: {_first_line(error)}") from None
+        raise ValueError(f"--model {folder}: not read as a causal language model: {reason_of(error)}") from None
     size = model.config.get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ValueError(
@@ -150,7 +151,3 @@ def read_text(path: Path, tokenizer) -> Text:
         ids = [first, *tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
     return Text(torch.tensor(ids, dtype=torch.int64), words, len(data), hashlib.sha256(data).hexdigest())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:300]

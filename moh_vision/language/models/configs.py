@@ -4,7 +4,7 @@ from typing import Optional
 
 from transformers import PreTrainedConfig
 
-from moh_vision.language.models.names import closest
+from moh_vision.engine.commands import closest
 
 # What an attention dict may say: of the router itself, and of the layer ("bias" is that of its projections).
 ROUTER_KEYS = {

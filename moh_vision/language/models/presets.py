@@ -6,9 +6,9 @@ from typing import Dict, List, Tuple
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
+from moh_vision.engine.commands import closest, message_of
 from moh_vision.language.models.configs import CausalLMConfig, MaskedLMConfig, TextConfig, TranslationConfig
 from moh_vision.language.models.llama.configs import MOH_FIELDS, MoHLlamaConfig
-from moh_vision.language.models.names import closest
 
 MAE = {
     "mae_7": {"router": "mae", "leave_out": 1},
@@ -141,4 +141,4 @@ def llama_config(preset: str, fields: dict, overrides: dict) -> MoHLlamaConfig:
     try:
         return MoHLlamaConfig(**fields, moh=moh or None)
     except StrictDataclassError as error:  # transformers' own checks, in several lines
-        raise ValueError(f"{preset}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{preset}: {message_of(error)}") from None

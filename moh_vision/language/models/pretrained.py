@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from moh_vision.engine.commands import closest, reason_of
 from moh_vision.language.models.llama.convert import convert_llama
 from moh_vision.language.models.llama.model import FAMILIES
-from moh_vision.language.models.names import closest
 
 CONVERT_KEYS = ("head_budget", "router", "executor", "router_kwargs", "group")
 Path = Union[str, os.PathLike]
@@ -46,7 +46,7 @@ def pretrained_model(
                 source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"model.pretrained {source}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
     lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
     if lost or found["mismatched_keys"]:
         wrong = lost or sorted(name for name, *_ in found["mismatched_keys"])
@@ -92,7 +92,7 @@ def _config(source: Path):
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model.pretrained {source}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
     ours = classes.get(config.model_type)
     if ours is None:
         raise ValueError(

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
 from moh_vision.attention.budget import HeadBudget, parse_share
-from moh_vision.language.models.names import closest
+from moh_vision.engine.commands import closest
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
 MOH_FIELDS = {"router": "query_norm", "head_budget": None, "executor": "auto", "group": False, "router_kwargs": None}
