@@ -89,7 +89,7 @@ def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
         task.compile()
     undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
     groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=undecayed)
-    if o.name == "adam":
+    if o.name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     else:
         optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=True)

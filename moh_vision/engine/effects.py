@@ -55,7 +55,7 @@ NEEDS = (
     ("optim.min_lr", "optim.schedule", lambda schedule: schedule != "constant", "an optim.schedule that falls"),
     ("optim.warmup_lr", "optim.warmup_steps optim.warmup_epochs", some, "a warm-up: optim.warmup_steps"),
     ("optim.cooldown_epochs", "optim.epochs", some, "optim.epochs"),
-    ("optim.betas optim.eps", "optim.name", lambda name: name != "nesterov", "optim.name adam"),
+    ("optim.betas optim.eps", "optim.name", lambda name: name != "nesterov", "optim.name adamw"),
     ("optim.momentum", "optim.name", lambda name: name == "nesterov", "optim.name nesterov"),
     ("ema.warmup", "ema.decay", some, "ema.decay above 0"),
     ("data.crop_scale data.auto_augment data.color_jitter data.erase_*", "data.augment",

@@ -162,7 +162,8 @@ class TextOptimConfig:
     """Optimiser and schedule.
 
     Args:
-        name: "adam", or "nesterov": SGD with Nesterov momentum, as Baevski and Auli 2019 train.
+        name: "adamw", or "nesterov": SGD with Nesterov momentum, as Baevski and Auli 2019 train; "adam" is accepted for "adamw",
+            as earlier versions called it.
         lr: peak learning rate.
         weight_decay: decoupled with Adam; not applied to biases, norms and routers.
         betas: of Adam.
@@ -178,7 +179,7 @@ class TextOptimConfig:
         min_lr: end of the schedule.
     """
 
-    name: Literal["adam", "nesterov"] = "adam"
+    name: Literal["adamw", "nesterov", "adam"] = "adamw"
     lr: float = 7e-4
     weight_decay: float = 0.0
     betas: Tuple[float, float] = (0.9, 0.98)
@@ -193,6 +194,8 @@ class TextOptimConfig:
     min_lr: float = 0.0
 
     def __post_init__(self):
+        if self.name == "adam":
+            self.name = "adamw"
         check("optim.lr", self.lr, self.lr > 0, "above 0")
         check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")

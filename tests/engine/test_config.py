@@ -104,6 +104,16 @@ def test_changed_keys():
     assert changed_keys(old, yaml.safe_load(yaml.safe_dump(old)), []) == []
 
 
+def test_adam_is_accepted_for_adamw():
+    """What text runs of earlier versions saved: they go on, and their config.yaml can be given again."""
+    new = parse(kind=TextConfig)[0].tree()
+    assert new == parse("--optim.name", "adam", kind=TextConfig)[0].tree() and new["optim"]["name"] == "adamw"
+    old = dict(new, optim=dict(new["optim"], name="adam"))
+    assert changed_keys(old, new, []) == []
+    other = parse("--optim.name", "nesterov", kind=TextConfig)[0].tree()
+    assert "optim.name: 'adamw' -> 'nesterov'" in changed_keys(old, other, [])
+
+
 def test_a_saved_configuration_reads_back(tmp_path):
     config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")[0]
     file = tmp_path / "config.yaml"
@@ -285,8 +295,8 @@ IDLE = [
     ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
     ((ClsConfig,), {"train_only": "gates"}, {}, "optim.warmup_epochs optim.layer_decay optim.eps"),
     ((ClsConfig,), {}, {"optim.epochs": 3}, "optim.cooldown_epochs"),
-    ((TextConfig,), {"optim.name": "nesterov"}, {"optim.name": "adam"}, "optim.betas optim.eps"),
-    ((TextConfig,), {"optim.name": "adam"}, {"optim.name": "nesterov"}, "optim.momentum"),
+    ((TextConfig,), {"optim.name": "nesterov"}, {"optim.name": "adamw"}, "optim.betas optim.eps"),
+    ((TextConfig,), {"optim.name": "adamw"}, {"optim.name": "nesterov"}, "optim.momentum"),
     ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
     (
         (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
