@@ -28,7 +28,7 @@ from moh_vision.engine.script import finish, index_dir, make_accelerator, open_r
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
-from moh_vision.language.config import TextConfig
+from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers, train_only
 
@@ -49,7 +49,7 @@ except ModuleNotFoundError as error:
 def train(argv, signals: StopSignals, held: contextlib.ExitStack) -> None:
     # ---------------------------------------------------------------- set-up
     with user_errors(NAME):
-        config, flags = parse_config(TextConfig, argv, NAME)
+        config, flags = parse_config(LanguageConfig, argv, NAME)
         o, d = config.optim, config.data
         accelerator = make_accelerator(config.mixed_precision, config.tf32, config.tracker)
         if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:

@@ -249,7 +249,7 @@ class GenerationConfig:
 
 
 @dataclass
-class TextConfig(RunConfig):
+class LanguageConfig(RunConfig):
     """Text.
 
     Args:

@@ -12,7 +12,7 @@ from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import _leaf_keys, changed_keys, parse_config
 from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.effects import idle_keys
-from moh_vision.language.config import TextConfig
+from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
 
@@ -106,11 +106,11 @@ def test_changed_keys():
 
 def test_adam_is_accepted_for_adamw():
     """What text runs of earlier versions saved: they go on, and their config.yaml can be given again."""
-    new = parse(kind=TextConfig)[0].tree()
-    assert new == parse("--optim.name", "adam", kind=TextConfig)[0].tree() and new["optim"]["name"] == "adamw"
+    new = parse(kind=LanguageConfig)[0].tree()
+    assert new == parse("--optim.name", "adam", kind=LanguageConfig)[0].tree() and new["optim"]["name"] == "adamw"
     old = dict(new, optim=dict(new["optim"], name="adam"))
     assert changed_keys(old, new, []) == []
-    other = parse("--optim.name", "nesterov", kind=TextConfig)[0].tree()
+    other = parse("--optim.name", "nesterov", kind=LanguageConfig)[0].tree()
     assert "optim.name: 'adamw' -> 'nesterov'" in changed_keys(old, other, [])
 
 
@@ -126,9 +126,8 @@ RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.pare
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_shipped_configs_are_valid(path):
-    kind = (
-        TextConfig if path.parent.name == "text" else DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
-    )
+    kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+    kind = LanguageConfig if path.parent.name == "text" else kind
     parse("--config", str(path), kind=kind)
     assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
 
@@ -136,7 +135,7 @@ def test_shipped_configs_are_valid(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("moh_ll*.yaml")), ids=lambda p: p.stem)
 def test_the_schedules_of_language_models(path):
     """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
-    config = parse("--config", str(path), kind=TextConfig)[0]
+    config = parse("--config", str(path), kind=LanguageConfig)[0]
     o, d = config.optim, config.data
     tokens = o.batch_size * d.block
     billions = {"100b": 100, "200b": 200, "stage1": 300, "stage2": 100}[path.stem.rpartition("_")[2]]
@@ -274,29 +273,29 @@ IDLE = [
     ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget model.scope balance_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
-    ((TextConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
-    ((TextConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
-    ((TextConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
-    ((TextConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
-    ((TextConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
+    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
+    ((LanguageConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
+    ((LanguageConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
+    ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
+    ((LanguageConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
     (
-        (ClsConfig, DitConfig, TextConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
+        (ClsConfig, DitConfig, LanguageConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
         {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period",
     ),
     (
-        (ClsConfig, DitConfig, TextConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
+        (ClsConfig, DitConfig, LanguageConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
         "optim.lr optim.weight_decay optim.betas optim.clip_norm optim.schedule optim.warmup_steps",
     ),
-    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
-    ((TextConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
+    ((LanguageConfig,), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
+    ((LanguageConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
     ((ClsConfig,), {}, {"init_from": "x"}, "calibrate_images"),
-    ((ClsConfig, DitConfig, TextConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
-    ((ClsConfig, TextConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
+    ((ClsConfig, DitConfig, LanguageConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
+    ((ClsConfig, LanguageConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
     ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
     ((ClsConfig,), {"train_only": "gates"}, {}, "optim.warmup_epochs optim.layer_decay optim.eps"),
     ((ClsConfig,), {}, {"optim.epochs": 3}, "optim.cooldown_epochs"),
-    ((TextConfig,), {"optim.name": "nesterov"}, {"optim.name": "adamw"}, "optim.betas optim.eps"),
-    ((TextConfig,), {"optim.name": "adamw"}, {"optim.name": "nesterov"}, "optim.momentum"),
+    ((LanguageConfig,), {"optim.name": "nesterov"}, {"optim.name": "adamw"}, "optim.betas optim.eps"),
+    ((LanguageConfig,), {"optim.name": "adamw"}, {"optim.name": "nesterov"}, "optim.momentum"),
     ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
     (
         (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
@@ -324,21 +323,21 @@ IDLE = [
     ((SampleConfig,), {"checkpoint": "run/ema.safetensors"}, {"checkpoint": "run"}, "weights"),
     ((SampleConfig,), {"num_images": 0}, {}, "labels seed cfg_scale batch_size"),
     (
-        (TextConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
+        (LanguageConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
         "data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio data.share "
         "generate.beam generate.length_penalty generate.max_length generate.batch_size generate.tokenizer "
         "generate.compound_split generate.gate_modes",
     ),
-    ((TextConfig,), {}, {"model.name": "mlm_base"}, "data.block data.eval_batch_size data.words data.mask_prob optim.batch_size"),
+    ((LanguageConfig,), {}, {"model.name": "mlm_base"}, "data.block data.eval_batch_size data.words data.mask_prob optim.batch_size"),
     (
-        (TextConfig,), {"model.name": "mlm_base"}, {"model.name": "clm_small"},
+        (LanguageConfig,), {"model.name": "mlm_base"}, {"model.name": "clm_small"},
         "data.mixture data.vocab_size data.bin_dtype data.context",
     ),
-    ((TextConfig,), {"data.words": 0}, {}, "data.merges"),
-    ((TextConfig,), {"data.tokenizer": "x"}, {}, "data.merges data.target_merges data.lowercase"),
-    ((TextConfig,), {"model.name": "clm_x", "data.vocab_size": 9}, {"model.name": "clm_x"}, "data.merges data.words data.lowercase"),
-    ((TextConfig,), {}, {"eval_every": 1}, "patience"),
-    ((TextConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
+    ((LanguageConfig,), {"data.words": 0}, {}, "data.merges"),
+    ((LanguageConfig,), {"data.tokenizer": "x"}, {}, "data.merges data.target_merges data.lowercase"),
+    ((LanguageConfig,), {"model.name": "clm_x", "data.vocab_size": 9}, {"model.name": "clm_x"}, "data.merges data.words data.lowercase"),
+    ((LanguageConfig,), {}, {"eval_every": 1}, "patience"),
+    ((LanguageConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
 ]  # fmt: skip
 ALWAYS = set(
     "output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
@@ -364,7 +363,7 @@ def test_keys_without_effect(kinds, asleep, awake, keys):
             assert found & set(keys.split()) == (set(keys.split()) if idle else set()), (kind.__name__, deciding)
 
 
-@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, TextConfig, SampleConfig])
+@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, LanguageConfig, SampleConfig])
 def test_every_key_has_an_effect_or_is_tried_above(kind):
     tried = {key for kinds, _, _, keys in IDLE if kind in kinds for key in keys.split()}
     assert set(_leaf_keys(kind)) <= tried | ALWAYS, "a new key: when does it have an effect?"

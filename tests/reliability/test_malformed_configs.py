@@ -11,15 +11,15 @@ from moh_vision.classification.config import ClsConfig, MixConfig
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
 from moh_vision.engine.config import OptimConfig
-from moh_vision.language.config import TextConfig
+from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
-KINDS = [ClsConfig, DitConfig, TextConfig, SampleConfig]
+KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig]
 NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
 FLAGS = {
     ClsConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change", "validate_only", "checkpoint"],
     DitConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
-    TextConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
+    LanguageConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
     SampleConfig: ["config", "print_config", "help"],
 }
 LETTERS = string.ascii_lowercase + string.digits + "_."
@@ -31,7 +31,7 @@ def parse(kind, *argv):
 
 def own_types(kind):
     """Those that a configuration before it in KINDS has not."""
-    seen = types(ClsConfig) if kind in (DitConfig, TextConfig) else {}
+    seen = types(ClsConfig) if kind in (DitConfig, LanguageConfig) else {}
     return {key: hint for key, hint in types(kind).items() if seen.get(key) != hint}
 
 

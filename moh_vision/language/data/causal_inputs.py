@@ -15,7 +15,7 @@ from moh_vision.language.data.foreign import (
 )
 from moh_vision.language.data.inputs import BlockInputs
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
-from moh_vision.language.data.sources import open_plain
+from moh_vision.language.data.sources import find_lines
 from moh_vision.language.data.token_files import TokenFiles
 from moh_vision.language.data.token_shards import TokenShards
 from moh_vision.language.data.tokenised import find_tokens, open_tokens
@@ -40,7 +40,7 @@ class CausalInputs(BlockInputs):
                     f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer, or "
                     "data.vocab_size how many tokens there are"
                 )
-        return [open_plain(root, self.data.train) for root in roots]
+        return [find_lines(root, self.data.train) for root in roots]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
         size = self.data.vocab_size
@@ -105,7 +105,7 @@ class CausalInputs(BlockInputs):
         for (_, root, _), text in zip(self.sources(), texts, strict=True):
             # Of ids those that are open already; of text the text, for its cache is made from it.
             ids = isinstance(text.tokens, (TokenFiles, TokenShards))
-            found.append((text.tokens if ids else open_plain(root, self.data.train)).fingerprint())
+            found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
         return " ".join(found)
 
     def model_arguments(self) -> dict:

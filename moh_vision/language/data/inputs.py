@@ -1,4 +1,4 @@
-"""What a run on text reads, by its task: vocabularies, the batches of every step, what it is judged on."""
+"""What a run on text reads, by its task: vocabularies, the batches of every step and of evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moh_vision.language.data.buckets import TokenBatches, length_slices
 from moh_vision.language.data.foreign import AnyVocabulary
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
-from moh_vision.language.data.sources import open_parallel, open_plain
+from moh_vision.language.data.sources import find_lines, find_pairs
 from moh_vision.language.data.stream import BlockBatches, block_slices, evaluation_stream, training_stream
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.translation import ParallelTokens
@@ -98,7 +98,7 @@ class TextInputs:
         """The micro-batches of one rank, in order."""
         return training_stream(self.train, batches, self.data.workers)
 
-    def judged(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
+    def eval_batches(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""
         return [batch for _, batch in evaluation_stream(dataset, self.slices(dataset, rank, world))]
 
@@ -120,7 +120,7 @@ class TranslationInputs(TextInputs):
     first = 0
 
     def open(self, split: str):
-        return open_parallel(self.data.root, split, self.data.source, self.data.target)
+        return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
     def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d = self.data
@@ -173,7 +173,7 @@ class BlockInputs(TextInputs):
 
     def training_texts(self) -> list:
         """The lines that a vocabulary is made from."""
-        return [open_plain(self.data.root, self.data.train)]
+        return [find_lines(self.data.root, self.data.train)]
 
     def find_vocabularies(self) -> Tuple[AnyVocabulary, AnyVocabulary]:
         d, given = self.data, self.given()
@@ -190,11 +190,11 @@ class BlockInputs(TextInputs):
 
     def fingerprint(self) -> str:
         """Of the training text."""
-        return open_plain(self.data.root, self.data.train).fingerprint()
+        return find_lines(self.data.root, self.data.train).fingerprint()
 
     def tokens(self, root: str, split: str, skip_empty: bool):
         """The encoded text of a split."""
-        lines = open_plain(root, split)
+        lines = find_lines(root, split)
         return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty, say=self.say)
 
     def batches(self, batch_size: int, **arguments) -> BlockBatches:

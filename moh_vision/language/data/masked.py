@@ -14,7 +14,7 @@ from moh_vision.language.data.translation import IGNORE, padded
 from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary
 
 MASK_STREAM = 12
-EVALUATION_SEED = 0  # runs of any seed are judged with the same masks
+EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 
 
 def mask_tokens(

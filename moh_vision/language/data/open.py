@@ -24,7 +24,7 @@ def tokenizer_of(config, resumed: bool) -> Optional[str]:
     from (init_from, or the folder of model.pretrained).
 
     Args:
-        config: a `TextConfig`.
+        config: a `LanguageConfig`.
         resumed: whether there is a run to go on with.
 
     Raises:

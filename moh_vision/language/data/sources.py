@@ -58,7 +58,7 @@ class ParallelText(NamedTuple):
         return sum(1 for _ in self.pairs(allow_empty))
 
 
-def open_parallel(root: str, split: str, source: str, target: str) -> ParallelText:
+def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
     """The pairs of a split; nothing is read yet.
 
     Args:
@@ -87,12 +87,12 @@ def open_parallel(root: str, split: str, source: str, target: str) -> ParallelTe
     return ParallelText(*(find_text(folder, (*whole[:1], *names), suffix) for suffix in suffixes))
 
 
-def open_plain(root: str, split: str) -> Lines:
+def find_lines(root: str, split: str) -> Lines:
     """The lines of a split, empty ones included; nothing is read yet.
 
     Args:
         root: a folder with {split}.txt or {split}.txt.gz; or hfds/NAME or hfds/NAME:CONFIG, with a column text.
-        split: see `open_parallel`.
+        split: see `find_pairs`.
 
     Raises:
         ValueError, FileNotFoundError: naming data.root, and what is missing there.

@@ -39,7 +39,7 @@ def report_gates(
 
     Args:
         model: a text model of `models.moh_text`; it is left in eval mode.
-        batches: this process's share of a data set, see `TextInputs.judged`.
+        batches: this process's share of a data set, see `TextInputs.eval_batches`.
         vocabularies: of source and target.
         run: folder of the run.
         accelerator: accelerate's Accelerator; its main process writes, all count.

@@ -98,16 +98,16 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
 
 
 def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
-    from moh_vision.language.evaluation.lm_model import open_model, open_tokenizer
+    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
     rows = lm_harness.plan(items, options.num_fewshot)
     version = lm_harness.require_harness()
     device = _device(options.device, accelerator)
-    tokenizer = open_tokenizer(options.tokenizer or options.model, text=False)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
     with accelerator.main_process_first():  # the others find the data sets fetched
-        tasks = lm_harness.open_tasks(rows, options.include_path)
-    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+        tasks = lm_harness.load_tasks(rows, options.include_path)
+    model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     scored = lm_harness.evaluate_rows(
         tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
     )
@@ -135,11 +135,11 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
 
 
 def _perplexity(options: argparse.Namespace, accelerator) -> dict:
-    from moh_vision.language.evaluation.lm_model import longest, open_model, open_tokenizer, read_text
+    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, longest, read_text
 
     device = _device(options.device, accelerator)
-    tokenizer = open_tokenizer(options.tokenizer or options.model, text=True)
-    model, about = open_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, text=True)
+    model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     most = longest(model)
     context = options.context or min(2048, most or 2048)
     stride = options.stride or max(1, context // 4)

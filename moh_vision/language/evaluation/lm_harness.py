@@ -65,7 +65,7 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
 
 @dataclass
 class Tasks:
-    """What `open_tasks` loaded.
+    """What `load_tasks` loaded.
 
     Attributes:
         objects: row -> the harness' tasks and groups.
@@ -76,7 +76,7 @@ class Tasks:
     manager: object
 
 
-def open_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks:
+def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks:
     """The harness' objects of rows, with their data: all of it is fetched before anything is scored.
 
     Args:
@@ -122,7 +122,7 @@ def evaluate_rows(
     """Score a model; every process calls it, each takes a share of the questions.
 
     Args:
-        tasks: of `open_tasks`.
+        tasks: of `load_tasks`.
         model: a transformers causal language model, in eval mode on its device.
         tokenizer: transformers' kind.
         batch_size: questions at a time on each process, or "auto".

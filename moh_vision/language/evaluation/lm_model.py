@@ -47,7 +47,7 @@ class Text:
     sha256: str
 
 
-def open_tokenizer(folder: str, text: bool):
+def load_tokenizer(folder: str, text: bool):
     """The tokenizer in a folder.
 
     Args:
@@ -82,7 +82,7 @@ def open_tokenizer(folder: str, text: bool):
     return tokenizer
 
 
-def open_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
+def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
     """(model in eval mode, what is needed to repeat its scores).
 
     Args:

@@ -41,7 +41,7 @@ def perplexity(
     if broken:
         raise ValueError(f"the loss of {int(broken)} of {int(tokens + broken)} tokens is not finite")
     if not tokens:
-        raise ValueError("there are no tokens to judge by")
+        raise ValueError("there are no tokens to score")
     loss /= tokens
     return dict(perplexity=math.exp(loss) if loss < 700 else math.inf, loss=loss, tokens=int(tokens))
 

@@ -38,7 +38,7 @@ def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[
 
     def judge(dataset, title: str) -> dict:
         judged = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
-        own = text.judged(dataset, accelerator.process_index, accelerator.num_processes)
+        own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
 
         def losses(batch: dict) -> Tensor:
             with accelerator.autocast():
@@ -58,7 +58,7 @@ def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadat
     last; every process calls it. Writes the averaged weights.
 
     Args:
-        config: a `TextConfig`.
+        config: a `LanguageConfig`.
         metadata: of exported weights.
 
     Returns:
@@ -87,7 +87,7 @@ def final_scores(
     scored (of another use of the gates: translations.MODE.txt).
 
     Args:
-        config: a `TextConfig`.
+        config: a `LanguageConfig`.
         judge: (data set, title) -> scores of `evaluation.perplexity`.
 
     Returns:
@@ -106,7 +106,7 @@ def final_scores(
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")
-    batches = text.judged(text.val, accelerator.process_index, accelerator.num_processes)
+    batches = text.eval_batches(text.val, accelerator.process_index, accelerator.num_processes)
     entropies = report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val)
     if entropies:
         results.update(gate_entropy=entropies, mean_gate_entropy=mean_entropies(entropies))

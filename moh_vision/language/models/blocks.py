@@ -140,7 +140,7 @@ class TextLayer(nn.Module):
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the statistics of its attention to `stats`.
 
-        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a LayerCache.
+        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a DecoderLayerCache.
         """
 
         def self_attention(x):

@@ -26,7 +26,7 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
     """(the model, what exported weights say of how it was made).
 
     Args:
-        config: a `TextConfig`.
+        config: a `LanguageConfig`.
         text: whose vocabulary it has.
         resumed: a checkpoint of config.output will be loaded into it; a pre-trained model is then built from the config
             there, without its weights.

@@ -6,7 +6,7 @@ from transformers import Cache
 from moh_vision.attention import ContextCache, KeyValueCache
 
 
-class LayerCache:
+class DecoderLayerCache:
     """One decoder layer: keys, values and the gate's running state of its tokens, and keys and values of the source."""
 
     is_compileable = False
@@ -45,11 +45,11 @@ class LayerCache:
 
 
 class TextCache(Cache):
-    """One `LayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that moves would
+    """One `DecoderLayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that moves would
     leave the state of MAE's gate behind."""
 
     def __init__(self, layers: int, cross: bool):
-        super().__init__(layers=[LayerCache(cross) for _ in range(layers)])
+        super().__init__(layers=[DecoderLayerCache(cross) for _ in range(layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.layers[layer_idx].get_seq_length()

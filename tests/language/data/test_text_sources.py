@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from moh_vision.language.data.sources import open_parallel, open_plain
+from moh_vision.language.data.sources import find_lines, find_pairs
 
 MULTI30K = Path(os.environ.get("MOH_VISION_MULTI30K", ROOT.parent / "shared" / "data" / "multi30k"))
 DE = ["Größe zählt.", "Zwei junge Männer", "Ein Hund"]
@@ -36,14 +36,14 @@ def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     root = write(
         tmp_path / "d", train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN
     )
-    assert list(open_parallel(root, "train", "de", "en").pairs()) == list(zip(DE, EN))
-    assert list(open_parallel(root, "val", "en", "de").pairs()) == list(zip(EN, DE))  # val is called dev here
-    assert open_parallel(root, "odd", "de", "en").check() == 3
+    assert list(find_pairs(root, "train", "de", "en").pairs()) == list(zip(DE, EN))
+    assert list(find_pairs(root, "val", "en", "de").pairs()) == list(zip(EN, DE))  # val is called dev here
+    assert find_pairs(root, "odd", "de", "en").check() == 3
 
 
 def test_what_is_inside_a_line_stays(tmp_path):
     line = "a\u2028b\x0bc\x85d  e\tf"
-    assert list(open_plain(write(tmp_path / "d", train_txt=[line, "", " = T = "]), "train")) == [line, "", "= T ="]
+    assert list(find_lines(write(tmp_path / "d", train_txt=[line, "", " = T = "]), "train")) == [line, "", "= T ="]
 
 
 @pytest.mark.parametrize("longer", ["de", "en"])
@@ -51,14 +51,14 @@ def test_unequal_lengths_name_both_counts(tmp_path, longer):
     files = dict(de=DE, en=EN)
     files[longer] = files[longer] + ["more", "and more"]
     root = write(tmp_path / "d", train_de=files["de"], train_en=files["en"])
-    text = message(open_parallel(root, "train", "de", "en").check)
+    text = message(find_pairs(root, "train", "de", "en").check)
     counts = dict(de=3, en=3) | {longer: 5}
     assert f"train.de has {counts['de']} lines, " in text and f"train.en has {counts['en']}; " in text
 
 
 def test_empty_sides_are_refused_named_and_counted(tmp_path):
     root = write(tmp_path / "d", train_de=["a", "b", "", "", "e"], train_en=["a", " \t", "c", "", "e"])
-    pair = open_parallel(root, "train", "de", "en")
+    pair = find_pairs(root, "train", "de", "en")
     text = message(pair.check)
     assert f"{root}/train.en, line 2: empty (pairs with an empty side: 3 of 5)" in text and "data.allow_empty" in text
     assert pair.check(allow_empty=True) == 5
@@ -75,7 +75,7 @@ def test_empty_sides_are_refused_named_and_counted(tmp_path):
 )
 def test_bad_bytes_are_named_by_line(tmp_path, data, expected):
     root = write(tmp_path / "d", train_txt=data)
-    assert expected in message(lambda: list(open_plain(root, "train")))
+    assert expected in message(lambda: list(find_lines(root, "train")))
 
 
 @pytest.mark.parametrize(
@@ -85,26 +85,26 @@ def test_damaged_gzip(tmp_path, damage):
     root = write(tmp_path / "d", train_txt_gz=[f"line {i * i}" for i in range(300)])
     path = tmp_path / "d" / "train.txt.gz"
     path.write_bytes(damage(path.read_bytes()))
-    assert "train.txt.gz: damaged gzip file behind line" in message(lambda: list(open_plain(root, "train")))
+    assert "train.txt.gz: damaged gzip file behind line" in message(lambda: list(find_lines(root, "train")))
 
 
 def test_a_file_without_line_breaks_is_not_read_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("moh_vision.language.data.lines.MAX_LINE", 1 << 20)
     root = write(tmp_path / "d", train_txt=b"x" * (3 << 20))
-    assert "line 1: more than 1 MiB" in message(lambda: list(open_plain(root, "train")))
+    assert "line 1: more than 1 MiB" in message(lambda: list(find_lines(root, "train")))
 
 
 def test_missing_files_and_what_is_there(tmp_path):
     root = write(tmp_path / "d", train_de=DE, val_en=EN)
-    text = message(lambda: open_parallel(root, "train", "de", "en"))
+    text = message(lambda: find_pairs(root, "train", "de", "en"))
     assert "no train.en (or .gz); it holds train.de, val.en" in text
-    assert "no val.txt or valid.txt or validation.txt or dev.txt" in message(lambda: open_plain(root, "val"))
-    assert "no such folder" in message(lambda: open_plain(str(tmp_path / "none"), "train"))
-    assert "same language" in message(lambda: open_parallel(root, "train", "de", "de"))
+    assert "no val.txt or valid.txt or validation.txt or dev.txt" in message(lambda: find_lines(root, "val"))
+    assert "no such folder" in message(lambda: find_lines(str(tmp_path / "none"), "train"))
+    assert "same language" in message(lambda: find_pairs(root, "train", "de", "de"))
     write(tmp_path / "d", train_de_gz=DE)
-    assert "both train.de and train.de.gz" in message(lambda: open_parallel(root, "train", "de", "en"))
+    assert "both train.de and train.de.gz" in message(lambda: find_pairs(root, "train", "de", "en"))
     os.mkfifo(tmp_path / "d" / "test.txt")
-    assert "not a file" in message(lambda: open_plain(root, "test"))
+    assert "not a file" in message(lambda: find_lines(root, "test"))
 
 
 class Table(list):
@@ -137,20 +137,20 @@ def hub(monkeypatch):
 
 
 def test_hugging_face_data_sets(hub):
-    pair = open_parallel("hfds/org/wmt:de-en", "train", "en", "de")
+    pair = find_pairs("hfds/org/wmt:de-en", "train", "en", "de")
     assert list(pair.pairs()) == list(zip(EN, DE))
     assert pair.source.fingerprint() != pair.target.fingerprint()
-    assert list(open_plain("hfds/org/wiki", "val")) == ["", "= A =", "b c"]
+    assert list(find_lines("hfds/org/wiki", "val")) == ["", "= A =", "b c"]
 
 
 @pytest.mark.parametrize(
     "call, expected",
     [
-        (lambda: open_plain("hfds/org/other", "train"), "data.root hfds/org/other: no org/other"),
-        (lambda: open_plain("hfds/org/wiki", "train"), "no split train; it has validation"),
-        (lambda: open_plain("hfds/org/wmt:de-en", "train"), "no column text; it has translation"),
-        (lambda: open_parallel("hfds/org/wmt:de-en", "train", "de", "fr"), "no language fr; it has de, en"),
-        (lambda: list(open_plain("hfds/org/holes", "train")), "hfds/org/holes, split train, row 2: no text"),
+        (lambda: find_lines("hfds/org/other", "train"), "data.root hfds/org/other: no org/other"),
+        (lambda: find_lines("hfds/org/wiki", "train"), "no split train; it has validation"),
+        (lambda: find_lines("hfds/org/wmt:de-en", "train"), "no column text; it has translation"),
+        (lambda: find_pairs("hfds/org/wmt:de-en", "train", "de", "fr"), "no language fr; it has de, en"),
+        (lambda: list(find_lines("hfds/org/holes", "train")), "hfds/org/holes, split train, row 2: no text"),
     ],
 )
 def test_hugging_face_mistakes(hub, call, expected):
@@ -159,11 +159,11 @@ def test_hugging_face_mistakes(hub, call, expected):
 
 def test_without_datasets_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'moh_vision[hub]'" in message(lambda: open_plain("hfds/some/name", "train"))
+    assert "pip install 'moh_vision[hub]'" in message(lambda: find_lines("hfds/some/name", "train"))
 
 
 def test_multi30k():
     if not MULTI30K.is_dir():
         pytest.skip(f"no Multi30k at {MULTI30K} (set MOH_VISION_MULTI30K)")
-    assert open_parallel(str(MULTI30K), "val", "de", "en").check() == 1014
-    assert open_parallel(str(MULTI30K), "test_2016_flickr", "de", "en").check() == 1000
+    assert find_pairs(str(MULTI30K), "val", "de", "en").check() == 1014
+    assert find_pairs(str(MULTI30K), "test_2016_flickr", "de", "en").check() == 1000

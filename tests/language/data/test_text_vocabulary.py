@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
-from moh_vision.language.data.sources import open_parallel, open_plain
+from moh_vision.language.data.sources import find_lines, find_pairs
 from moh_vision.language.data.token_cache import TokenCache, encoded
 from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, count_words, train_bpe
 
@@ -175,7 +175,7 @@ def pair(tmp_path):
     folder.mkdir()
     (folder / "train.de").write_text("\n".join(GERMAN * 3) + "\n")
     (folder / "train.en").write_text("\n".join(ENGLISH * 3) + "\n")
-    return open_parallel(str(folder), "train", "de", "en")
+    return find_pairs(str(folder), "train", "de", "en")
 
 
 def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch):
     assert pair_vocabularies(pair, cache, (60, 60), joint=True, say=said.append)[0].fingerprint == joint[0].fingerprint
     assert len(said) == 1 and "training it again" in said[0]
     Path(pair.source.path).write_text("\n".join(ENGLISH * 3) + "\n")
-    changed_pair = open_parallel(str(tmp_path / "d"), "train", "de", "en")
+    changed_pair = find_pairs(str(tmp_path / "d"), "train", "de", "en")
     assert pair_vocabularies(changed_pair, cache, (60, 60), joint=True)[0].fingerprint != joint[0].fingerprint
 
 
@@ -258,12 +258,12 @@ def test_after_an_error_nothing_is_left(tmp_path, bpe):
     (tmp_path / "train.txt").write_bytes(b"good\n" * 3000 + b"\xff\n")
     (tmp_path / "blank.txt").write_text("\n \n\n")
     with pytest.raises(ValueError, match="train.txt, line 3001: not UTF-8"):
-        encoded(open_plain(str(tmp_path), "train"), bpe, str(tmp_path / "c"))
+        encoded(find_lines(str(tmp_path), "train"), bpe, str(tmp_path / "c"))
     with pytest.raises(ValueError, match="blank.txt: no text but empty lines"):
-        encoded(open_plain(str(tmp_path), "blank"), bpe, str(tmp_path / "c"), skip_empty=True)
+        encoded(find_lines(str(tmp_path), "blank"), bpe, str(tmp_path / "c"), skip_empty=True)
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(ValueError, match="cannot be written: File exists"):
-        encoded(open_plain(str(tmp_path), "train"), bpe, str(tmp_path / "train.txt"))
+        encoded(find_lines(str(tmp_path), "train"), bpe, str(tmp_path / "train.txt"))
 
 
 def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
@@ -271,7 +271,7 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
     with pytest.raises(ValueError, match="train.de has 12 lines, .*train.en has 13"):
         encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
     Path(pair.target.path).write_text("\n".join(["", *ENGLISH * 3][:12]))
-    pair = open_parallel(str(tmp_path / "d"), "train", "de", "en")
+    pair = find_pairs(str(tmp_path / "d"), "train", "de", "en")
     for _ in range(2):  # also from the caches
         with pytest.raises(ValueError, match="train.en, line 1: empty"):
             encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
@@ -284,7 +284,7 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
 def test_wikitext2_has_the_papers_number_of_words(tmp_path):
     if not WIKITEXT2.is_dir():
         pytest.skip(f"no WikiText-2 at {WIKITEXT2} (set MOH_VISION_WIKITEXT2)")
-    text = open_plain(str(WIKITEXT2), "test")
+    text = find_lines(str(WIKITEXT2), "test")
     words = trained_vocabulary([text], str(tmp_path), "word")
     tokens = encoded(text, words, str(tmp_path))
     assert len(tokens.ids) == tokens.words == 245_569  # Merity et al. 2017, table 1, test

@@ -71,7 +71,7 @@ def test_what_is_not_finite_is_named(random_tokens):
     nll[tuple(where[3])], nll[tuple(where[-1])] = math.nan, math.inf
     with pytest.raises(ValueError, match=f"^the loss of 2 of {tokens} tokens is not finite$"):
         perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)
-    with pytest.raises(ValueError, match="^there are no tokens to judge by$"):
+    with pytest.raises(ValueError, match="^there are no tokens to score$"):
         perplexity(lambda b: b["nll"], [], "cpu", alone)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from text_tiny import ATTENTIONS, VOCAB, tiny, words
 
-from moh_vision.language.models.cache import LayerCache
+from moh_vision.language.models.cache import DecoderLayerCache
 
 ROUTED = sorted(ATTENTIONS)
 SEARCHED = [name for name in ROUTED if name not in ("uni_mae", "moa_bias")]  # in evaluation as dense, nearly as moa
@@ -100,8 +100,10 @@ def test_beam_search(preset, attention, monkeypatch):
     model = likes_to_end(tiny(preset, attention))
     inputs, alone = sentences(model)
     moves = []
-    reorder = LayerCache.reorder_cache
-    monkeypatch.setattr(LayerCache, "reorder_cache", lambda self, rows: (moves.append(rows), reorder(self, rows))[1])
+    reorder = DecoderLayerCache.reorder_cache
+    monkeypatch.setattr(
+        DecoderLayerCache, "reorder_cache", lambda self, rows: (moves.append(rows), reorder(self, rows))[1]
+    )
     settings = dict(max_new_tokens=6, num_beams=3, early_stopping=True, length_penalty=0.6, do_sample=False)
     out = model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
     assert any(not torch.equal(rows, torch.arange(9)) for rows in moves)  # beams did change places
