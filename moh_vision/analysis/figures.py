@@ -10,12 +10,14 @@ import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterable, List, Optional, Sequence
+from typing import BinaryIO, Iterable, List, Optional, Sequence
 
 import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from moh_vision.engine.io import hidden_path, whole_file
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
@@ -39,11 +41,11 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
         labels: [N], arr_1 of the .npz; arr_0 is uint8 [N, h, w, C].
         out: path of the folder or .npz file.
     """
-    hidden = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".npz":
-        _write_npz(batches, labels, hidden)
-        os.replace(hidden, out)
+        with whole_file(out) as file:
+            _write_npz(batches, labels, file)
         return
+    hidden = hidden_path(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
     number = 0
@@ -61,9 +63,9 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
         hidden.rename(out)
 
 
-def _write_npz(batches: Iterable[Tensor], labels: Tensor, path: Path) -> None:
+def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None:
     """As numpy.savez, without all images in memory."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
             started = False
             for batch in batches:

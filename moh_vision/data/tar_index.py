@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
+import torch
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import write_tensors
 
-INDEX_FORMAT = "1"
+INDEX_FORMAT = 1
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 ARRAYS = ("shard", "offset", "size", "label")
 NO_MEMBER = bytes(tarfile.BLOCKSIZE)  # ends a tar file
@@ -57,17 +58,9 @@ def indexed(
     # The mode is asked too, because root may write into folders that are meant to be read-only.
     writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
     if writable or index_dir is not None:
-        write_index(places[0] if writable else places[-1], meta, arrays)
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        write_tensors(places[0] if writable else places[-1], tensors, dict(format=INDEX_FORMAT, meta=meta), shared=True)
     return meta, arrays
-
-
-def write_index(place: Path, meta: dict, arrays: Dict[str, np.ndarray]) -> None:
-    """Write an index, whole or not at all."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    hidden = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-    save_file(arrays, hidden, metadata={"format": INDEX_FORMAT, "meta": json.dumps(meta)})
-    hidden.chmod(0o644)  # safetensors writes 0600, and others may share the folder
-    hidden.rename(place)
 
 
 def read_index(place: Path, stats: List[ShardStat], wrong: Callable) -> Index:
@@ -86,12 +79,12 @@ def read_index(place: Path, stats: List[ShardStat], wrong: Callable) -> Index:
         with safe_open(place, "numpy") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}
-        form, meta = metadata.get("format"), json.loads(metadata.get("meta", "null"))
-        if form == INDEX_FORMAT:
+        ours, meta = metadata.get("format") == str(INDEX_FORMAT), json.loads(metadata.get("meta", "null"))
+        if ours:
             recorded = {name: (size, mtime) for name, size, mtime in meta["shards"]}
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{place}: not an index that can be read ({reason_of(error)}); {again}") from None
-    if form != INDEX_FORMAT:
+    if not ours:
         raise ValueError(f"{place}: not an index of this version; {again}")
     for name, size, mtime in stats:
         if recorded.pop(name, None) != (size, mtime):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.ema import gathered
 from moh_vision.engine.failures import attempt, why_not_written
-from moh_vision.engine.io import fsync
+from moh_vision.engine.io import give_name, hidden_path, write_aside, write_tensors
 from moh_vision.engine.manifest import MANIFEST, Seal, damage, other_version
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
@@ -96,12 +96,16 @@ def save_training(
         elif (run / EMA).exists():
             (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
             at(f"moved {EMA} aside")
+        written = {}
         for name in tensors:
-            _write_hidden(tensors[name], run / name, about, at)
-            seal.flush(_hidden(run / name))
+            written[name] = write_aside(run / name, tensors[name], about)
+            at(f"wrote {name}")
+            seal.flush(written[name])
         seal.wait()
-        for name in tensors:
-            _give_name(run / name, at)
+        for name, file in written.items():
+            give_name(file, run / name)
+            at(f"renamed {name}")
+            file.parent.rmdir()
 
     with Seal(hidden, at) as seal:
         for part, by_all in ((begin, False), (write_state, True), (finish, False), (export, True)):
@@ -112,7 +116,7 @@ def save_training(
         with contextlib.suppress(OSError):
             tidy(parent)
             for name in (WEIGHTS, EMA):
-                shutil.rmtree(_hidden(run / name).parent, ignore_errors=True)
+                shutil.rmtree(hidden_path(run / name), ignore_errors=True)
     return problem
 
 
@@ -184,23 +188,14 @@ def resume_point(
     return found
 
 
-def export_weights(
-    module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True, at=_nothing
-) -> None:
+def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON.
 
     With FSDP every process calls it, because shards are gathered, one tensor at a time, and one of them says `write`.
     """
     tensors = _whole(module, write)
-    if not write:
-        return
-    try:
-        _write_hidden(tensors, path, metadata, at)
-        fsync(_hidden(path))
-        at(f"flushed {path.name}")
-        _give_name(path, at)
-    finally:
-        shutil.rmtree(_hidden(path).parent, ignore_errors=True)
+    if write:
+        write_tensors(path, tensors, metadata)
 
 
 def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
@@ -215,28 +210,6 @@ def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
         if keep and name not in tied:
             tensors[name] = value.detach().contiguous().cpu()
     return tensors
-
-
-def _hidden(path: Path) -> Path:
-    """In a folder of its own, because safetensors makes a temporary file beside what it writes."""
-    return path.with_name(f".{path.name}.tmp") / path.name
-
-
-def _write_hidden(tensors: Dict[str, torch.Tensor], path: Path, metadata: Dict[str, object], at) -> None:
-    hidden = _hidden(path)
-    shutil.rmtree(hidden.parent, ignore_errors=True)
-    hidden.parent.mkdir()
-    save_file(tensors, hidden, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
-    hidden.chmod(0o644)  # safetensors makes it private
-    at(f"wrote {path.name}")
-
-
-def _give_name(path: Path, at) -> None:
-    _hidden(path).rename(path)
-    at(f"renamed {path.name}")
-    fsync(path.parent)
-    at(f"flushed the name of {path.name}")
-    _hidden(path).parent.rmdir()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
@@ -12,6 +11,8 @@ from typing import Iterator, List, Optional, Tuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from moh_vision.engine.io import whole_file, write_whole
 
 
 class ImageParts:
@@ -37,8 +38,7 @@ class ImageParts:
         self.total, self.batch_size, self.counted = total, batch_size, counted
         self.count = -(-total // batch_size)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "settings.json").write_text(text + "\n")
+            write_whole(self.folder / "settings.json", text + "\n", shared=True)
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
@@ -58,13 +58,9 @@ class ImageParts:
         self._write(self._path(batch), images)
 
     def _write(self, path: Path, values: Tensor) -> None:
-        hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with open(hidden, "wb") as file:
+        with whole_file(path) as file:
             save = np.save if path.suffix == ".npy" else np.savez_compressed
             save(file, values.cpu().numpy())
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(path)
 
     def batches(self) -> Iterator[Tuple[int, Tensor]]:
         """(number of the first image, uint8 [B, C, h, w]) of every batch, in order."""

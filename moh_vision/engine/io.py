@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
+import json
 import logging
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Iterator, Optional, Union
+from typing import BinaryIO, Dict, Iterator, Optional, Union
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, for what is written into files; pyproject.toml reads it here
 LOCK = ".lock"
@@ -90,17 +96,77 @@ def _is_named(file, place: Path) -> bool:
         return False
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of UTF-8 so that it is there whole or not at all; the same text again changes nothing."""
-    if path.exists() and path.read_bytes() == text.encode():
-        return
-    hidden = path.with_name(f".{path.name}.tmp")
-    with open(hidden, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
-    fsync(path.parent)
+@contextlib.contextmanager
+def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
+    """A file to write: at the end it is on the disk under the name `place`; after an error there is nothing.
+
+    Args:
+        place: its folder is made if need be. A file that is there is replaced.
+        shared: several processes may write the file at once; the last rename stands.
+
+    Raises:
+        OSError: naming a file.
+    """
+    hidden = hidden_path(place, shared)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(hidden, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        give_name(hidden, place)
+    except OSError as error:
+        error.filename = error.filename or str(place)  # that of a full disk names no file
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            hidden.unlink()
+
+
+def write_whole(place: Path, data: Union[str, bytes], shared: bool = False) -> None:
+    """Write a file, text as UTF-8, as `whole_file` does; the same data again change nothing."""
+    data = data.encode() if isinstance(data, str) else data
+    if not place.exists() or place.read_bytes() != data:
+        with whole_file(place, shared) as file:
+            file.write(data)
+
+
+def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:
+    """Write a safetensors file so that it is there whole or not at all.
+
+    Args:
+        place, shared: see `whole_file`.
+        tensors: on the CPU, contiguous.
+        metadata: values are stored as JSON.
+    """
+    try:
+        hidden = write_aside(place, tensors, metadata, shared)
+        fsync(hidden)
+        give_name(hidden, place)
+    finally:
+        shutil.rmtree(hidden_path(place, shared), ignore_errors=True)
+
+
+def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> Path:
+    """As `write_tensors`, up to the flush; returns the hidden file, alone in the folder `hidden_path`."""
+    folder = hidden_path(place, shared)  # because safetensors makes a temporary file beside what it writes
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    hidden = folder / place.name
+    save_file(tensors, hidden, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
+    hidden.chmod(0o644)  # safetensors makes it private
+    return hidden
+
+
+def hidden_path(place: Path, shared: bool = False) -> Path:
+    """Where a file or folder is until it is whole; see `whole_file`."""
+    return place.with_name(f".{place.name}.{os.getpid()}.tmp" if shared else f".{place.name}.tmp")
+
+
+def give_name(hidden: Path, place: Path) -> None:
+    """Rename what is whole, and wait until the new name is on the disk."""
+    hidden.rename(place)
+    fsync(place.parent)
 
 
 def fsync(path: Path) -> None:
@@ -110,3 +176,9 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

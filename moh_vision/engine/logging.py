@@ -54,9 +54,7 @@ class RunLog:
         if path.exists():
             finished = start == total and ends_with_validation
             kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) < start]
-            hidden = path.with_name(f".{path.name}.tmp")
-            hidden.write_text("".join(line + "\n" for line in kept))
-            hidden.rename(path)
+            write_whole(path, "".join(line + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(
             total=total,

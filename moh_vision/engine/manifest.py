@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Callable, Dict, List, Optional
 
-from moh_vision.engine.io import __version__, fsync
+from moh_vision.engine.io import __version__, fsync, sha256_of
 
 FORMAT = 3
 READABLE = (2, 3)  # 2 has no version
@@ -46,7 +46,7 @@ class Seal:
         """Files that are written."""
         for path in sorted(paths, key=lambda path: -path.stat().st_size):  # the longest work first
             self.flush(path)
-            self.sums[path.relative_to(self.folder).as_posix()] = self.pool.submit(sha256, path)
+            self.sums[path.relative_to(self.folder).as_posix()] = self.pool.submit(sha256_of, path)
 
     def flush(self, path: Path) -> None:
         """Begin to flush a file that may be elsewhere."""
@@ -130,7 +130,7 @@ def _first_damaged(folder: Path, sums: Dict[str, str]) -> Optional[str]:
         if not (folder / name).is_file():
             return f"{name} is missing"
         try:
-            found = sha256(folder / name)
+            found = sha256_of(folder / name)
         except OSError as error:
             return f"{name} is not readable ({error.strerror})"
         if found != expected:
@@ -139,8 +139,3 @@ def _first_damaged(folder: Path, sums: Dict[str, str]) -> Optional[str]:
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     strangers = sorted(name for name in found - sums.keys() - {MANIFEST} if not Path(name).name.startswith("."))
     return f"{strangers[0]} is not in its manifest" if strangers else None
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

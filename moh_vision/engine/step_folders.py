@@ -13,13 +13,13 @@ import shutil
 from pathlib import Path
 from typing import Callable, List, Tuple
 
-from moh_vision.engine.io import fsync
+from moh_vision.engine.io import give_name, hidden_path
 from moh_vision.engine.manifest import damage
 
 
 def hidden_folder(parent: Path, step: int) -> Path:
     """Where a checkpoint is written."""
-    return parent / f".step_{step}.tmp"
+    return hidden_path(parent / f"step_{step}")
 
 
 def by_age(parent: Path) -> List[Tuple[int, Path]]:
@@ -54,10 +54,8 @@ def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
                 _discard(aside)
             final.rename(aside)
         at(f"moved {final.name} aside")
-    hidden.rename(final)
+    give_name(hidden, final)
     at(f"renamed {hidden.name}")
-    fsync(final.parent)
-    at(f"flushed the name of {final.name}")
 
 
 def rotate(parent: Path, step: int, keep: int, at: Callable[[str], None]) -> None:

@@ -167,7 +167,7 @@ def test_what_is_missing_or_damaged_is_written_again(tmp_path, vae_folder, root,
     assert "train-000001.tar does not have its recorded sha256; moved to" in capfd.readouterr().out
     after = contents(out)
     assert after.pop("train-000001.tar.damaged") == bytes(damaged) and after == good
-    LatentCache(str(out), "train").verify()
+    assert len(LatentCache(str(out), "train")) == 20
 
 
 def test_records_of_other_ranks_are_taken_over(tmp_path, vae_folder, root, capfd):
@@ -356,10 +356,6 @@ def test_damage_is_noticed(tmp_path, vae_folder, root):
     assert run(vae_folder, root, out) == 0
     cache, path = LatentCache(str(out), "train"), out / "train-000000.tar"
     data, before = bytearray(path.read_bytes()), path.stat()
-    data[int(cache.offset[0]) + 500] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="train-000000.tar does not have the sha256 of the manifest"):
-        cache.verify()
     data[int(cache.offset[0])] ^= 1
     path.write_bytes(data)
     with pytest.raises(UnreadableImage, match="train-000000.tar: the shard has changed since its index was made"):

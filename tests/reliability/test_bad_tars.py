@@ -220,6 +220,6 @@ def test_metadata_of_an_index_that_are_none(tmp_path, text):
     folder = write_shards(tmp_path / "d", count=10)
     Shards(str(folder), "train")
     index = folder / ".train.index.safetensors"
-    save_file(load_file(index), index, {"format": INDEX_FORMAT, "meta": text})
+    save_file(load_file(index), index, {"format": str(INDEX_FORMAT), "meta": text})
     with pytest.raises(ValueError, match=f"{index}: not an index that can be read"):
         Shards(str(folder), "train")

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import List
 
-from moh_vision.data.shards.record import write_whole
+from moh_vision.engine.io import write_whole
 
 
 def refuse_file(out: str) -> None:

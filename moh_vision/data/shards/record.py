@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -13,8 +12,7 @@ from typing import Callable, Collection, Dict, List
 
 from tqdm import tqdm
 
-from moh_vision.data.shards.shard_file import hidden_path
-from moh_vision.engine.io import fsync, write_whole
+from moh_vision.engine.io import give_name, hidden_path, sha256_of, write_whole
 
 FORMAT = 1
 SECONDS_BETWEEN_LINES = 10
@@ -126,8 +124,8 @@ class RecordPart:
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-        hidden_path(self.out, entry["shard"]).rename(self.out / entry["shard"])
-        fsync(self.out)
+        shard = self.out / entry["shard"]
+        give_name(hidden_path(shard), shard)
 
     def close(self) -> None:
         self.file.close()
@@ -207,12 +205,6 @@ class Progress:
         if not self.terminal and not self.quiet and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
             self.shown = time.monotonic()
             print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _free_name(path: Path) -> Path:

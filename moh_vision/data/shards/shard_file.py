@@ -9,10 +9,7 @@ from typing import List
 
 import webdataset
 
-
-def hidden_path(out: Path, name: str) -> Path:
-    """Where a shard is until it is finished; training looks for {split}-*.tar."""
-    return out / f".{name}.tmp"
+from moh_vision.engine.io import hidden_path
 
 
 class ShardFile:
@@ -24,7 +21,7 @@ class ShardFile:
     """
 
     def __init__(self, out: Path, name: str):
-        self.name, self.path, self.samples = name, hidden_path(out, name), 0
+        self.name, self.path, self.samples = name, hidden_path(out / name), 0
 
     def __enter__(self) -> ShardFile:
         self.file = open(self.path, "wb")

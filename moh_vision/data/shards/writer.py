@@ -11,7 +11,6 @@ from typing import Callable, Dict, List, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders
 from moh_vision.data.shards.record import Progress, ShardRecord, one_line
-from moh_vision.data.shards.shard_file import hidden_path
 from moh_vision.data.shards.worker import (
     CONTEXT,
     Job,
@@ -21,7 +20,7 @@ from moh_vision.data.shards.worker import (
     write_shard,
 )
 from moh_vision.data.sources import Shards
-from moh_vision.engine.io import write_whole
+from moh_vision.engine.io import hidden_path, write_whole
 
 
 class SplitWriter:
@@ -109,7 +108,7 @@ class SplitWriter:
                 shared.stop.set()
                 pool.shutdown(cancel_futures=True)
                 for name in todo:
-                    hidden_path(self.out, name).unlink(missing_ok=True)
+                    hidden_path(self.out / name).unlink(missing_ok=True)
                 if isinstance(error, BrokenProcessPool):
                     raise ValueError(
                         f"a worker of {workers} died, of too little memory perhaps; finished shards are kept, the same "

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.shards.record import sha256_of
 from moh_vision.data.splits import manifest_path
 from moh_vision.data.tar_samples import TarSamples
 from moh_vision.diffusion.latents.vae import LatentSpace
@@ -119,12 +118,6 @@ class LatentCache(TarSamples):
         """Like that of images, with the sha256 of each shard: latents of another VAE have the same offsets and sizes."""
         yield from super().listing()
         yield json.dumps(self.manifest["shards"]).encode()
-
-    def verify(self) -> None:
-        """Raise ValueError, naming it, for a shard without the sha256 of the manifest; reads everything."""
-        for path, entry in zip(self.paths, self.manifest["shards"]):
-            if sha256_of(path) != entry["sha256"]:
-                raise ValueError(f"{path} does not have the sha256 of the manifest; the command that wrote it mends it")
 
 
 def npy_bytes(array: np.ndarray) -> bytes:

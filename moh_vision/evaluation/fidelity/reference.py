@@ -10,9 +10,9 @@ from typing import Dict, Optional, Tuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from moh_vision.engine.io import write_tensors
 from moh_vision.evaluation.fidelity.images import archive_members, array_header, open_images
 
 FORMAT = 1
@@ -55,10 +55,7 @@ class Statistics:
             format=FORMAT, count=self.count, extractor=self.extractor, weights_sha256=self.weights_sha256,
             source=self.source,
         )  # fmt: skip
-        hidden = path.with_name(f".{path.name}.tmp")
-        save_file(tensors, hidden, metadata={"format": "pt", "statistics": json.dumps(about)})
-        hidden.chmod(0o644)
-        hidden.rename(path)
+        write_tensors(path, tensors, dict(statistics=about))
 
 
 def load_statistics(path: Path) -> Statistics:

@@ -10,8 +10,8 @@ from typing import Dict, Iterable, List, Optional, Sequence, Union
 from tokenizers import Tokenizer
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import write_whole
 from moh_vision.language.data.vocabulary import MASK, MAX_BYTES, SPECIALS, Vocabulary
-from moh_vision.language.data.whole_file import whole_file
 
 COMPANION = "tokenizer_config.json"
 # Where no tokenizer_config.json says it: what LLaMA, GPT-2 and those that came after call them.
@@ -75,8 +75,7 @@ class ForeignVocabulary:
 
     def save(self, path: Path) -> None:
         """Write the file it came from, and beside it what transformers' AutoTokenizer asks for."""
-        with whole_file(Path(path)) as file:
-            file.write(self.data)
+        write_whole(Path(path), self.data, shared=True)
         write_companion(Path(path).with_name(COMPANION), {k: v for k, v in self.names.items() if v})
 
     def __len__(self) -> int:
@@ -134,8 +133,7 @@ AnyVocabulary = Union[Vocabulary, ForeignVocabulary, NumberedVocabulary]
 def write_companion(path: Path, names: Dict[str, str]) -> None:
     """The tokenizer_config.json that AutoTokenizer needs beside a tokenizer.json; `names`: token by role."""
     about = dict(tokenizer_class="PreTrainedTokenizerFast", **names)
-    with whole_file(path) as file:
-        file.write((json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n", shared=True)
 
 
 def load_vocabulary(path: Path) -> AnyVocabulary:

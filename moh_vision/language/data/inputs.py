@@ -8,6 +8,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor
 
+from moh_vision.engine.io import write_whole
 from moh_vision.language.data.buckets import TokenBatches, length_slices
 from moh_vision.language.data.foreign import AnyVocabulary
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
@@ -17,7 +18,6 @@ from moh_vision.language.data.stream import BlockBatches, block_slices, evaluati
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
-from moh_vision.language.data.whole_file import whole_file
 
 TOKENIZER, TARGET_TOKENIZER, RECORD = "tokenizer.json", "target_tokenizer.json", "text.json"
 
@@ -65,8 +65,7 @@ class TextInputs:
         source.save(run / TOKENIZER)
         if target is not source:
             target.save(run / TARGET_TOKENIZER)
-        with whole_file(run / RECORD) as file:
-            file.write((json.dumps(self.record(micro_batches)) + "\n").encode())
+        write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
         """Raise ValueError, in one line, unless a run that goes on would go on with what it began with."""

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import whole_file
 from moh_vision.language.data.vocabulary import Vocabulary
-from moh_vision.language.data.whole_file import whole_file
 
 FORMAT = "1"
 HEADER = 1024  # bytes before the ids; safetensors allows blanks after its JSON
@@ -130,7 +130,7 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
     kind = "U16" if len(vocabulary) <= 1 << 16 else "I32"
     lengths, words, digest = [], 0, hashlib.sha256()
     title = f"encoding {place.name.partition('.')[0]}"
-    with whole_file(place) as file, tqdm(desc=title, unit="line", disable=not sys.stderr.isatty()) as bar:
+    with whole_file(place, shared=True) as file, tqdm(desc=title, unit="line", disable=not sys.stderr.isatty()) as bar:
         file.seek(HEADER)
         rest = iter(lines)
         while texts := list(islice(rest, LINES_AT_ONCE)):

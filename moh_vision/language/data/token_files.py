@@ -22,8 +22,8 @@ import numpy as np
 from tqdm import tqdm
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import write_whole
 from moh_vision.language.data.token_cache import TokenCache
-from moh_vision.language.data.whole_file import whole_file
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # what a sidecar may say, and the least of it
@@ -217,8 +217,7 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str, say: Callable[[str], Non
             piece = ids[first : first + AT_ONCE]
             smallest, largest = min(smallest, int(piece.min())), max(largest, int(piece.max()))
             progress.update(len(piece))
-    with whole_file(place) as file:
-        file.write(json.dumps([smallest, largest]).encode())
+    write_whole(place, json.dumps([smallest, largest]), shared=True)
     return smallest, largest
 
 

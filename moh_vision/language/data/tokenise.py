@@ -18,12 +18,11 @@ from typing import Callable, Iterator, List, Optional, Tuple
 import numpy as np
 from tqdm import tqdm
 
-from moh_vision.data.shards.record import sha256_of
 from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.io import sha256_of, whole_file, write_whole
 from moh_vision.language.data.documents import documents, form_of
 from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
 from moh_vision.language.data.token_files import DTYPES
-from moh_vision.language.data.whole_file import whole_file
 
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
@@ -64,8 +63,7 @@ def tokenise(
             say(f"{target}: there already")
         else:
             about = write_ids(target, documents(file, key), vocabulary, file)
-            with whole_file(target.with_suffix(".json")) as side:
-                side.write((json.dumps({**about, **made_from}, indent=1) + "\n").encode())
+            write_whole(target.with_suffix(".json"), json.dumps({**about, **made_from}, indent=1) + "\n", shared=True)
             say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
     return made
 
@@ -103,7 +101,7 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
     bar = tqdm(
         desc=source.name, total=source.stat().st_size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()
     )
-    with whole_file(target) as file, bar:
+    with whole_file(target, shared=True) as file, bar:
         for batch, position in batched(texts):
             ids = np.fromiter((i for row in vocabulary.encode(batch) for i in (*row, vocabulary.eos)), DTYPES[kind])
             data = ids.tobytes()

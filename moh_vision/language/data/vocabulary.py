@@ -16,7 +16,7 @@ from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.language.data.whole_file import whole_file
+from moh_vision.engine.io import write_whole
 
 PAD, BOS, EOS, UNK, MASK = range(5)
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
@@ -70,8 +70,7 @@ class Vocabulary:
 
     def save(self, path: Path) -> None:
         """Write the file it came from."""
-        with whole_file(Path(path)) as file:
-            file.write(self.data)
+        write_whole(Path(path), self.data, shared=True)
 
     def __len__(self) -> int:
         return len(self._tokens)
