@@ -2,19 +2,15 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "data")]
-from pictures import encoded, gradient, kinds, write_folder  # noqa: E402
-
-import train_cls  # noqa: E402
-from moh_vision import head_budget  # noqa: E402
-from moh_vision.models.weights import from_run  # noqa: E402
+import train_cls
+from moh_vision import head_budget
+from moh_vision.models.weights import from_run
 
 MODEL = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "

@@ -16,17 +16,16 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(ROOT))
-import sample  # noqa: E402
-from moh_vision.data.order import derive_seed  # noqa: E402
-from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
-from moh_vision.diffusion.latents.vae import LatentSpace, load_vae  # noqa: E402
-from moh_vision.diffusion.scores import ClassifierScores  # noqa: E402
-from moh_vision.engine.checkpoint import export_weights  # noqa: E402
-from moh_vision.engine.image_parts import ImageParts  # noqa: E402
-from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score  # noqa: E402
-from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command  # noqa: E402
-from moh_vision.models.weights import create, from_run  # noqa: E402
+import sample
+from moh_vision.data.order import derive_seed
+from moh_vision.diffusion import MoHDiTPipeline
+from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
+from moh_vision.diffusion.scores import ClassifierScores
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
+from moh_vision.models.weights import create, from_run
 
 NAME = "moh_dit_small_patch2_75"
 

@@ -1,22 +1,18 @@
 """Diffusion on latents, stored and made on the way, through train_dit.py."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from pictures import write_folder
 from safetensors import safe_open
+from tiny_vae import save_tiny_vae
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "data")]
-from pictures import write_folder  # noqa: E402
-from tiny_vae import save_tiny_vae  # noqa: E402
-
-import train_dit  # noqa: E402
-from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs  # noqa: E402
-from moh_vision.diffusion.latents.__main__ import main as write_latents  # noqa: E402
-from moh_vision.models.weights import from_run  # noqa: E402
+import train_dit
+from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
+from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.models.weights import from_run
 
 
 @pytest.fixture(scope="module")

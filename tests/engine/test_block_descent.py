@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,20 +12,16 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
+from pictures import write_folder
 from safetensors.torch import load_file
+from small_runs import arguments, logged, outcome
 
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("data", "reliability"))]
-from pictures import write_folder  # noqa: E402
-from small_runs import arguments, logged, outcome  # noqa: E402
-
-import moh_vision  # noqa: E402, F401
-import train_cls  # noqa: E402
-import train_dit  # noqa: E402
-from moh_vision.classification.task import ClassificationTask  # noqa: E402
-from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of  # noqa: E402
-from moh_vision.engine.steps import Updater  # noqa: E402
-from moh_vision.models.mae import mae_routers, train_only  # noqa: E402
+import train_cls
+import train_dit
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of
+from moh_vision.engine.steps import Updater
+from moh_vision.models.mae import mae_routers, train_only
 
 C, H, DEPTH = 24, 6, 2
 VIT = dict(img_size=16, patch_size=4, embed_dim=C, depth=DEPTH, num_heads=H, num_classes=5, router="mae")

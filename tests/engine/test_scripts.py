@@ -16,16 +16,15 @@ from conftest import ROOT
 from PIL import Image
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(ROOT))
-import moh_vision  # noqa: E402
-import sample  # noqa: E402
-import train_cls  # noqa: E402
-import train_dit  # noqa: E402
-from moh_vision.diffusion.config import PreviewConfig  # noqa: E402
-from moh_vision.diffusion.previews import Samples  # noqa: E402
-from moh_vision.engine.image_parts import ImageParts  # noqa: E402
-from moh_vision.engine.manifest import damage  # noqa: E402
-from moh_vision.models.weights import from_run  # noqa: E402
+import moh_vision
+import sample
+import train_cls
+import train_dit
+from moh_vision.diffusion.config import PreviewConfig
+from moh_vision.diffusion.previews import Samples
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.manifest import damage
+from moh_vision.models.weights import from_run
 
 SMALL = "--optim.batch_size 16 --optim.warmup_steps 0 --log-every 1 --model.depth 2 --save-every 4".split()
 STEPS = 30

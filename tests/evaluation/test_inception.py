@@ -1,18 +1,14 @@
 """The Inception of FID, with random weights in torch-fidelity's file layout: they prove the wiring, not scores."""
 
 import hashlib
-import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
-from torch import nn
-
-sys.path.append(str(ROOT / "benchmarks"))
 from random_inception import write_random_inception
+from torch import nn
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import PUBLISHED

@@ -2,15 +2,11 @@
 
 import contextlib
 import os
-import sys
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from conftest import ROOT
 from torch.distributed.fsdp import FSDPModule
-
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def sharding(make, policy, folder):

@@ -2,19 +2,15 @@
 
 import json
 import socket
-import sys
 
 import pytest
+import sharded_on_cpu
 import torch
-from conftest import ROOT
 from safetensors.torch import load_file
+from small_text import write_pairs, write_plain
 from transformers import AutoModelForCausalLM
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import sharded_on_cpu  # noqa: E402
-from small_text import write_pairs, write_plain  # noqa: E402
-
-import train_text  # noqa: E402
+import train_text
 
 pytestmark = pytest.mark.slow
 

@@ -9,16 +9,14 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
+from small_text import write_pairs, write_plain
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from small_text import write_pairs, write_plain  # noqa: E402
-
-import moh_vision  # noqa: E402
-import train_text  # noqa: E402
-from moh_vision.language.config import TextDataConfig  # noqa: E402
-from moh_vision.language.data.inputs import TranslationInputs  # noqa: E402
-from moh_vision.language.data.vocabulary import Vocabulary  # noqa: E402
-from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel  # noqa: E402
+import moh_vision
+import train_text
+from moh_vision.language.config import TextDataConfig
+from moh_vision.language.data.inputs import TranslationInputs
+from moh_vision.language.data.vocabulary import Vocabulary
+from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel
 
 WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
 TINY = dict(

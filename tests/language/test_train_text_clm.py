@@ -10,16 +10,14 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
+from small_text import ENGLISH, write_plain
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from small_text import ENGLISH, write_plain  # noqa: E402
-
-import moh_vision  # noqa: E402
-import train_text  # noqa: E402
-from moh_vision.language.data import tokenise  # noqa: E402
-from moh_vision.language.evaluation import lm  # noqa: E402
+import moh_vision
+import train_text
+from moh_vision.language.data import tokenise
+from moh_vision.language.evaluation import lm
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]

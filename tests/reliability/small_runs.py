@@ -3,15 +3,11 @@
 import functools
 import hashlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-from conftest import ROOT
 from safetensors.torch import load_file
-
-sys.path.append(str(ROOT / "tests"))
-from small_text import write_pairs  # noqa: E402
+from small_text import write_pairs
 
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",

@@ -2,21 +2,17 @@
 
 import io
 import os
-import sys
 import tarfile
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from pictures import encoded, gradient, write_folder
+from test_sources import write_shards
 
-sys.path.insert(0, str(ROOT / "tests" / "data"))
-from pictures import encoded, gradient, write_folder  # noqa: E402
-from test_sources import write_shards  # noqa: E402
-
-from moh_vision.data.batches import LabelledImages, image_transform, training_batches  # noqa: E402
-from moh_vision.data.order import StepBatches  # noqa: E402
-from moh_vision.data.shards import convert  # noqa: E402
-from moh_vision.data.splits import check_same_classes, open_source  # noqa: E402
+from moh_vision.data.batches import LabelledImages, image_transform, training_batches
+from moh_vision.data.order import StepBatches
+from moh_vision.data.shards import convert
+from moh_vision.data.splits import check_same_classes, open_source
 
 
 def shard(path, members):

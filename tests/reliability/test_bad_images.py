@@ -3,34 +3,30 @@
 import io
 import os
 import struct
-import sys
 import zlib
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from growth import cost
+from pictures import encoded, gradient, rotated_by_exif, write_folder
 from PIL import Image
+from test_sources import write_shards
 
-sys.path.insert(0, str(ROOT / "tests" / "data"))
-from pictures import encoded, gradient, rotated_by_exif, write_folder  # noqa: E402
-from test_sources import write_shards  # noqa: E402
-
-from moh_vision.data.batches import (  # noqa: E402
+from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
     evaluation_batches,
     image_transform,
     training_batches,
 )
-from moh_vision.data.crop import center_crop  # noqa: E402
-from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image  # noqa: E402
-from moh_vision.data.imagenet import imagenet_eval_transform  # noqa: E402
-from moh_vision.data.order import StepBatches  # noqa: E402
-from moh_vision.data.shards.encode import BadImage, encode_sample  # noqa: E402
-from moh_vision.data.splits import open_source  # noqa: E402
-from moh_vision.diffusion.latents.images import CroppedImages  # noqa: E402
-from moh_vision.evaluation.fidelity.images import ImageFolder as ScoredFolder  # noqa: E402
+from moh_vision.data.crop import center_crop
+from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image
+from moh_vision.data.imagenet import imagenet_eval_transform
+from moh_vision.data.order import StepBatches
+from moh_vision.data.shards.encode import BadImage, encode_sample
+from moh_vision.data.splits import open_source
+from moh_vision.diffusion.latents.images import CroppedImages
+from moh_vision.evaluation.fidelity.images import ImageFolder as ScoredFolder
 
 
 def png(width, height, depth, color, rows) -> bytes:

@@ -2,22 +2,18 @@
 
 import io
 import os
-import sys
 import tarfile
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from pictures import encoded, gradient
 from repeat import cases
 from safetensors.numpy import load_file, save_file
+from test_bad_folders import shard
+from test_sources import write_shards
 
-sys.path.insert(0, str(ROOT / "tests" / "data"))
-from pictures import encoded, gradient  # noqa: E402
-from test_bad_folders import shard  # noqa: E402
-from test_sources import write_shards  # noqa: E402
-
-from moh_vision.data.sources import Shards  # noqa: E402
-from moh_vision.data.tar_index import INDEX_FORMAT  # noqa: E402
+from moh_vision.data.sources import Shards
+from moh_vision.data.tar_index import INDEX_FORMAT
 
 PNG = encoded(gradient())
 

@@ -1,15 +1,11 @@
 """A disk that is full for a while, through the training scripts; test_writer_failures.py has the writer itself."""
 
-import sys
-
 import pytest
-from conftest import ROOT
 from small_runs import arguments, checkpoint_steps, logged
 
-sys.path.insert(0, str(ROOT))
-import train_cls  # noqa: E402
-import train_dit  # noqa: E402
-from moh_vision.engine import saver  # noqa: E402
+import train_cls
+import train_dit
+from moh_vision.engine import saver
 
 SCRIPTS = dict(cls=train_cls, dit=train_dit)
 

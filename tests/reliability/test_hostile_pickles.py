@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-import sys
 import warnings
 
 import numpy as np
@@ -16,30 +15,28 @@ import timm
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
+from pictures import write_folder
 from PIL import Image
+from test_bad_folders import shard
+from test_sources import write_shards
+from tiny_vae import save_tiny_vae
 
-sys.path.insert(0, str(ROOT / "tests" / "data"))
-from pictures import write_folder  # noqa: E402
-from test_bad_folders import shard  # noqa: E402
-from test_sources import write_shards  # noqa: E402
-from tiny_vae import save_tiny_vae  # noqa: E402
-
-import moh_vision  # noqa: E402
-from moh_vision.classification.config import ClsConfig  # noqa: E402
-from moh_vision.data.shards.__main__ import main as write_image_shards  # noqa: E402
-from moh_vision.data.splits import open_source  # noqa: E402
-from moh_vision.diffusion import MoHDiTPipeline  # noqa: E402
-from moh_vision.diffusion.config import DitConfig  # noqa: E402
-from moh_vision.diffusion.latents import LatentCache, load_vae  # noqa: E402
-from moh_vision.diffusion.latents.__main__ import main as write_latents  # noqa: E402
-from moh_vision.diffusion.scores import ClassifierScores  # noqa: E402
-from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training  # noqa: E402
-from moh_vision.engine.command_line import parse_config  # noqa: E402
-from moh_vision.engine.image_parts import ImageParts  # noqa: E402
-from moh_vision.engine.manifest import manifest_text  # noqa: E402
-from moh_vision.engine.sharded_files import foreign_objects  # noqa: E402
-from moh_vision.evaluation.fidelity import Inception, load_statistics, score  # noqa: E402
-from moh_vision.models.weights import from_run, init_from, to_validate  # noqa: E402
+import moh_vision
+from moh_vision.classification.config import ClsConfig
+from moh_vision.data.shards.__main__ import main as write_image_shards
+from moh_vision.data.splits import open_source
+from moh_vision.diffusion import MoHDiTPipeline
+from moh_vision.diffusion.config import DitConfig
+from moh_vision.diffusion.latents import LatentCache, load_vae
+from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.scores import ClassifierScores
+from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.manifest import manifest_text
+from moh_vision.engine.sharded_files import foreign_objects
+from moh_vision.evaluation.fidelity import Inception, load_statistics, score
+from moh_vision.models.weights import from_run, init_from, to_validate
 
 
 class Evil:

@@ -2,18 +2,15 @@
 
 import os
 import signal
-import sys
 import time
 
 import pytest
-from conftest import ROOT
 from fork_server import ForkServer
 from repeat import cases
 from small_runs import arguments, checkpoint_steps, logged, losses, outcome
 
-sys.path.insert(0, str(ROOT))
-import train_cls  # noqa: E402
-from moh_vision.engine.saver import Saver  # noqa: E402
+import train_cls
+from moh_vision.engine.saver import Saver
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,15 @@
 """Manifests, records and configurations beside data that are damaged or made up: one line that names the file."""
 
 import json
-import sys
 
 import pytest
-from conftest import ROOT
+from pictures import write_folder
 from repeat import cases
+from tiny_vae import save_tiny_vae
 
-sys.path.insert(0, str(ROOT / "tests" / "data"))
-from pictures import write_folder  # noqa: E402
-from tiny_vae import save_tiny_vae  # noqa: E402
-
-from moh_vision.data.shards import convert  # noqa: E402
-from moh_vision.diffusion.latents import LatentCache, load_vae  # noqa: E402
-from moh_vision.diffusion.latents.conversion import write_latents  # noqa: E402
+from moh_vision.data.shards import convert
+from moh_vision.diffusion.latents import LatentCache, load_vae
+from moh_vision.diffusion.latents.conversion import write_latents
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,17 @@
 """Losses and gradients that are not finite change nothing, are counted, and end a run after ten in a row."""
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
 from safetensors.torch import load_file
 from small_runs import arguments, logged
 
-sys.path.insert(0, str(ROOT))
-import train_cls  # noqa: E402
-import train_dit  # noqa: E402
-from moh_vision.engine.steps import Updater  # noqa: E402
+import train_cls
+import train_dit
+from moh_vision.engine.steps import Updater
 
 SCRIPTS = dict(cls=train_cls, dit=train_dit)
 
