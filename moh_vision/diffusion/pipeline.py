@@ -21,8 +21,7 @@ from moh_vision.diffusion.sampling import (
     set_steps,
 )
 from moh_vision.engine.commands import nearest
-from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
-from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -60,7 +59,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         label_drop: Optional[float] = None,
     ):
         super().__init__()
-        if is_diffusers_dit(transformer):
+        if type(transformer).__name__ == "DiTTransformer2DModel":  # importing diffusers' class would take a second
             transformer = from_diffusers(transformer)
         if not isinstance(transformer, MoHDiTTransformer2DModel):
             raise ValueError(

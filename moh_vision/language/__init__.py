@@ -7,7 +7,7 @@ used.
 from moh_vision.models.registry import register
 
 register(
-    "converter", "transformers.modeling_utils.PreTrainedModel", "moh_vision.language.models.llama.convert:convert_llama"
+    "converter", "transformers.modeling_utils.PreTrainedModel", "moh_vision.language.models.llama.model:convert_llama"
 )
 register("run", "vocabularies", "moh_vision.language.models.weights:text_from_run")
 register("counter", "text", "moh_vision.language.models.counts:count_preset")

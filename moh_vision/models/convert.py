@@ -1,8 +1,7 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
-from typing import Iterable, List, Optional, Sequence, Union
+from typing import Iterable, List, Optional, Union
 
-import torch
 from timm.layers import Attention
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -18,16 +17,12 @@ from moh_vision.attention import (
     runs_all_heads,
 )
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
-from moh_vision.models import head_strength
-from moh_vision.models.dit_from_diffusers import from_diffusers, is_diffusers_dit
 from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.head_order import Batch, head_lengths, order_heads
 from moh_vision.models.registry import registered
-from moh_vision.models.vit import MoHBlock, MoHVisionTransformer
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
-
-Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
 
 
 def convert(
@@ -42,8 +37,9 @@ def convert(
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
-    transformers' LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM are handed to `convert_llama` in
-    `moh_vision.language.models.llama.convert`, which says where they differ. For the others:
+    A converter that is registered for the model's class (`moh_vision.models.registry`) takes it. That of transformers'
+    LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM is `convert_llama` in
+    `moh_vision.language.models.llama.model`, which says where they differ. For the others:
 
     A timm VisionTransformer becomes a `MoHVisionTransformer`; `dit_*`, and `moh_vit_*` with the router "dense", keep their
     class. diffusers' DiT is the exception: the result is a new `MoHDiTTransformer2DModel` with its weights and outputs.
@@ -64,7 +60,7 @@ def convert(
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
         calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
             (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered
-            by how much they contribute (see `head_contributions`), so that the shared heads are the strongest ones;
+            by how much they contribute (see `head_lengths`), so that the shared heads are the strongest ones;
             without batches they are the first. The dense output stays the same, up to the order of its sums.
         group: for language models, see `convert_llama`.
 
@@ -77,44 +73,43 @@ def convert(
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
-    for kind in type(model).__mro__:
-        converter = registered("converter", f"{kind.__module__}.{kind.__qualname__}")
-        if converter is not None:
-            return converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
+    converter = next(filter(None, (registered("converter", kind) for kind in kinds)), route_heads)
+    return converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
+
+
+def route_heads(
+    model: nn.Module,
+    head_budget: Optional[BudgetSpec],
+    router: Optional[str],
+    scope: str,
+    executor: str,
+    router_kwargs: Optional[dict],
+    calibrate: Optional[Iterable[Batch]],
+    group: bool,
+) -> nn.Module:
+    """`convert` for our own dense models, and what converters of other vision models begin with: all but the class."""
     if group:
         raise ValueError("group=True is for language models with key-value heads that several query heads share")
     router = "moh" if router is None else router
     if router not in ROUTERS:
         raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
-    if is_diffusers_dit(model):
-        model = from_diffusers(model)
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
     spec = 1.0 if head_budget is None else head_budget
     if head_budget is None:
         head_budget = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
     budgets = resolve_budget(head_budget, len(heads), heads, widths)
-    layers = [
-        routed_attention(attention, budget, router, scope, executor, router_kwargs)
-        for attention, budget in zip(attentions, budgets)
-    ]
+    options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+    layers = [routed_attention(attention, budget, **options) for attention, budget in zip(attentions, budgets)]
     if calibrate is not None:
-        order_heads(model, calibrate)
+        order_heads(model, attentions, calibrate)
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
-    options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     if hasattr(model, "register_to_config"):
         model.register_to_config(**options)
     else:
-        if type(model) is VisionTransformer:
-            for block in model.blocks:
-                block.__class__ = MoHBlock
-            model.__class__ = MoHVisionTransformer
-            model.pos_embed_std = 0.02
-            if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
-                options["base"] = model.pretrained_cfg["architecture"]
-                model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
         update_model_args(model, **{name: value for name, value in options.items() if value is not None})
     model.head_budget_spec = spec
     record_head_budget(model)
@@ -157,50 +152,43 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
     return attentions
 
 
-def routed_attention(
-    attn: nn.Module, budget, router: str, scope: str, executor: str, router_kwargs: Optional[dict]
-) -> HeadMixtureAttention:
+def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixtureAttention:
     """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
     weight = attn.qkv.weight
     layer = HeadMixtureAttention(
-        attn.qkv.in_features, budget, router=router, scope=scope, executor=executor, router_kwargs=router_kwargs,
-        attn_drop=attn.attn_drop.p if isinstance(attn.attn_drop, nn.Dropout) else attn.attn_drop, qk_norm=not isinstance(attn.q_norm, nn.Identity),
-        device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
+        attn.qkv.in_features,
+        budget,
+        attn_drop=attn.attn_drop.p if isinstance(attn.attn_drop, nn.Dropout) else attn.attn_drop,
+        qk_norm=not isinstance(attn.q_norm, nn.Identity),
+        device=weight.device,
+        dtype=weight.dtype,
+        **options,
+    )
     layer.qkv, layer.proj, layer.proj_drop = attn.qkv, attn.proj, attn.proj_drop
     layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
     zero_router(layer.router)
     return layer.train(attn.training)
 
 
-def order_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Put the heads of a dense model in order, in every layer the one that contributes most first.
-
-    Shared heads are the first ones, and among equal gates (routers at zero) the first ones run: so the strongest do.
-    The output stays the same up to the order of its sums.
-    """
-    contributions = head_contributions(model, batches)
-    for attn, share in zip(dense_attentions(model), contributions):
-        permute_heads(attn, share.argsort(descending=True, stable=True))
-
-
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """`order_heads` for a `moh_vit_*` that got a dense model's weights and has routers that were never trained.
+    """Order the heads of a `moh_vit_*` that got a dense model's weights and has routers that were never trained.
 
     MoH's routers become zero: the first step runs the strongest heads of every layer, with weight 1.
+
+    Args:
+        batches: see `convert`.
 
     Raises:
         ValueError: for another kind of model, or no batch.
     """
-    if not isinstance(model, MoHVisionTransformer):
-        raise ValueError(f"heads are ordered in moh_vit_* only, not in a {type(model).__name__}")
     layers = attention_layers(model)
+    if not all(type(layer) is HeadMixtureAttention for layer in layers):
+        raise ValueError(f"heads are ordered in moh_vit_* only, not in a {type(model).__name__}")
     routers = [layer.router for layer in layers]
     try:
         for layer in layers:
-            b = layer.budget
-            layer.router = DenseRouter(model.embed_dim, HeadBudget(b.heads, b.head_dim, b.heads, 0))
-        order_heads(model, batches)
+            layer.router = DenseRouter(layer.dim, HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0))
+        order_heads(model, layers, batches)
     finally:
         for layer, router in zip(layers, routers):
             layer.router = router
@@ -218,30 +206,5 @@ def zero_router(router: nn.Module) -> None:
 
 
 def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
-    """How much each head of a dense model adds to the residual stream.
-
-    Args:
-        batches: see `convert`.
-
-    Returns:
-        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token (in a DiT:
-        before the gate, which scales all heads alike).
-
-    Raises:
-        ValueError: if there is no batch.
-    """
-    calls = (head_strength.Batch(tuple(b) if isinstance(b, (tuple, list)) else (b,)) for b in batches)
-    projections = [(attn.proj, attn.num_heads) for attn in dense_attentions(model)]
-    return head_strength.mean_lengths(model, projections, calls)
-
-
-@torch.no_grad()
-def permute_heads(attn: nn.Module, order: Tensor) -> None:
-    """Put head order[i] in place i."""
-    H, D = attn.num_heads, attn.head_dim
-    rows = torch.arange(H * D, device=order.device).view(H, D)[order].flatten().to(attn.qkv.weight.device)
-    qkv = torch.cat([rows, rows + H * D, rows + 2 * H * D])
-    attn.qkv.weight.copy_(attn.qkv.weight[qkv])
-    if attn.qkv.bias is not None:
-        attn.qkv.bias.copy_(attn.qkv.bias[qkv])
-    attn.proj.weight.copy_(attn.proj.weight[:, rows])
+    """`head_lengths` of a dense vision model."""
+    return head_lengths(model, dense_attentions(model), batches)

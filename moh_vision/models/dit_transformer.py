@@ -29,6 +29,7 @@ from moh_vision.attention import (
     runs_all_heads,
 )
 from moh_vision.attention.layer import is_captured
+from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_checkpoints import checkpoint_filter_fn
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -293,3 +294,47 @@ def _layer_budgets(spec, depth: int, heads, head_dim: Optional[int], hidden_size
                 raise ValueError(f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})")
         head_dim = [hidden_size // h for h in per_layer]
     return resolve_budget([(h, 0) for h in per_layer] if spec is None else spec, depth, per_layer, head_dim)
+
+
+def from_diffusers(model: nn.Module) -> nn.Module:
+    """A dense `MoHDiTTransformer2DModel` with the weights and, to rounding, the outputs of diffusers' DiT.
+
+    Raises:
+        ValueError: naming the setting that ours does not have.
+    """
+    theirs = model.config
+    for name, needed in (
+        ("activation_fn", "gelu-approximate"),
+        ("attention_bias", True),
+        ("norm_elementwise_affine", False),
+        ("norm_eps", 1e-5),
+        ("dropout", 0.0),
+        ("upcast_attention", False),
+    ):
+        if theirs[name] != needed:
+            raise ValueError(f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted")
+    if model.out_channels not in (theirs.in_channels, 2 * theirs.in_channels):
+        raise ValueError(
+            f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"
+        )
+    weight = model.pos_embed.proj.weight
+    ours = MoHDiTTransformer2DModel(
+        sample_size=theirs.sample_size,
+        patch_size=theirs.patch_size,
+        in_channels=theirs.in_channels,
+        learn_sigma=model.out_channels == 2 * theirs.in_channels,
+        num_classes=theirs.num_embeds_ada_norm,
+        hidden_size=theirs.num_attention_heads * theirs.attention_head_dim,
+        num_layers=theirs.num_layers,
+        num_attention_heads=theirs.num_attention_heads,
+        router="dense",
+        compat="diffusers",
+    ).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        ours.load_state_dict(checkpoint_filter_fn(model.state_dict(), ours))
+    return ours.train(model.training)
+
+
+def convert_diffusers(model: nn.Module, *options) -> MoHDiTTransformer2DModel:
+    """`moh_vision.convert` for diffusers' DiT."""
+    return route_heads(from_diffusers(model), *options)

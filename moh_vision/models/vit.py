@@ -16,6 +16,7 @@ from timm.models import (
     model_entrypoint,
     register_model,
 )
+from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from moh_vision.attention import (
     set_budgets,
 )
 from moh_vision.attention.routers import MoHRouter
+from moh_vision.models.convert import convert, route_heads
 from moh_vision.models.head_budgets import RecordedArguments, at_trained_budget, take_shared_heads
 
 
@@ -230,12 +232,24 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _converted(
-    base: str, head_budget=None, router="moh", scope="token", executor="auto", router_kwargs=None, **kwargs
-) -> MoHVisionTransformer:
-    """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
-    from moh_vision.models.convert import convert  # imports this module
+def convert_vit(model: nn.Module, *options) -> nn.Module:
+    """`moh_vision.convert` for timm's VisionTransformer; a dense one of ours keeps its name."""
+    theirs = type(model) is VisionTransformer
+    route_heads(model, *options)
+    if theirs:
+        # The same objects as before, with their hooks: only a change of class leaves them so.
+        model.__class__ = MoHVisionTransformer
+        for block in model.blocks:
+            block.__class__ = MoHBlock
+        model.pos_embed_std = 0.02
+        if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
+            update_model_args(model, base=model.pretrained_cfg["architecture"])
+            model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+    return model
 
+
+def _converted(base: str, head_budget=None, router="moh", scope="token", executor="auto", router_kwargs=None, **kwargs):
+    """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
     if head_budget is None and not runs_all_heads(router):
         head_budget = 0.75
     return convert(model_entrypoint(base)(**kwargs), head_budget, router, scope, executor, router_kwargs)

@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from moh_vision.engine.commands import closest, reason_of
-from moh_vision.language.models.llama.convert import convert_llama
-from moh_vision.language.models.llama.model import FAMILIES
+from moh_vision.language.models.llama.model import FAMILIES, convert_llama
 
 CONVERT_KEYS = ("head_budget", "router", "executor", "router_kwargs", "group")
 Path = Union[str, os.PathLike]

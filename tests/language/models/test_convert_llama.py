@@ -14,8 +14,7 @@ import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
 from moh_vision.language.models.create import create_text_model
 from moh_vision.language.models.llama.attention import MoHLlamaAttention
-from moh_vision.language.models.llama.convert import head_contributions
-from moh_vision.language.models.llama.model import load_moh_llama3
+from moh_vision.language.models.llama.model import head_contributions, load_moh_llama3
 
 CLASSES = dict(llama="MoHLlamaForCausalLM", qwen2="MoHQwen2ForCausalLM", qwen3="MoHQwen3ForCausalLM")
 

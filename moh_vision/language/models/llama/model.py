@@ -9,7 +9,7 @@ registers them with AutoConfig and AutoModelForCausalLM, so that saved models lo
 """
 
 import os
-from typing import Dict, List, Optional, Tuple, Union
+from typing import Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from moh_vision.attention import RoutingStats
+from moh_vision.attention import BudgetSpec, RoutingStats
 from moh_vision.language.models.llama.attention import (
     MoHLlamaAttention,
     MoHQwen2Attention,
@@ -37,6 +37,8 @@ from moh_vision.language.models.llama.configs import (
     checked_moh,
     layer_budgets,
 )
+from moh_vision.models.convert import zero_router
+from moh_vision.models.head_order import Batch, head_lengths, order_heads
 
 __all__ = [
     "MoHLlamaConfig",
@@ -45,8 +47,11 @@ __all__ = [
     "MoHQwen2ForCausalLM",
     "MoHQwen3Config",
     "MoHQwen3ForCausalLM",
+    "convert_llama",
     "load_moh_llama3",
 ]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Collected:
@@ -217,6 +222,113 @@ for model_class in FAMILIES.values():
     AutoModelForCausalLM.register(model_class.config_class, model_class)
 
 
+def convert_llama(
+    model: nn.Module,
+    head_budget: Optional[BudgetSpec] = None,
+    router: Optional[str] = None,
+    scope: str = "token",
+    executor: str = "auto",
+    router_kwargs: Optional[dict] = None,
+    calibrate: Optional[Iterable[Batch]] = None,
+    group: bool = False,
+) -> nn.Module:
+    """Give a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM routed heads, in place.
+
+    Its class and that of its config become ours (`MoHLlamaForCausalLM`, ...), its modules and weights stay the same
+    objects. "query_norm" adds no parameters; those of "moh" start at zero. Either way, with all heads active the output
+    is that of the dense model, bit for bit.
+
+    Args:
+        model: of transformers, or one of ours that is dense.
+        head_budget: a share such as 0.75, which as everywhere rises with depth, "uniform:0.75", or one (shared, routed)
+            per layer; None: all heads active. Of a share, "query_norm" makes the first min(half of all heads, half of the
+            active ones) of each layer shared, "moh" 40 % of the active ones. The released MoH-LLaMA3-8B is
+            [(16, 8)] * 32.
+        router: "query_norm" (Jin 2024, section 4.4; the default) or "moh" (its eq. 5 and 6).
+        scope: "token"; a causal model has no other.
+        executor: a name in `moh_vision.attention.EXECUTORS`.
+        router_kwargs: gate_scale and two_stage of "moh".
+        group: choose whole groups of the query heads that share a key-value head, by the norm of their queries together.
+            Only so does decoding read fewer keys and values: a key-value head is skipped where its whole group is off.
+        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask. The heads of every layer are
+            then ordered by how much they contribute, so that the shared heads are the strongest; without it they are the
+            first. Key-value heads move with all their query heads, the strongest group first, and within a group the
+            strongest head. The dense output stays, up to the order of its sums.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: for another kind of model, one that has routed heads already, projections that are not plain linear
+            layers, or an impossible budget; the model is unchanged then.
+    """
+    if scope != "token":
+        raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
+    router = "query_norm" if router is None else router
+    ours = family_of(model)
+    moh = dict(
+        router=router, head_budget=head_budget, executor=executor, group=group, router_kwargs=router_kwargs or None
+    )
+    config = model.config
+    # A new one, for other models may have the old one too. Making it checks the options.
+    routed_config = ours.config_class(**dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh))
+    routed_config._attn_implementation = config._attn_implementation
+    attentions = ours.routed_attentions(model, routed_config)
+    if calibrate is not None:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(
+                "calibrate orders the heads of weights that are loaded: convert before offloading the model"
+            )
+        order_heads(model.model, dense_attentions(model), calibrate, use_cache=False)
+    for layer, attention in zip(model.model.layers, attentions, strict=True):
+        layer.self_attn = attention
+        zero_router(attention.router)
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(config):
+            module.config = routed_config
+    model.__class__ = ours  # the same object as before: only a change of class leaves it so
+    return model
+
+
+def dense_attentions(model: nn.Module) -> List[nn.Module]:
+    """The attention layers of a LLaMA-style model."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
+    """`head_lengths` of a dense LLaMA-style model."""
+    return head_lengths(model.model, dense_attentions(model), batches, use_cache=False)
+
+
+def family_of(model: nn.Module) -> type:
+    """Our class for a dense model.
+
+    Raises:
+        ValueError: if it is of no known family, routed already, or its projections are not plain linear layers.
+    """
+    ours = FAMILIES.get(type(model))
+    if type(model) in FAMILIES.values():
+        ours = type(model)
+        if model.config.moh is not None:
+            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+    if ours is None:
+        raise ValueError(
+            f"convert takes {', '.join(family.__name__ for family in FAMILIES)} of transformers, not {type(model).__name__}"
+        )
+    for i, layer in enumerate(model.model.layers):
+        attn = layer.self_attn
+        if type(attn) not in (ours.attention_class, ours.attention_class.__bases__[1]):
+            raise ValueError(f"model.layers.{i}.self_attn is a {type(attn).__name__}, whose heads are not known")
+        for name in PROJECTIONS:
+            linear = getattr(attn, name)
+            if type(linear) is not nn.Linear:
+                raise ValueError(
+                    f"model.layers.{i}.self_attn.{name} is a {type(linear).__name__}: convert takes plain linear layers, "
+                    "so convert first and quantise or add adapters afterwards"
+                )
+    return ours
+
+
 def load_moh_llama3(path: Union[str, os.PathLike], executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
     """A folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running the code in it.
 
@@ -233,8 +345,6 @@ def load_moh_llama3(path: Union[str, os.PathLike], executor: str = "auto", **kwa
     Raises:
         ValueError: for another kind of model, or one that says itself how its heads are routed.
     """
-    from moh_vision.language.models.llama.convert import convert_llama
-
     where = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
     about, _ = PreTrainedConfig.get_config_dict(path, **{name: kwargs[name] for name in where if name in kwargs})
     if about.get("model_type") != "llama" or about.get("moh") is not None:

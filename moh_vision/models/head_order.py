@@ -1,0 +1,127 @@
+"""How much each head adds to the residual stream, and putting the heads of a dense model in that order."""
+
+from typing import Iterable, List, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
+
+
+def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options) -> None:
+    """Put the heads of a dense model in order, in every layer the one that contributes most first.
+
+    Shared heads are the first ones, and among equal gates (routers at zero) the first ones run: so the strongest do.
+    Key-value heads that several query heads share move with them, the strongest group first. The output stays the same
+    up to the order of its sums.
+
+    Args:
+        model, attentions, batches, options: see `head_lengths`.
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    for attn, lengths in zip(attentions, head_lengths(model, attentions, batches, **options)):
+        permute_heads(attn, lengths)
+
+
+@torch.no_grad()
+def head_lengths(
+    model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
+) -> List[Tensor]:
+    """How much each head of a dense model adds to the residual stream.
+
+    Args:
+        model: called with every batch, in eval mode.
+        attentions: its attention layers, see `projections`.
+        batches: tensors, tuples of arguments, or dicts. Padding, where the "attention_mask" of a dict is 0, does not
+            count, and "labels" are left out.
+        options: of every call.
+
+    Returns:
+        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token (in a DiT:
+        before the gate, which scales all heads alike).
+
+    Raises:
+        ValueError: if there is no batch.
+    """
+    totals: List[Union[Tensor, float]] = [0.0] * len(attentions)
+    tokens = [0.0] * len(attentions)  # of one layer and another: a class token may be there in some only
+    real = None  # [B, N] of the present batch, 0 at padding
+
+    def watch(layer: int):
+        out, _ = projections(attentions[layer])
+        gram = output_gram(out.weight, out.in_features // attentions[layer].head_dim)
+
+        def hook(module, args):
+            lengths = output_lengths(args[0], gram)  # [B, N, H]
+            counted = torch.ones_like(lengths[..., 0]) if real is None else real
+            totals[layer] += (lengths * counted.unsqueeze(-1)).sum((0, 1)).double().cpu()
+            tokens[layer] += float(counted.sum())
+
+        return out.register_forward_pre_hook(hook)
+
+    hooks = [watch(layer) for layer in range(len(attentions))]
+    mode = model.training
+    try:
+        model.eval()
+        for batch in batches:
+            if hasattr(batch, "items"):
+                real = batch.get("attention_mask")
+                model(**{name: value for name, value in batch.items() if name != "labels"}, **options)
+            else:
+                real = None
+                model(*(batch if isinstance(batch, (tuple, list)) else (batch,)), **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(mode)
+    if 0 in tokens:
+        raise ValueError("calibrate holds no batch")
+    return [(total / count).float() for total, count in zip(totals, tokens)]
+
+
+def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, int]]]:
+    """The linear layers of an attention: (of the output, [(of the inputs, parts that follow one another in it), ...])."""
+    if hasattr(attn, "qkv"):
+        return attn.proj, [(attn.qkv, 3)]
+    return attn.o_proj, [(attn.q_proj, 1), (attn.k_proj, 1), (attn.v_proj, 1)]
+
+
+@torch.no_grad()
+def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
+    """Order the heads of an attention by `lengths` [H]: groups of query heads by their sum, and heads in their group."""
+    out, inputs = projections(attn)
+    D = attn.head_dim
+    linear, parts = inputs[-1]  # of values
+    by_group = lengths.view(linear.out_features // parts // D, -1)  # [G, query heads of a key-value head]
+    groups = by_group.sum(1).argsort(descending=True, stable=True)
+    inside = by_group[groups].argsort(dim=1, descending=True, stable=True)
+    heads = (groups.unsqueeze(1) * by_group.shape[1] + inside).flatten()
+
+    def channels(order: Tensor) -> Tensor:
+        return (order.unsqueeze(1) * D + torch.arange(D)).flatten().to(out.weight.device)
+
+    for linear, parts in inputs:
+        size = linear.out_features // parts
+        rows = channels(heads if size == out.in_features else groups)
+        rows = torch.cat([rows + part * size for part in range(parts)])
+        linear.weight.copy_(linear.weight[rows])
+        if linear.bias is not None:
+            linear.bias.copy_(linear.bias[rows])
+    out.weight.copy_(out.weight[:, channels(heads)])
+
+
+def output_gram(weight: Tensor, heads: int) -> Tensor:
+    """W^T W of every head's part of an output projection, weight [C, H * D] -> [H, D, D], in float32."""
+    w = weight.float().unflatten(1, (heads, -1))  # [C, H, D]
+    return torch.einsum("chd,che->hde", w, w)
+
+
+def output_lengths(o: Tensor, gram: Tensor) -> Tensor:
+    """|W_O^h o_h| for every token and head, o [B, N, H * D], gram [H, D, D] -> [B, N, H].
+
+    |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
+    """
+    o = o.float().unflatten(-1, gram.shape[:2])  # [B, N, H, D]
+    return torch.einsum("bnhd,hde,bnhe->bnh", o, gram, o).clamp_min(0).sqrt()

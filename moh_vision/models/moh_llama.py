@@ -1,0 +1,3 @@
+"""Forwards to `moh_vision.language.models.llama.model`."""
+
+from moh_vision.language.models.llama.model import *  # noqa: F403
