@@ -15,10 +15,9 @@ from moh_vision.language.data.foreign import (
 )
 from moh_vision.language.data.inputs import BlockInputs
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
-from moh_vision.language.data.sources import find_lines
+from moh_vision.language.data.sources import find_lines, find_tokens, open_tokens
 from moh_vision.language.data.token_files import TokenFiles
 from moh_vision.language.data.token_shards import TokenShards
-from moh_vision.language.data.tokenised import find_tokens, open_tokens
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, Vocabulary
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from pathlib import Path
-from typing import BinaryIO, Iterator, Tuple
+from typing import Iterator, Tuple
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.language.data.lines import decoded, raw_lines
 
 MAX_LINE = 1 << 28  # bytes
 FORMS = (".txt", ".jsonl", ".json")
@@ -37,41 +35,22 @@ def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
         ValueError: naming file and line: not UTF-8, NUL characters, no JSON, no text under the key, too long, damaged gzip.
     """
     plain = form_of(path) == ".txt"
-    with open(path, "rb") as raw:
-        for number, line in _lines(path, raw):
-            try:
-                text = line.decode("utf-8").strip() if plain else _text(line, key)
-            except UnicodeDecodeError as error:
-                byte = f"0x{line[error.start]:02x} at {error.start + 1}"
-                raise ValueError(f"{path}, line {number}: not UTF-8 (byte {byte})") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {reason_of(error)}") from None
-            if "\0" in text:
-                raise ValueError(f"{path}, line {number}: a NUL character; expected text")
-            if text:
-                yield text, raw.tell()
+    for number, line, position in raw_lines(path, MAX_LINE, "document"):
+        where = f"{path}, line {number}"
+        text = decoded(line, where).strip()
+        if text and not plain:
+            text = _text_of(text, key, where)
+        if "\0" in text:
+            raise ValueError(f"{where}: a NUL character; expected text")
+        if text:
+            yield text, position
 
 
-def _lines(path: Path, raw: BinaryIO) -> Iterator[Tuple[int, bytes]]:
-    number, file = 0, gzip.open(raw, "rb") if path.suffix == ".gz" else raw
-    while True:
-        try:
-            line = file.readline(MAX_LINE + 1)
-        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path}: damaged gzip file behind line {number} ({error})") from None
-        if not line:
-            return
-        number += 1
-        if len(line) > MAX_LINE:
-            raise ValueError(f"{path}, line {number}: more than {MAX_LINE >> 20} MiB; expected a document a line")
-        yield number, line
-
-
-def _text(line: bytes, key: str) -> str:
-    text = line.decode("utf-8").strip()
-    if not text:
-        return ""
-    content = json.loads(text)
+def _text_of(line: str, key: str, where: str) -> str:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict) or not isinstance(content.get(key), str):
-        raise ValueError(f"no text under the key {key!r}; expected an object a line that has it (--key)")
+        raise ValueError(f"{where}: no text under the key {key!r}; expected an object a line that has it (--key)")
     return content[key]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import write_whole
-from moh_vision.language.data.vocabulary import MASK, MAX_BYTES, SPECIALS, Vocabulary
+from moh_vision.language.data.vocabulary import MASK, SPECIALS, Vocabulary, read_json
 
 COMPANION = "tokenizer_config.json"
 # Where no tokenizer_config.json says it: what LLaMA, GPT-2 and those that came after call them.
@@ -71,7 +71,7 @@ class ForeignVocabulary:
     @classmethod
     def load(cls, path: Path) -> ForeignVocabulary:
         """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
-        return cls(_read(path), str(path), _companion(path))
+        return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:
         """Write the file it came from, and beside it what transformers' AutoTokenizer asks for."""
@@ -147,7 +147,7 @@ def load_vocabulary(path: Path) -> AnyVocabulary:
 
 def is_ours(path: Path) -> bool:
     """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to refuse."""
-    data = _read(path)
+    data = read_json(path)
     try:
         content = json.loads(data)
         numbers = content["model"]["vocab"]
@@ -169,21 +169,13 @@ def _check(content) -> None:
         raise ValueError(f"its tokens are not numbered from 0 to {MAX_TOKENS - 1}")
 
 
-def _read(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
-    return data
-
-
 def _companion(path: Path) -> Dict[str, str]:
     """Token by role of the tokenizer_config.json beside a tokenizer.json; empty if there is none."""
     file = Path(path).with_name(COMPANION)
     if not file.is_file():
         return {}
     try:
-        content = json.loads(_read(file))
+        content = json.loads(read_json(file))
         found = {role: content.get(role) for role in NAMES}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None

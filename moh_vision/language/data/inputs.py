@@ -14,7 +14,7 @@ from moh_vision.language.data.foreign import AnyVocabulary
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
 from moh_vision.language.data.sources import find_lines, find_pairs
-from moh_vision.language.data.stream import BlockBatches, block_slices, evaluation_stream, training_stream
+from moh_vision.language.data.stream import BlockBatches, block_slices, load_batches
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
@@ -95,11 +95,11 @@ class TextInputs:
 
     def stream(self, batches) -> Iterator[Dict[str, Tensor]]:
         """The micro-batches of one rank, in order."""
-        return training_stream(self.train, batches, self.data.workers)
+        return load_batches(self.train, batches, self.data.workers)
 
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""
-        return [batch for _, batch in evaluation_stream(dataset, self.slices(dataset, rank, world))]
+        return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def given(self) -> Optional[Tuple[Vocabulary, Vocabulary]]:
         """The vocabularies of `tokenizer`."""

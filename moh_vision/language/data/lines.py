@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from pathlib import Path
-from typing import Iterator, List, Optional
+from typing import Iterator, List, Optional, Tuple
 
 from moh_vision.data.shards.record import sha256_of
 
@@ -31,35 +31,52 @@ class TextFile:
             ValueError: naming file and line: not UTF-8, NUL characters, too long, damaged gzip; or an empty file.
         """
         number = 0
-        with gzip.open(self.path, "rb") if self.path.suffix == ".gz" else open(self.path, "rb") as file:
-            while True:
-                try:
-                    line = file.readline(MAX_LINE + 1)
-                except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-                    raise ValueError(f"{self.name}: damaged gzip file behind line {number} ({error})") from None
-                if not line:
-                    break
-                number += 1
-                yield self._text(line, number)
+        for number, line, _ in raw_lines(self.path, MAX_LINE, "sentence or paragraph"):
+            where = f"{self.name}, line {number}"
+            if b"\0" in line:
+                raise ValueError(f"{where}: a NUL character; expected UTF-8 text")
+            text = decoded(line, where)
+            yield (text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text).strip()
         if not number:
             raise ValueError(f"{self.name}: the file is empty")
-
-    def _text(self, line: bytes, number: int) -> str:
-        where = f"{self.name}, line {number}"
-        if len(line) > MAX_LINE:
-            raise ValueError(f"{where}: more than {MAX_LINE >> 20} MiB; expected a sentence or paragraph a line")
-        if b"\0" in line:
-            raise ValueError(f"{where}: a NUL character; expected UTF-8 text")
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})") from None
-        return (text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text).strip()
 
     def fingerprint(self) -> str:
         """sha256 of the file."""
         self._sha256 = self._sha256 or sha256_of(self.path)
         return self._sha256
+
+
+def raw_lines(path: Path, most: int, what: str) -> Iterator[Tuple[int, bytes, int]]:
+    """(number of the line, line, bytes of the file read so far) of a file; unpacked if its name ends in .gz.
+
+    Args:
+        most: bytes of a line.
+        what: is expected on a line.
+
+    Raises:
+        ValueError: naming file and line: too long, or damaged gzip.
+    """
+    number = 0
+    with open(path, "rb") as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:
+        while True:
+            try:
+                line = file.readline(most + 1)
+            except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+                raise ValueError(f"{path}: damaged gzip file behind line {number} ({error})") from None
+            if not line:
+                return
+            number += 1
+            if len(line) > most:
+                raise ValueError(f"{path}, line {number}: more than {most >> 20} MiB; expected a {what} a line")
+            yield number, line, raw.tell()
+
+
+def decoded(line: bytes, where: str) -> str:
+    """A line as text; raises ValueError, naming `where` and the byte, if it is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})") from None
 
 
 def there(folder: Path, name: str, suffix: str) -> List[Path]:

@@ -1,19 +1,23 @@
-"""`data.root` to the texts behind it: pairs for translation, lines for language models."""
+"""`data.root` to the texts behind it: pairs for translation, lines or token ids for language models."""
 
 from __future__ import annotations
 
 from itertools import zip_longest
 from pathlib import Path
-from typing import Iterator, NamedTuple, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from moh_vision.data.hub import PREFIX
 from moh_vision.language.data.hub import HubText, hub_table
 from moh_vision.language.data.lines import TextFile, find_text, there
+from moh_vision.language.data.token_files import TokenFiles
+from moh_vision.language.data.token_shards import TokenShards
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
 
 Lines = Union[TextFile, HubText]
+Tokens = Union[TokenFiles, TokenShards]
+TOKEN_ENDINGS = (".bin", ".npy", ".tokens.safetensors")
 
 
 class ParallelText(NamedTuple):
@@ -101,6 +105,49 @@ def find_lines(root: str, split: str) -> Lines:
     if root.startswith(PREFIX):
         return HubText(*hub_table(root, names, "text"))
     return find_text(_folder(root, f"{split}.txt"), names, ".txt")
+
+
+def find_tokens(root: str, split: str) -> Optional[List[Path]]:
+    """The files of a split that holds token ids; None if there are none, and text is to be looked for.
+
+    Args:
+        root: a folder.
+        split: see `find_pairs`.
+
+    Raises:
+        ValueError: naming two files, if there are ids in two forms, or ids and text.
+    """
+    folder = Path(root)
+    if root.startswith(PREFIX) or not folder.is_dir():
+        return None
+    for name in SPLIT_NAMES.get(split, (split,)):
+        forms: Dict[str, List[Path]] = {}
+        for ending in TOKEN_ENDINGS:
+            forms[f"{name}{ending}"] = [p for p in (folder / f"{name}{ending}",) if p.exists()]
+            forms[f"{name}-*{ending}"] = sorted(folder.glob(f"{name}-*{ending}"))
+        forms[f"{name}-*.tar"] = sorted(folder.glob(f"{name}-*.tar"))
+        forms[f"{name}.txt"] = there(folder, name, ".txt")
+        found = [files for files in forms.values() if files]
+        if len(found) > 1:
+            raise ValueError(f"data.root {root}: both {found[0][0].name} and {found[1][0].name}; remove one")
+        if found:
+            return None if found[0] is forms[f"{name}.txt"] else found[0]
+    return None
+
+
+def open_tokens(paths: List[Path], index_dir: Optional[str] = None, dtype: Optional[str] = None) -> Tokens:
+    """The ids of the files that `find_tokens` found.
+
+    Args:
+        index_dir: see `TokenShards`.
+        dtype: see `TokenFiles`.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    if paths[0].suffix == ".tar":
+        return TokenShards(paths, paths[0].name.rpartition("-")[0], index_dir)
+    return TokenFiles(paths, dtype)
 
 
 def _folder(root: str, files: str) -> Path:

@@ -29,31 +29,20 @@ class BlockBatches(StepBatches):
         return step * self.batch_size // self.shard_sizes[0]
 
 
-def training_stream(dataset: Dataset, batches: Iterable[list], workers: int) -> Iterator[Dict[str, Tensor]]:
-    """Iterator over the micro-batches of one rank, in order; the same for any number of workers.
-
-    Args:
-        dataset: `ParallelTokens`, `MaskedBlocks` or `CausalWindows`.
-        batches: `TokenBatches` for the first, else `BlockBatches`.
-        workers: loader processes; encoded text needs none but on the fastest machines.
-    """
-    return iter(_loader(dataset, batches, workers))
-
-
-def evaluation_stream(
-    dataset: Dataset, slices: List[list], workers: int = 0
-) -> Iterator[Tuple[list, Dict[str, Tensor]]]:
-    """(what is in a batch, the batch) for each of some lists of items: `buckets.length_slices` or `block_slices`."""
-    return zip(slices, _loader(dataset, slices, workers))
-
-
 def block_slices(blocks: int, batch_size: int, rank: int, world: int) -> List[List[Tuple[int, int]]]:
     """Batches for evaluation: (n, n) for every block exactly once over all ranks."""
     return [[(n, n) for n in numbers] for numbers in rank_slice(blocks, rank, world, batch_size)]
 
 
-def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoader:
-    return DataLoader(
+def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[Dict[str, Tensor]]:
+    """The batches of a text data set, in order; the same for any number of workers.
+
+    Args:
+        dataset: `ParallelTokens`, `MaskedBlocks` or `CausalWindows`.
+        batches: lists of items: `TokenBatches` or `length_slices` for the first, else `BlockBatches` or `block_slices`.
+        workers: loader processes; encoded text needs none but on the fastest machines.
+    """
+    loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=workers,
@@ -62,3 +51,4 @@ def _loader(dataset: Dataset, batches: Iterable[list], workers: int) -> DataLoad
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
     )
+    return iter(loader)

@@ -115,22 +115,26 @@ class Chained:
     """
 
     def __init__(self, parts: List[np.ndarray]):
-        self.parts = parts
-        self.starts = np.cumsum([0, *map(len, parts)])
+        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return int(self.ends[-1])
 
     def __getitem__(self, where: slice) -> np.ndarray:
+        """A piece of the whole, int64."""
         first, end, step = where.indices(len(self))
         assert step == 1
-        number = int(np.searchsorted(self.starts, first, "right")) - 1
+        number = int(np.searchsorted(self.ends, first, "right"))
         found = []
         while first < end:
-            start, part = int(self.starts[number]), self.parts[number]
-            found.append(part[first - start : end - start].astype(np.int64))
-            first, number = start + len(part), number + 1
+            start, stop = int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+            found.append(self.read(number, first - start, min(end, stop) - start))
+            first, number = stop, number + 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def read(self, number: int, first: int, end: int) -> np.ndarray:
+        """A piece of one vector, int64."""
+        return self.parts[number][first:end].astype(np.int64)
 
 
 def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from moh_vision.data.shard_files import ShardFiles
 from moh_vision.data.tar_index import indexed, members, open_tar
 from moh_vision.engine.commands import reason_of
-from moh_vision.language.data.token_files import read_about, refuse_ids
+from moh_vision.language.data.token_files import Chained, read_about, refuse_ids
 
 KINDS = tuple(np.dtype(kind) for kind in ("<u2", "<u4", "<i4", "<i8", "<i2", "<u8"))
 ARRAYS = ("shard", "offset", "count", "kind", "smallest", "largest")
 
 
-class TokenShards:
+class TokenShards(Chained):
     """The ids of a split, document after document, as they stand in the shards: with eos where the documents have it.
 
     Args:
@@ -54,35 +54,21 @@ class TokenShards:
         if about.tokens not in (None, len(self)):
             raise ValueError(f"{self.name}: {len(self)} tokens, but {split}.json says {about.tokens}")
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        """Ids of a piece of the text, int64.
+    def read(self, number: int, first: int, end: int) -> np.ndarray:
+        """A piece of one document, int64.
 
         Raises:
             ValueError: naming the shard, if it has changed or is gone.
         """
-        first, end, step = where.indices(len(self))
-        assert step == 1
-        document = int(np.searchsorted(self.ends, first, "right"))
-        found = []
-        while first < end:
-            count, last = int(self.arrays["count"][document]), int(self.ends[document])
-            skip = first - (last - count)
-            found.append(self._part(document, skip, min(end, last) - first))
-            first, document = last, document + 1
-        return np.concatenate(found) if found else np.empty(0, np.int64)
-
-    def _part(self, document: int, skip: int, count: int) -> np.ndarray:
-        shard, offset, _, kind, _, _ = (int(self.arrays[name][document]) for name in ARRAYS)
+        shard, offset, _, kind, _, _ = (int(self.arrays[name][number]) for name in ARRAYS)
         size = KINDS[kind].itemsize
+        wanted = (end - first) * size
         try:
-            data = self.files.read(shard, count * size, offset + skip * size)
+            data = self.files.read(shard, wanted, offset + first * size)
         except OSError as error:
             raise ValueError(f"{self.files.paths[shard]}: {error.strerror}") from None
-        if len(data) != count * size:
-            raise ValueError(f"{self.files.paths[shard]}: cut off; {len(data)} bytes of {count * size} are there")
+        if len(data) != wanted:
+            raise ValueError(f"{self.files.paths[shard]}: cut off; {len(data)} bytes of {wanted} are there")
         return np.frombuffer(data, KINDS[kind]).astype(np.int64)
 
     def check_ids(self, size: int, cache_dir: str = "", say: Callable[[str], None] = print) -> None:

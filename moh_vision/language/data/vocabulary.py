@@ -62,11 +62,7 @@ class Vocabulary:
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
         """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json that this package wrote")
-        return cls(data, str(path))
+        return cls(read_json(path), str(path))
 
     def save(self, path: Path) -> None:
         """Write the file it came from."""
@@ -98,6 +94,15 @@ class Vocabulary:
         tokens = [BLANK + t if i == UNK else t for i, t in zip(ids, tokens)]
         text = decoders.ByteLevel().decode(tokens)
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
+
+
+def read_json(path: Path) -> bytes:
+    """The bytes of a tokenizer.json, or of what stands beside it; raises ValueError for a file that is far too large."""
+    with open(path, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
+    return data
 
 
 def train_bpe(

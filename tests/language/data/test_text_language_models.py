@@ -6,7 +6,7 @@ import torch
 
 from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
-from moh_vision.language.data.stream import BlockBatches, block_slices, evaluation_stream, training_stream
+from moh_vision.language.data.stream import BlockBatches, block_slices, load_batches
 from moh_vision.language.data.token_cache import TokenCache, write_tokens
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 
@@ -118,7 +118,7 @@ def test_masked_streams_are_the_same_for_processes_workers_and_resumes(tmp_path)
     def stream(workers=0, **kwargs):
         return [
             list(zip(b["input_ids"].tolist(), b["labels"].tolist()))
-            for b in training_stream(blocks, block_batches(len(blocks), **kwargs), workers)
+            for b in load_batches(blocks, block_batches(len(blocks), **kwargs), workers)
         ]
 
     whole = stream()
@@ -138,17 +138,18 @@ def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
             shown.setdefault(number, []).append(blocks[position, number][1].tobytes())
     assert set(shown) == set(range(len(blocks))) and all(len(v) == 8 for v in shown.values())
     assert np.mean([len(set(v)) for v in shown.values()]) > 7
-    judged = MaskedBlocks(tokens, 16, vocabulary, EVALUATION_SEED)
+    validation = MaskedBlocks(tokens, 16, vocabulary, EVALUATION_SEED)
     rounds = []
     for batch_size, world in ((4, 1), (3, 2)):
         rows = {}
         for rank in range(world):
-            for items, batch in evaluation_stream(judged, block_slices(len(judged), batch_size, rank, world)):
+            slices = block_slices(len(validation), batch_size, rank, world)
+            for items, batch in zip(slices, load_batches(validation, slices), strict=True):
                 for (_, number), row in zip(items, batch["labels"].tolist(), strict=True):
                     assert number not in rows
                     rows[number] = [i for i in row if i != -100]
         rounds.append(rows)
-    assert rounds[0] == rounds[1] and set(rounds[0]) == set(range(len(judged)))
+    assert rounds[0] == rounds[1] and set(rounds[0]) == set(range(len(validation)))
 
 
 # ---------------------------------------------------------------- causal windows
@@ -200,7 +201,7 @@ def test_causal_streams(tmp_path):
     vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=False, skip_empty=False)
     blocks = CausalWindows(tokens, 16)
     order = block_batches(len(blocks), batch_size=1, stop=3 * len(blocks))
-    rows = [batch["labels"][0].tolist() for batch in training_stream(blocks, order, 0)]
+    rows = [batch["labels"][0].tolist() for batch in load_batches(blocks, order, 0)]
     n = len(blocks)
     epochs = [rows[e * n : (e + 1) * n] for e in range(3)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
@@ -208,6 +209,6 @@ def test_causal_streams(tmp_path):
     assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
     assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
     resumed = block_batches(n, batch_size=1, start=n + 3, stop=3 * n)
-    assert [b["labels"][0].tolist() for b in training_stream(blocks, resumed, 0)] == rows[n + 3 :]
-    batch = next(iter(training_stream(blocks, block_batches(n), 0)))
+    assert [b["labels"][0].tolist() for b in load_batches(blocks, resumed, 0)] == rows[n + 3 :]
+    batch = next(iter(load_batches(blocks, block_batches(n), 0)))
     assert set(batch) == {"input_ids", "labels"} and batch["input_ids"].shape == (4, 16)

@@ -9,7 +9,7 @@ from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
-from moh_vision.language.data.stream import training_stream
+from moh_vision.language.data.stream import load_batches
 
 TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
 
@@ -119,7 +119,7 @@ def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path
         arguments = dict(batch_size=4, accumulation=1, rank=0, world=1, start=0, stop=30)
         batches = text.batches(**{**arguments, **kwargs})
         assert isinstance(batches, MixedBatches)
-        return [batch["labels"].tolist() for batch in training_stream(text.train, batches, workers)]
+        return [batch["labels"].tolist() for batch in load_batches(text.train, batches, workers)]
 
     whole = stream()
     rows = [row for batch in whole for row in batch]

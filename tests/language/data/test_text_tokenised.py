@@ -17,9 +17,9 @@ from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.foreign import ForeignVocabulary, NumberedVocabulary, load_vocabulary
 from moh_vision.language.data.lines import TextFile
+from moh_vision.language.data.sources import find_tokens, open_tokens
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.token_shards import TokenShards
-from moh_vision.language.data.tokenised import find_tokens, open_tokens
 from moh_vision.language.data.vocabulary import Vocabulary, count_words
 
 IDS = np.random.default_rng(0).integers(0, 300, 500)

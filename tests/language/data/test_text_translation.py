@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moh_vision.language.data.buckets import TokenBatches, length_slices
-from moh_vision.language.data.stream import evaluation_stream, training_stream
+from moh_vision.language.data.stream import load_batches
 from moh_vision.language.data.token_cache import TokenCache, write_tokens
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
@@ -170,7 +170,7 @@ def test_streams_are_the_same_with_any_number_of_workers_and_after_a_resume(cach
 
     def stream(workers, start=0):
         order = batches(pairs.lengths, max_tokens=16, start=start, stop=9)
-        return [{k: v.tolist() for k, v in batch.items()} for batch in training_stream(pairs, order, workers)]
+        return [{k: v.tolist() for k, v in batch.items()} for batch in load_batches(pairs, order, workers)]
 
     whole = stream(0)
     assert len(whole) == 9 and stream(1) == whole and stream(2, start=4) == whole[4:]
@@ -179,7 +179,8 @@ def test_streams_are_the_same_with_any_number_of_workers_and_after_a_resume(cach
 def test_evaluation_can_be_put_back_in_order(caches):
     pairs, found = ParallelTokens(*caches), {}
     for rank in range(2):
-        for numbers, batch in evaluation_stream(pairs, length_slices(pairs.lengths, 16, rank, 2)):
+        slices = length_slices(pairs.lengths, 16, rank, 2)
+        for numbers, batch in zip(slices, load_batches(pairs, slices), strict=True):
             for number, row, mask in zip(numbers, batch["input_ids"], batch["attention_mask"], strict=True):
                 found[pairs.numbers[number]] = row[mask.bool()].tolist()
     assert found == {line: caches[0][line].tolist() for line in (0, 1, 3, 4, 5)}
