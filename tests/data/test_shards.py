@@ -232,6 +232,20 @@ def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp
     assert len(Shards(str(out), "train")) == 24
 
 
+def test_records_of_other_processes_are_taken_over(tmp_path, capfd):
+    """As a kill of two processes leaves them: a line of the second in its own part, another one torn."""
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out, "--samples-per-shard", 8) == 0
+    good = contents(out)
+    header, first, second, third = good["train.shards.jsonl"].decode().splitlines(keepends=True)
+    (out / "train.shards.jsonl").write_text(header + first)
+    (out / ".train.shards.1.jsonl").write_text(second + third[:50])
+    (out / "train-000002.tar").unlink()
+    assert run(root, out, "--samples-per-shard", 8) == 0
+    assert "2 of 3 shards are there" in capfd.readouterr().out
+    assert contents(out) == good
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -25,8 +25,9 @@ from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.splits import open_source
-from moh_vision.diffusion.latents import LatentCache, encode_moments, load_vae, writer
+from moh_vision.diffusion.latents import LatentCache, encode_moments, load_vae, sample_posterior, writer
 from moh_vision.diffusion.latents.__main__ import main
+from moh_vision.diffusion.latents.batches import NoisedLatents, posterior_draw
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,18 @@ def test_records_of_other_ranks_are_taken_over(tmp_path, vae_folder, root, capfd
     assert run(vae_folder, root, out) == 0
     assert "2 of 3 shards are there" in capfd.readouterr().out
     assert contents(out) == good
+
+
+def test_draws_are_of_the_image_and_only_with_flip_of_its_mirror(tmp_path, vae_folder, root):
+    assert run(vae_folder, root, tmp_path / "out") == 0
+    cache = LatentCache(str(tmp_path / "out"), "train")
+    for flip, images in ((False, {0}), (True, {0, 1})):
+        data, seen = NoisedLatents(cache, seed=0, num_timesteps=10, label_drop=0.0, flip=flip), set()
+        for position in range(16):
+            _, noise = posterior_draw(0, position, data.noise_shape)
+            draws = [sample_posterior(moments, noise, cache.space) for moments in cache.moments(3)]
+            seen.add([torch.equal(data[position, 3]["images"], draw) for draw in draws].index(True))
+        assert seen == images
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from timm.utils import ModelEmaV3
 
-from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
+from moh_vision.engine.checkpoint import latest_checkpoint, load_training, resume_point, save_training
+from moh_vision.engine.ema import make_ema
+from moh_vision.engine.manifest import manifest_text
 
 
 @pytest.fixture
@@ -136,6 +138,40 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(trained, kind, r
     damage_by("flipped", run / "checkpoints" / "step_4")
     with pytest.raises(ValueError, match="every checkpoint in .* is damaged; --fresh"):
         latest_checkpoint(run, said.append)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_manifest_that_names_a_file_outside_is_refused(trained, absolute):
+    run = trained[0]
+    folder, outside = run / "checkpoints" / "step_6", run / "model.safetensors"
+    sums = json.loads((folder / "manifest.json").read_text())["sha256"]
+    name = str(outside.resolve()) if absolute else "../../model.safetensors"
+    sums[name] = hashlib.sha256(outside.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(manifest_text(6, sums))
+    said = []
+    assert latest_checkpoint(run, said.append)[0] == 4
+    assert f"names {name}, which is outside of the folder" in said[0]
+
+
+def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained):
+    run = trained[0]
+    for max_steps in (6, 7):
+        assert resume_point(run, max_steps, fresh=False) == (6, run / "checkpoints" / "step_6")
+    assert resume_point(run, 5, fresh=True) is None
+    with pytest.raises(ValueError, match="--max-steps 5: .* has already done 6 steps"):
+        resume_point(run, 5, fresh=False)
+
+
+@pytest.mark.parametrize("warmup, average", [(False, 0.1), (True, 5 ** (-2 / 3))])
+def test_a_moving_average_with_and_without_warmup(warmup, average):
+    """timm's warm-up: the decay after n updates is 1 - (1 + n) ** (-2 / 3), at most the given one."""
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    ema = make_ema(model, 0.9, warmup, "cpu")
+    torch.nn.init.ones_(model.weight)
+    ema.update(model, step=5)
+    assert ema.module.weight.item() == pytest.approx(average)
+    assert make_ema(model, 0.0, warmup, "cpu") is None
 
 
 def test_an_unfinished_save_is_never_taken(trained):

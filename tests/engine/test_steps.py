@@ -78,6 +78,19 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
         step(math.nan, 19)
 
 
+@pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
+def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, gradient)
+    update = Updater(accelerator, clip_norm=1.0)
+    assert update(model, optimizer, 0, [dict(loss=torch.tensor(loss))])[1] is False
+    assert torch.equal(model.weight, before) and update.skipped == 1
+
+
 def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "loss": 9}\n{"step": 5, "lo')

@@ -76,6 +76,15 @@ def test_weights_alone(name, kind, tmp_path):
         moh_vision.load_checkpoint(other, file)
 
 
+@family
+def test_weights_without_shared_heads(name, tmp_path):
+    model = trained(name, "uniform:0.75:0")
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    loaded = timm.create_model(name, head_budget="uniform:0.75", **FAMILIES[name])
+    assert moh_vision.head_budget(loaded)["layers"][0]["shared"] > 0
+    assert same(moh_vision.load_checkpoint(loaded, tmp_path / "weights.safetensors"), model)
+
+
 @pytest.mark.parametrize("router", ["moh", "query_norm"])
 def test_a_lower_share_of_what_timm_saved(router, tmp_path):
     model = trained("moh_vit_small_patch16_224", router=router)
