@@ -16,7 +16,6 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_head_usage, draw_image_grid, write_images
 from moh_vision.attention import head_budget
-from moh_vision.data.order import derive_seed
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
@@ -28,6 +27,7 @@ from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, run_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.script import by_main, claim_outputs, finish, index_dir, make_accelerator, user_errors
+from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.weights import from_run
 
 # What the images depend on, beside the weights.
@@ -76,7 +76,7 @@ def main(argv) -> None:
     if config.labels == "balanced":
         labels = torch.arange(config.num_images) % len(classes)
     else:
-        draws = (derive_seed(config.seed, i, 1) % len(classes) for i in range(config.num_images))
+        draws = (derive_seed(config.seed, i, Stream.DIFFUSION) % len(classes) for i in range(config.num_images))
         labels = torch.tensor(list(draws), dtype=torch.long)
     budget = head_budget(model)["layers"]
     load = HeadLoad([layer["heads"] for layer in budget], len(classes) + 1)  # the last row: "no class"

@@ -22,7 +22,7 @@ from moh_vision.classification.validate import draw_usage, validate, validate_on
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
-from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training
@@ -31,6 +31,7 @@ from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
+from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step
 from moh_vision.evaluation.accuracy import summary

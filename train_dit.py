@@ -18,7 +18,7 @@ import moh_vision  # noqa: F401  registers the models
 from moh_vision.analysis import describe
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.config import DitConfig
@@ -34,6 +34,7 @@ from moh_vision.engine.ema import make_ema
 from moh_vision.engine.logging import open_log
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
+from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
 from moh_vision.models.mae import mae_routers, train_only

@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType
 from timm.optim import param_groups_weight_decay
 
 from moh_vision.analysis import describe
-from moh_vision.data.order import derive_seed
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights, load_training
 from moh_vision.engine.command_line import changed_keys, parse_config
@@ -25,6 +24,7 @@ from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.script import finish, index_dir, make_accelerator, open_run, take_up, user_errors
+from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate

@@ -15,8 +15,8 @@ GROUND = {
 }
 WINGS = ("classification", "diffusion", "language")
 ALLOWED = {**GROUND, **{wing: set(GROUND) for wing in WINGS}, "__init__": {"attention", "models", "language"}}
-# Every room may import these: files that are whole or not there, and one line for every mistake of a command.
-COMMON = ("moh_vision.engine.io", "moh_vision.engine.commands")
+# Every room may import these: files that are whole or not there, one line for every mistake of a command, random streams.
+COMMON = ("moh_vision.engine.io", "moh_vision.engine.commands", "moh_vision.engine.seeds")
 
 
 def modules(tree):

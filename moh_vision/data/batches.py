@@ -13,8 +13,9 @@ from torchvision.transforms import InterpolationMode, v2
 
 from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage, allowed_bad
-from moh_vision.data.order import StepBatches, derive_seed
+from moh_vision.data.order import StepBatches
 from moh_vision.data.workers import leave_signals_to_the_parent
+from moh_vision.engine.seeds import Stream, derive_seed
 
 MAX_BAD_IN_A_ROW = 100
 
@@ -118,7 +119,7 @@ class NoisedImages(LabelledImages):
         if "images" not in sample:
             return sample
         # Another stream than the augmentation's, so that more draws there do not move these.
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], 1)))
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], Stream.DIFFUSION)))
         sample["timesteps"] = int(rng.integers(self.num_timesteps))
         if rng.random() < self.label_drop:
             sample["labels"] = len(self.source.classes)

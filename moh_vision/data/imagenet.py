@@ -13,7 +13,7 @@ from torchvision.transforms import Compose, Grayscale
 
 from moh_vision.data.batches import image_transform
 from moh_vision.data.crop import shorten
-from moh_vision.data.order import derive_seed
+from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def imagenet_train_transform(
@@ -160,5 +160,7 @@ class BatchMixing:
 
     def __call__(self, images: Tensor, labels: Tensor, position: int) -> Tuple[Tensor, Tensor]:
         """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
-        np.random.seed(derive_seed(self.seed, position, 2) % 2**32)  # timm draws from numpy's global generator
+        np.random.seed(
+            derive_seed(self.seed, position, Stream.MIXING) % 2**32
+        )  # timm draws from numpy's global generator
         return self.mixup(images, labels)

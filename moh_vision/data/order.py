@@ -5,18 +5,12 @@ Nothing here knows of ranks or workers, so resuming is arithmetic and any number
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from functools import lru_cache
 from typing import List, Sequence, Tuple
 
 import numpy as np
 
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers, well mixed: neighbours give unrelated streams."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+from moh_vision.engine.seeds import derive_seed
 
 
 @lru_cache(maxsize=2)

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from moh_vision.data.order import StepBatches, derive_seed, epoch_order, rank_slice
+from moh_vision.data.order import StepBatches, epoch_order, rank_slice
+from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def batches(**kwargs):
@@ -69,6 +70,16 @@ def test_seeds_are_stable_and_spread():
     assert derive_seed(0, 0) == derive_seed(0, 0) != derive_seed(0, 1)
     assert len({derive_seed(0, i) & 0xFFFF for i in range(1000)}) > 950
     assert 0 <= derive_seed(2**40, -1) < 2**63
+
+
+def test_seeds_are_those_of_all_earlier_versions():
+    """Others would change every figure, and the numbers of a run that is resumed."""
+    assert (derive_seed(0), derive_seed(3, 4)) == (893442142816765029, 6807787904548242825)
+    assert {stream.name: derive_seed(7, 5, stream) for stream in Stream} == dict(
+        DIFFUSION=6885511475808760356, MIXING=2228076497174741660, POSTERIOR=1786161574248634213,
+        SUBSET=7246179595110459965, LENGTHS=1315386587016911170, MASKS=7863431363232004698,
+        ROUNDS=5310650293824304437, BLOCKS=3789904323145937496,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("batch_size", [9, 8, 30, 64])

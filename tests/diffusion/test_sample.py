@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import sample
-from moh_vision.data.order import derive_seed
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.models.weights import create, from_run

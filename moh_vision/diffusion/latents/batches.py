@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.batches import NoisedImages, image_transform
-from moh_vision.data.order import derive_seed
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, sample_posterior
+from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def posterior_draw(seed: int, position: int, shape: Tuple[int, int, int]) -> Tuple[bool, Tensor]:
     """(whether the image is mirrored, if images are; noise [C, h, w] of the posterior) at a position of a run."""
-    # A stream beside those of augmentation (seed, position), diffusion (.., 1) and mixing (.., 2).
-    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, 3)))
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.POSTERIOR)))
     return bool(rng.random() < 0.5), torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
 

@@ -7,9 +7,7 @@ from typing import Iterator, List, Tuple
 
 import numpy as np
 
-from moh_vision.data.order import derive_seed
-
-ORDER_STREAM = 11  # beside those of the order of samples and of what is done to them
+from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def length_key(lengths: np.ndarray) -> np.ndarray:
@@ -103,7 +101,7 @@ class TokenBatches:
         """Sample numbers of a batch of the run."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if self._drawn[0] != epoch:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, ORDER_STREAM)))
+            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
             shuffled = rng.permutation(len(self.key))
             order = shuffled[np.argsort(self.key[shuffled], kind="stable")]  # equal lengths stay shuffled
             self._drawn = epoch, order, rng.permutation(self.batches_per_epoch)

@@ -8,12 +8,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moh_vision.data.order import derive_seed
+from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.token_cache import TokenCache
 from moh_vision.language.data.translation import IGNORE, padded
 from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary
 
-MASK_STREAM = 12
 EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 
 
@@ -30,7 +29,7 @@ def mask_tokens(
     Returns:
         (inputs [T], labels [T]: the token where it was chosen, else -100).
     """
-    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, MASK_STREAM)))
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
     draw, kind = rng.random(len(ids)), rng.random(len(ids))
     anything = rng.integers(len(SPECIALS), vocabulary_size, len(ids))
     text = ids >= UNK

@@ -13,10 +13,10 @@ from typing import List, NamedTuple, Sequence, Tuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from moh_vision.data.order import Permutation, StepBatches, derive_seed
+from moh_vision.data.order import Permutation, StepBatches
+from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.causal import CausalWindows
 
-ROUND_STREAM, BLOCK_STREAM = 21, 22
 LONGEST_ROUND = 1 << 17
 KEPT = 4  # rounds and permutations at hand, of each source
 
@@ -88,7 +88,7 @@ class Mixture:
         def make() -> Tuple[np.ndarray, np.ndarray, List[int]]:
             before = self._before(number)
             counts = np.subtract(self._before(number + 1), before)
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, ROUND_STREAM)))
+            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
             which = rng.permutation(np.repeat(np.arange(len(counts)), counts))
             nth = np.empty(self.length, np.int64)
             for source, count in enumerate(counts):
@@ -99,7 +99,7 @@ class Mixture:
 
     def _order(self, source: int, epoch: int) -> Permutation:
         def make() -> Permutation:
-            return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, BLOCK_STREAM))
+            return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, Stream.BLOCKS))
 
         return _kept(self._orders[source], epoch, make)
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moh_vision.data.order import derive_seed
+from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.token_cache import TokenCache
 from moh_vision.language.data.vocabulary import BOS, PAD
 
 IGNORE = -100  # a label that nothing is to be predicted for
-SUBSET_STREAM = 10
 
 
 class ParallelTokens(Dataset):
@@ -61,7 +60,7 @@ class ParallelTokens(Dataset):
             good &= ~fault
         self.numbers = np.flatnonzero(good)
         if share < 1:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(SUBSET_STREAM)))
+            rng = np.random.Generator(np.random.PCG64(derive_seed(Stream.SUBSET)))
             drawn = rng.permutation(self.numbers)[: max(1, round(share * len(self.numbers)))]
             self.left_out["subset"] = len(self.numbers) - len(drawn)
             self.numbers = np.sort(drawn)

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from moh_vision.data.order import derive_seed
+from moh_vision.engine.seeds import derive_seed
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.language.evaluation.bleu import bleu, tokenised_bleu

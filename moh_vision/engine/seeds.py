@@ -1,0 +1,28 @@
+"""Seeds of random streams; every room may import this module."""
+
+import hashlib
+import struct
+from enum import IntEnum
+
+
+class Stream(IntEnum):
+    """What random numbers are for: the last of the numbers that a seed is derived from, so that streams are unrelated.
+
+    Two streams have none: (seed, epoch) is the order of the samples, (seed, position) the augmentation of a sample. A
+    number never changes its meaning, or a run would go on with other random numbers.
+    """
+
+    DIFFUSION = 1  # timestep, noise and dropped label of a sample; also the random class of a generated image
+    MIXING = 2  # mixup and cutmix of a micro-batch
+    POSTERIOR = 3  # the draw from a posterior of the VAE, and whether the image is mirrored
+    SUBSET = 10  # which sentence pairs stay
+    LENGTHS = 11  # the order of batches of like lengths
+    MASKS = 12  # which tokens a masked language model has to find
+    ROUNDS = 21  # the order of the sources of a mixture
+    BLOCKS = 22  # the order of the blocks of a source
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers, well mixed: neighbours give unrelated streams."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
