@@ -3,7 +3,8 @@
 import io
 import math
 from fractions import Fraction
-from typing import Sequence
+from pathlib import Path
+from typing import BinaryIO, Sequence, Union
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -17,13 +18,13 @@ class UnreadableImage(ValueError):
     """An image that cannot be decoded; the message names its file, or its shard and byte."""
 
 
-def open_image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
-    """The image in the bytes of a file, its header read and its size checked, but not its pixels.
+def open_image(file: Union[Path, BinaryIO], formats: Sequence[str] = FORMATS) -> Image.Image:
+    """The image in a file, its header read and its size checked, but not its pixels.
 
     Raises:
         ValueError, and whatever Pillow's decoders raise: not of these formats, or more than MAX_PIXELS.
     """
-    image = Image.open(io.BytesIO(data), formats=formats)
+    image = Image.open(file, formats=formats)
     if math.prod(image.size) > MAX_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
     return image
@@ -46,7 +47,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         UnreadableImage: naming `where`; also for a file that ends early, and for more than MAX_PIXELS.
     """
     try:
-        image = open_image(data)
+        image = open_image(io.BytesIO(data))
         if image.mode == "F":
             raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
         image.load()

@@ -10,9 +10,8 @@ import numpy as np
 from PIL import Image
 
 from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.walk import refuse_special, walk
+from moh_vision.data.walk import IMAGES, refuse_special, subfolders, walk
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
 
 
@@ -44,14 +43,14 @@ class ImageFolder:
         if folder is None:
             raise FileNotFoundError(f"data.root {root}: no folder {split} in it")
         self.folder, self.name = folder, Path(root).name
-        self.classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        self.classes = subfolders(folder)
         if not self.classes:
             raise ValueError(f"data.root {root}: {folder} holds no class folders")
         names, labels = [], []
         for label, name in enumerate(self.classes):
             found = sorted(_images(folder, name))
             if not found:
-                raise ValueError(f"{folder / name}: a class folder without images ({', '.join(EXTENSIONS)})")
+                raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
             names += found
             labels += [label] * len(found)
         # One array of bytes: a list of a million strings would be copied into every loader process.
@@ -84,6 +83,6 @@ class ImageFolder:
 def _images(folder: Path, name: str) -> Iterator[str]:
     """Image files in folder/name and below, each as `name`/..."""
     for entry, path in walk(folder / name, name, hidden=True):
-        if entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != ".":
+        if entry.name.lower().endswith(IMAGES) and entry.name[0] != ".":
             refuse_special(entry)  # a dangling link is found, counted and named when it is read
             yield path

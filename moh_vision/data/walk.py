@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Iterator, Tuple
+from typing import Iterator, List, Tuple
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")  # the extensions that are looked for
+
+
+def subfolders(folder: Path) -> List[str]:
+    """Names of the folders in `folder`, sorted, as those of classes are; without hidden ones."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def walk(folder: Path, prefix: str, hidden: bool, above: tuple = ()) -> Iterator[Tuple[os.DirEntry, str]]:

@@ -123,7 +123,7 @@ class FidelityScores:
 
 
 class SourceImages:
-    """The images of a data set, center-cropped to `size`, read as those of a `fidelity.images.ImageFolder`."""
+    """The images of a data set, center-cropped to `size`, read as those of a `fidelity.images.ScoredFolder`."""
 
     def __init__(self, source, name: str):
         self.source, self.name, self.size = source, name, None

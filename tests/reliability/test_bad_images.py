@@ -26,7 +26,7 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.latents.images import CroppedImages
-from moh_vision.evaluation.fidelity.images import ImageFolder as ScoredFolder
+from moh_vision.evaluation.fidelity.images import ScoredFolder
 
 
 def png(width, height, depth, color, rows) -> bytes:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
-from moh_vision.data.walk import refuse_special, walk
+from moh_vision.data.walk import IMAGES, refuse_special, subfolders, walk
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+EXTENSIONS = (*IMAGES, ".pgm")
 
 
 class ImageFile(NamedTuple):
@@ -62,7 +62,7 @@ def split_folders(root: Path, split: Optional[str] = None) -> Dict[str, Path]:
     if split is not None:
         return {split: root}
     names = {name for name in ("train", "val", "validation", "test") if (root / name).is_dir()}
-    with_classes = {name for name in names if _subfolders(root / name)}
+    with_classes = {name for name in names if subfolders(root / name)}
     if not with_classes:
         return {"train": root}
     for name in sorted(names - with_classes - {"test"}):
@@ -82,7 +82,7 @@ def list_class_folders(root: Path) -> ClassFolders:
     Raises:
         ValueError: no class folders, one without images, or one whose name a line of classes.txt cannot hold.
     """
-    classes = _subfolders(root)
+    classes = subfolders(root)
     if not classes:
         raise ValueError(f"--in {root}: no class folders in it (expected {root}/CLASS/*.jpg)")
     found = ClassFolders(root, classes, [])
@@ -98,10 +98,6 @@ def list_class_folders(root: Path) -> ClassFolders:
     found.left_out += sorted(e.name for e in os.scandir(root) if not e.name.startswith(".") and not e.is_dir())
     found.files.sort()
     return found
-
-
-def _subfolders(folder: Path) -> List[str]:
-    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
 def _collect(folder: Path, name: str, label: int, found: ClassFolders) -> None:

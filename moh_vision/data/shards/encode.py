@@ -31,7 +31,7 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
     if not data:
         raise BadImage("zero bytes")
     try:
-        image = open_image(data, READ)
+        image = open_image(io.BytesIO(data), READ)
         image.load()
         if size is None:
             if image.format not in STORED:

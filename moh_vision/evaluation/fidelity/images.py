@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from moh_vision.data.decode import MAX_PIXELS, open_image
+
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
 Batch = Tuple[int, Tensor]  # number of the first image in the set, images
 
 
-class ImageFolder:
+class ScoredFolder:
     """The images directly in a folder, in the order of their names.
 
     Args:
@@ -60,9 +61,7 @@ class ImageFolder:
     def _open(self, file: Path) -> Image.Image:
         """An image whose header is checked and whose pixels are not read."""
         try:
-            image = Image.open(file, formats=FORMATS)
-            if math.prod(image.size) > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")
+            image = open_image(file, FORMATS)
         except Exception as error:  # decoders raise many kinds
             raise ValueError(f"{file}: not a readable image ({error})") from None
         if image.mode != "RGB":
@@ -111,7 +110,7 @@ class ImageArchive:
         return self.shape[0]
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """As `ImageFolder.batches`."""
+        """As `ScoredFolder.batches`."""
         image = math.prod(self.shape[1:])
         with _member(self.path, "arr_0") as file:
             _header(file)
@@ -128,7 +127,7 @@ class ImageArchive:
                     yield first, torch.from_numpy(array).permute(0, 3, 1, 2)
 
 
-class ImageBatches:
+class ImageTensors:
     """A tensor of images, or an iterator of batches, uint8 [B, 3, H, W].
 
     Every process iterates over all batches and computes its own; an iterator can be read once.
@@ -139,7 +138,7 @@ class ImageBatches:
         self.size: Optional[Tuple[int, int]] = None
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """As `ImageFolder.batches`; the batches of an iterator stay as they come."""
+        """As `ScoredFolder.batches`; the batches of an iterator stay as they come."""
         parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
         first = 0
         for number, batch in enumerate(parts):
@@ -159,7 +158,7 @@ class ImageBatches:
 
 
 def open_images(source, name: str):
-    """ImageFolder, ImageArchive or ImageBatches around a path, a tensor or an iterator.
+    """ScoredFolder, ImageArchive or ImageTensors around a path, a tensor or an iterator.
 
     Args:
         source: path of a folder or an .npz file, a uint8 tensor [N, 3, H, W], or an iterator of such batches.
@@ -167,8 +166,8 @@ def open_images(source, name: str):
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
-        return ImageArchive(path) if path.suffix == ".npz" else ImageFolder(path)
-    return ImageBatches(source, name)
+        return ImageArchive(path) if path.suffix == ".npz" else ScoredFolder(path)
+    return ImageTensors(source, name)
 
 
 def archive_members(path: Path) -> List[str]:

@@ -89,7 +89,7 @@ class Reference:
     """A reference that is opened and checked at once, and whose images are read once, when they are needed.
 
     Args:
-        source: as `reference` of `score`, or an object with the `name`, `batches` and length of a `fidelity.images.ImageFolder`.
+        source: as `reference` of `score`, or an object with the `name`, `batches` and length of a `fidelity.images.ScoredFolder`.
 
     Raises:
         ValueError, FileNotFoundError: for a source that does not exist or is malformed.
