@@ -15,7 +15,7 @@ from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage, allowed_bad
 from moh_vision.data.order import StepBatches
 from moh_vision.data.workers import leave_signals_to_the_parent
-from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.engine.seeds import derive_seed
 
 MAX_BAD_IN_A_ROW = 100
 
@@ -93,39 +93,6 @@ class LabelledImages(Dataset):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-
-
-class NoisedImages(LabelledImages):
-    """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`.
-
-    Args:
-        noise_shape: [C, h, w] of the noise; left out: that of the images.
-    """
-
-    def __init__(
-        self,
-        source,
-        transform: Callable,
-        seed: int,
-        num_timesteps: int,
-        label_drop: float,
-        noise_shape: Optional[Tuple[int, int, int]] = None,
-    ):
-        super().__init__(source, transform, seed)
-        self.num_timesteps, self.label_drop, self.noise_shape = num_timesteps, label_drop, noise_shape
-
-    def __getitem__(self, item: Tuple[int, int]) -> dict:
-        sample = super().__getitem__(item)
-        if "images" not in sample:
-            return sample
-        # Another stream than the augmentation's, so that more draws there do not move these.
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], Stream.DIFFUSION)))
-        sample["timesteps"] = int(rng.integers(self.num_timesteps))
-        if rng.random() < self.label_drop:
-            sample["labels"] = len(self.source.classes)
-        shape = self.noise_shape or tuple(sample["images"].shape)
-        sample["noise"] = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
-        return sample
 
 
 class BadSamples:

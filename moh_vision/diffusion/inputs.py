@@ -10,9 +10,9 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from moh_vision.data.batches import NoisedImages, image_transform
+from moh_vision.data.batches import image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
-from moh_vision.diffusion.latents.batches import ImagesToEncode, NoisedLatents
+from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
 

@@ -9,7 +9,7 @@ import torch
 import webdataset
 from PIL import Image
 
-from moh_vision.data.batches import LabelledImages, NoisedImages, image_transform
+from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.order import StepBatches
 from moh_vision.data.sources import Digits, Shards
 from moh_vision.data.splits import open_source
@@ -148,21 +148,6 @@ def test_augmentation_depends_on_seed_and_position_alone(augment):
     assert torch.equal(first, again) and first.shape == (1, 8, 8) and first.abs().max() <= 1
     others = torch.stack([data[(p, 3)]["images"] for p in range(20)])
     assert (len(others.unique(dim=0)) == 1) == (augment == "none")
-
-
-def test_diffusion_draws():
-    source = Digits("train")
-    data = NoisedImages(
-        source, image_transform("none", 8, 1, (0.5,), (0.5,)), seed=0, num_timesteps=1000, label_drop=0.25
-    )
-    items = [data[(p, p % len(source))] for p in range(2000)]
-    assert torch.equal(data[(5, 5)]["noise"], items[5]["noise"])
-    noise = torch.stack([i["noise"] for i in items])
-    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
-    dropped = np.mean([i["labels"] == 10 for i in items])
-    assert 0.2 < dropped < 0.3
-    steps = np.array([i["timesteps"] for i in items])
-    assert steps.min() >= 0 and steps.max() <= 999 and 470 < steps.mean() < 530
 
 
 def test_order_does_not_depend_on_workers(tmp_path):

@@ -25,9 +25,9 @@ from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.splits import open_source
+from moh_vision.diffusion.batches import NoisedLatents, posterior_draw
 from moh_vision.diffusion.latents import LatentCache, encode_moments, load_vae, sample_posterior, writer
 from moh_vision.diffusion.latents.__main__ import main
-from moh_vision.diffusion.latents.batches import NoisedLatents, posterior_draw
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,50 @@
-"""What a diffusion step on latents sees: draws from posteriors, of stored moments or of images that are encoded then."""
+"""What a diffusion step sees: images, or draws from posteriors, of stored moments or of images that are encoded then."""
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import Callable, Optional, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moh_vision.data.batches import NoisedImages, image_transform
+from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, sample_posterior
 from moh_vision.engine.seeds import Stream, derive_seed
+
+
+class NoisedImages(LabelledImages):
+    """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`.
+
+    Args:
+        noise_shape: [C, h, w] of the noise; left out: that of the images.
+    """
+
+    def __init__(
+        self,
+        source,
+        transform: Callable,
+        seed: int,
+        num_timesteps: int,
+        label_drop: float,
+        noise_shape: Optional[Tuple[int, int, int]] = None,
+    ):
+        super().__init__(source, transform, seed)
+        self.num_timesteps, self.label_drop, self.noise_shape = num_timesteps, label_drop, noise_shape
+
+    def __getitem__(self, item: Tuple[int, int]) -> dict:
+        sample = super().__getitem__(item)
+        if "images" not in sample:
+            return sample
+        # Another stream than the augmentation's, so that more draws there do not move these.
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], Stream.DIFFUSION)))
+        sample["timesteps"] = int(rng.integers(self.num_timesteps))
+        if rng.random() < self.label_drop:
+            sample["labels"] = len(self.source.classes)
+        shape = self.noise_shape or tuple(sample["images"].shape)
+        sample["noise"] = torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+        return sample
 
 
 def posterior_draw(seed: int, position: int, shape: Tuple[int, int, int]) -> Tuple[bool, Tensor]:
