@@ -223,9 +223,9 @@ def evaluation_batches(
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 
-def calibration_batches(source, transform: Callable, count: int, batch_size: int = 64) -> Iterator[torch.Tensor]:
+def calibration_batches(source, transform: Callable, count: int) -> Iterator[torch.Tensor]:
     """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without randomness."""
     count = min(count, len(source))
     numbers = [i * len(source) // count for i in range(count)]
-    for start in range(0, count, batch_size):
-        yield torch.stack([transform(source.image(i)) for i in numbers[start : start + batch_size]])
+    for start in range(0, count, 64):
+        yield torch.stack([transform(source.image(i)) for i in numbers[start : start + 64]])
