@@ -27,7 +27,7 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.data.splits import open_source
-from moh_vision.engine.steps import learning_rate, set_learning_rate
+from moh_vision.engine.step import learning_rate, set_learning_rate
 from moh_vision.evaluation.accuracy import evaluate
 from moh_vision.models.weights import from_run
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from attention import machine, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.steps import Updater
+from moh_vision.engine.step import Updater
 from moh_vision.language.models.create import create_text_model
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers

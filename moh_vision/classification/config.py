@@ -141,8 +141,6 @@ class ClsConfig(RunConfig):
         channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 
-    validates = True  # on the command line: --validate-only and --checkpoint
-
     max_steps: Optional[int] = None
     label_smoothing: float = 0.0
     calibrate_images: int = 0

@@ -1,8 +1,13 @@
-"""Validation of a classifier: exact over processes, with the use of its heads."""
+"""Validate a classifier: exact over processes, with the use of its heads.   python validate.py --checkpoint RUN
 
+Also weights of other kinds, with the model as --model.* and --data.root; installed: python -m
+moh_vision.classification.validate.
+"""
+
+import sys
 import time
 from pathlib import Path
-from typing import Callable, Iterable, Sequence, Tuple
+from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -10,16 +15,18 @@ from torch import nn
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_head_usage
 from moh_vision.attention import head_budget
+from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.imagenet import classification_transforms
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
-from moh_vision.engine.commands import message_of
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import BadData, message_of, user_errors
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.script import index_dir
+from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.sharding import whole_weights
-from moh_vision.engine.steps import total_over_processes
 from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import to_validate
@@ -99,7 +106,7 @@ def draw_usage(
         say(f"{path} could not be drawn: {message_of(error)}")
 
 
-def validate_only(config, flags, accelerator) -> None:
+def report(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
     A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
@@ -136,3 +143,16 @@ def validate_only(config, flags, accelerator) -> None:
     accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
+
+
+def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
+    with user_errors(name):
+        config, flags = parse_config(ClsConfig, sys.argv[1:] if argv is None else argv, name, to_validate=True)
+        accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    with user_errors(name), user_errors(name, (BadData,), every_rank=True):
+        report(config, flags, accelerator)
+    finish(accelerator)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,12 +9,14 @@ from typing import BinaryIO, Sequence, Union
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from moh_vision.engine.commands import BadData
+
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
 
 
-class UnreadableImage(ValueError):
+class UnreadableImage(BadData):
     """An image that cannot be decoded; the message names its file, or its shard and byte."""
 
 

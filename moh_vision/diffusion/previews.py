@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
 from moh_vision.engine.commands import message_of
-from moh_vision.engine.failures import attempt
 from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time
 
@@ -51,10 +51,6 @@ class Samples:
             self.scheduler = make_scheduler(config.sampler, config.steps, learned_variance, clip)
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
-
-    def due(self, step: int, last: int) -> bool:
-        """Whether it is time after `step` steps; if ever, then also after the last one."""
-        return bool(self.config.every) and (step % self.config.every == 0 or step == last)
 
     def sample(self, model: nn.Module, numbers: range) -> Tensor:
         """Images uint8 [len(numbers), 1 or 3, height, width], on the CPU.

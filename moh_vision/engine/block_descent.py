@@ -15,6 +15,8 @@ from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from moh_vision.engine.ranks import average_over_processes
+
 
 class Phase(NamedTuple):
     """A forward and backward pass over the micro-batches of a step, and an update.
@@ -201,15 +203,3 @@ class BlockDescent:
     def _set_mode(self, mode: str) -> None:
         for router in self.routers:
             router.set_mode(mode)
-
-
-@torch.no_grad()
-def average_over_processes(tensors: List[Tensor]) -> None:
-    """Replace tensors by their mean over all processes, all in one message; every process calls it."""
-    if not tensors or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    torch.distributed.all_reduce(flat)
-    flat /= torch.distributed.get_world_size()
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(mean.view_as(tensor))

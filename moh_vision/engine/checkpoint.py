@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.ema import gathered
-from moh_vision.engine.failures import attempt, why_not_written
 from moh_vision.engine.io import give_name, hidden_path, write_aside, write_tensors
 from moh_vision.engine.manifest import MANIFEST, Seal, damage, other_version
+from moh_vision.engine.ranks import attempt
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
 
@@ -74,7 +74,7 @@ def save_training(
             with _without_crc32(), _without_a_word_on_tied_weights():
                 accelerator.save_state(str(hidden))
         except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's words for a full disk
-            raise OSError(why_not_written(error, hidden)) from error
+            raise OSError(_why_not_written(error, hidden)) from error
         at("wrote the state")
         if main:  # random numbers are functions of the step; other processes may be writing theirs still
             written = (p for p in hidden.rglob("*") if p.is_file() and not p.match(RANDOM_STATES))
@@ -236,3 +236,18 @@ def _without_a_word_on_tied_weights():
         yield
     finally:
         log.removeFilter(keep)
+
+
+def _why_not_written(error: BaseException, folder: Path) -> str:
+    """The system's reason why torch.save or FSDP could not write into `folder`, as far as it can be told."""
+    if isinstance(error, CheckpointException):
+        return str(next(iter(error.failures.values()))[0])
+    # torch.save names a line of its own code. Going on where it stopped tells why it did.
+    torn = max((p for p in folder.rglob("*") if p.is_file()), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if torn:
+        try:
+            with open(torn, "ab") as file:
+                file.write(bytes(2**20))
+        except OSError as cause:
+            return f"{cause}: {torn}"
+    return str(error)

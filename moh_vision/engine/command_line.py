@@ -23,17 +23,18 @@ MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20
 
 
-def parse_config(kind, argv: List[str], prog: str):
+def parse_config(kind, argv: List[str], prog: str, to_validate: bool = False):
     """Read `--config FILE` and `--key.sub value` overrides.
 
     A key that has no effect beside the others (see `effects`) is refused. If an option on the command line makes
     a key of the file ineffective, the key is left out instead, and a line on stderr says so.
 
     Args:
-        kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change, a ClsConfig
-            --validate-only and --checkpoint (whose run's config.yaml is read where there is no --config).
+        kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change.
         argv: command line without the program; - and _ are the same in option names.
         prog: name of the script.
+        to_validate: instead of these take --checkpoint, whose run's config.yaml is read where there is no --config, and
+            only options that validation reads.
 
     Returns:
         (config, Flags or None)
@@ -42,15 +43,14 @@ def parse_config(kind, argv: List[str], prog: str):
         ValueError: one line that names the key, the value and what is allowed.
     """
     argv = _paired(_switched_on([_underscored(token) for token in argv], kind), kind)
-    is_run = issubclass(kind, RunConfig)
+    is_run = issubclass(kind, RunConfig) and not to_validate
     known = list(_leaf_keys(kind))
-    judges = getattr(kind, "validates", False)
     flags = ["config", "print_config", "help"] + ["dry_run", "fresh", "allow_change"] * is_run
-    flags += ["validate_only", "checkpoint"] * judges
+    flags += ["checkpoint"] * to_validate
     _refuse_unknown_options(argv, known, flags)
     given = _given(argv)
     _refuse_strange_values(argv, kind)
-    if judges:
+    if to_validate:
         argv = _with_the_runs_config(argv)
     for path in _config_files(argv):
         _refuse_unknown_keys(path, kind, flags)
@@ -62,33 +62,29 @@ def parse_config(kind, argv: List[str], prog: str):
         parser.add_argument(
             "--allow_change", action="append", default=[], metavar="KEY", help="resume although KEY has changed"
         )
-    if judges:
-        parser.add_argument("--validate_only", action="store_true", help="validate --checkpoint, and stop")
-        parser.add_argument(
-            "--checkpoint", metavar="PATH", help="run, its checkpoint, or weights for model.*, to validate"
-        )
+    if to_validate:
+        parser.add_argument("--checkpoint", metavar="PATH", help="run, its checkpoint, or weights for model.*")
     parser.add_class_arguments(kind)
     try:
         namespace = parser.parse_args(argv)
         _refuse_nulls(namespace, kind)
         config = _built(kind, parser, namespace)  # before the next step, which compares values: they must be in range
-        if judges and namespace.validate_only:
+        if to_validate:
             _refuse_for_validation(given)
         elif _leave_out_idle(namespace, parser.get_defaults(), given, known, argv, prog):
             config = _built(kind, parser, namespace)
     except (jsonargparse.ArgumentError, TypeError, RecursionError) as error:
         raise ValueError(_one_line(str(error))) from None
+    if to_validate:
+        if namespace.checkpoint is None:
+            raise ValueError("--checkpoint PATH is needed: a run, its checkpoint, or weights for model.*")
+        return config, Flags(checkpoint=namespace.checkpoint, given=given)
     if not is_run:
         return config, None
     for key in namespace.allow_change:
         if key not in known:
             raise ValueError(f"--allow-change {key}: {_unknown_key(key, known)}")
-    flags = Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change), given)
-    if judges:
-        flags.validate_only, flags.checkpoint = namespace.validate_only, namespace.checkpoint
-        if flags.validate_only != (flags.checkpoint is not None):
-            raise ValueError("--validate-only and --checkpoint PATH belong together; --init-from starts from weights")
-    return config, flags
+    return config, Flags(namespace.dry_run, namespace.fresh, list(namespace.allow_change), given)
 
 
 def _built(kind, parser, namespace):
@@ -105,11 +101,9 @@ def _given(argv: List[str]) -> Set[str]:
 def _refuse_for_validation(given: Set[str]) -> None:
     """Raise ValueError for an option that validation does not read."""
     for name in sorted(given):
-        read = name in ("config", "validate_only", "checkpoint", "data", *VALIDATION_KEYS)
+        read = name in ("config", "checkpoint", "data", *VALIDATION_KEYS)
         if not read and name.partition(".")[0] != "model":
-            raise ValueError(
-                f"{name} has no effect with --validate-only; allowed are model.*, {', '.join(VALIDATION_KEYS)}"
-            )
+            raise ValueError(f"{name} has no effect on a validation; allowed are model.*, {', '.join(VALIDATION_KEYS)}")
 
 
 def _leave_out_idle(namespace, defaults, given: Set[str], known: List[str], argv: List[str], prog: str) -> bool:

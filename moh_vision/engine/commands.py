@@ -13,6 +13,10 @@ from typing import Callable, Iterable, List, Optional
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 
 
+class BadData(ValueError):
+    """Data that turns out to be unusable while a command is at work; the message names it."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are ValueErrors.
 

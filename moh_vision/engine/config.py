@@ -239,12 +239,11 @@ class RunConfig:
 class Flags:
     """What one call of a script does, and a run does not remember."""
 
-    dry_run: bool
-    fresh: bool
-    allow_change: List[str]
+    dry_run: bool = False
+    fresh: bool = False
+    allow_change: List[str] = field(default_factory=list)
     given: Set[str] = field(default_factory=set)  # names of the options on the command line
-    validate_only: bool = False
-    checkpoint: Optional[str] = None
+    checkpoint: Optional[str] = None  # to validate
 
 
 # Differences in these keys, or sections, do not make a run another run.

@@ -11,7 +11,7 @@ from moh_vision.attention.losses import RoutedTask
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.task import DiffusionTask
-from moh_vision.engine.steps import average_over_step
+from moh_vision.engine.step import average_over_step
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 DIT = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4, head_budget=0.75)

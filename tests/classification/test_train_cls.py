@@ -8,8 +8,8 @@ import torch
 from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
 
-import train_cls
 from moh_vision import head_budget
+from moh_vision.classification import train as train_cls
 from moh_vision.models.weights import from_run
 
 MODEL = (

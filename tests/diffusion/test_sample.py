@@ -16,8 +16,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import sample
-from moh_vision.diffusion import MoHDiTPipeline
+from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights

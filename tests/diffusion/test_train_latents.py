@@ -9,7 +9,7 @@ from pictures import write_folder
 from safetensors import safe_open
 from tiny_vae import save_tiny_vae
 
-import train_dit
+from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
 from moh_vision.diffusion.latents.__main__ import main as write_latents
 from moh_vision.models.weights import from_run

@@ -16,11 +16,11 @@ from pictures import write_folder
 from safetensors.torch import load_file
 from small_runs import arguments, logged, outcome
 
-import train_cls
-import train_dit
+from moh_vision.classification import train as train_cls
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of
-from moh_vision.engine.steps import Updater
+from moh_vision.engine.step import Updater
 from moh_vision.models.mae import mae_routers, train_only
 
 C, H, DEPTH = 24, 6, 2

@@ -17,9 +17,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import moh_vision
-import sample
-import train_cls
-import train_dit
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import sample
+from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
 from moh_vision.diffusion.previews import Samples
 from moh_vision.engine.image_parts import ImageParts

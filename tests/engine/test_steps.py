@@ -10,9 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from moh_vision.engine.commands import user_errors
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.script import make_accelerator, open_run, take_up, user_errors
-from moh_vision.engine.steps import Updater, average_over_step, learning_rate, set_learning_rate
+from moh_vision.engine.run import make_accelerator, open_run, take_up
+from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
 
 
 def test_schedule():

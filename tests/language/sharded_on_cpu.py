@@ -43,10 +43,10 @@ def run(rank, port, argvs, folder, policy):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true",
     )  # fmt: skip
-    import train_text
-    from moh_vision.engine import script
+    from moh_vision.engine import run as engine_run
+    from moh_vision.language import train as train_text
 
-    train_text.make_accelerator = sharding(script.make_accelerator, policy, folder)
+    engine_run.make_accelerator = sharding(engine_run.make_accelerator, policy, folder)
     with open(folder / f"stderr.{rank}", "w") as file, contextlib.redirect_stderr(file):
         for argv in argvs:
             train_text.main(argv)

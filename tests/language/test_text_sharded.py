@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from small_text import write_pairs, write_plain
 from transformers import AutoModelForCausalLM
 
-import train_text
+from moh_vision.language import train as train_text
 
 pytestmark = pytest.mark.slow
 

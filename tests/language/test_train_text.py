@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small_text import write_pairs, write_plain
 
 import moh_vision
-import train_text
+from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.vocabulary import Vocabulary

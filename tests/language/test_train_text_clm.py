@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import moh_vision
-import train_text
+from moh_vision.language import train as train_text
 from moh_vision.language.data import tokenise
 from moh_vision.language.evaluation import lm
 

@@ -85,6 +85,7 @@ class ForkServer:
 def child(request, scripts):
     import torch
 
+    from moh_vision.engine import run
     from moh_vision.engine.logging import RunLog
     from moh_vision.engine.saver import Saver
 
@@ -97,7 +98,7 @@ def child(request, scripts):
     faulthandler.enable(file=2)
     losses = os.open(request["losses"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     script = scripts[request["start"]]
-    average, metrics, save, exact = script.average_over_step, RunLog.metrics, Saver.save, []
+    average, metrics, save, exact = run.average_over_step, RunLog.metrics, Saver.save, []
 
     def recorded_average(accelerator, values):
         exact[:] = [float(v["loss"].detach()).hex() for v in values]
@@ -111,7 +112,7 @@ def child(request, scripts):
         time.sleep(request["slow_save"])
         return save(*args, **kwargs)
 
-    script.average_over_step, RunLog.metrics = recorded_average, recorded_metrics
+    run.average_over_step, RunLog.metrics = recorded_average, recorded_metrics
     if request["slow_save"]:
         Saver.save = slow_save
     script.main(request["argv"])
@@ -124,9 +125,9 @@ def serve():
     sys.path.insert(0, str(ROOT))
     import sklearn.datasets  # noqa: F401  of the quickstart's data; the scripts import it late
 
-    import train_cls
-    import train_dit
-    import train_text
+    from moh_vision.classification import train as train_cls
+    from moh_vision.diffusion import train as train_dit
+    from moh_vision.language import train as train_text
 
     ended = {}
     for line in sys.stdin:

@@ -6,8 +6,8 @@ import torch
 
 torch.set_default_dtype(torch.float64)
 
-import train_cls  # noqa: E402
-import train_dit  # noqa: E402
+from moh_vision.classification import train as train_cls  # noqa: E402
+from moh_vision.diffusion import train as train_dit  # noqa: E402
 
 script = dict(cls=train_cls, dit=train_dit)[sys.argv[1]]
 batches = script.training_batches

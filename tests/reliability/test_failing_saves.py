@@ -3,8 +3,8 @@
 import pytest
 from small_runs import arguments, checkpoint_steps, logged
 
-import train_cls
-import train_dit
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import saver
 
 SCRIPTS = dict(cls=train_cls, dit=train_dit)

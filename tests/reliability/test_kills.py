@@ -9,7 +9,7 @@ from fork_server import ForkServer
 from repeat import cases
 from small_runs import arguments, checkpoint_steps, logged, losses, outcome
 
-import train_cls
+from moh_vision.classification import train as train_cls
 from moh_vision.engine.saver import Saver
 
 

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from small_runs import arguments, logged
 
-import train_cls
-import train_dit
-from moh_vision.engine.steps import Updater
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.step import Updater
 
 SCRIPTS = dict(cls=train_cls, dit=train_dit)
 

@@ -6,8 +6,8 @@ import pytest
 from small_training import again, one_threaded, seeded
 
 from moh_vision.engine.checkpoint import latest_checkpoint, resume_point
+from moh_vision.engine.commands import user_errors
 from moh_vision.engine.manifest import damage, manifest_text
-from moh_vision.engine.script import user_errors
 
 FILES = ("model.safetensors", "optimizer.bin", "ema.safetensors", "manifest.json")
 

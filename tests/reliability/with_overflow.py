@@ -3,8 +3,8 @@
 import os
 import sys
 
-import train_cls
-import train_dit
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
 
 rank, step = int(sys.argv[1]), int(sys.argv[2])
 script = dict(cls=train_cls, dit=train_dit)[sys.argv[3]]

@@ -14,7 +14,7 @@ import torch
 
 from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.script import finish, make_accelerator
+from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.extractors import make_extractor
 from moh_vision.evaluation.fidelity.scoring import score, statistics_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moh_vision.analysis.gate_figures import draw_gate_load
 from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadMixtureAttention
-from moh_vision.engine.steps import total_over_processes
+from moh_vision.engine.ranks import total_over_processes
 from moh_vision.language.data.vocabulary import Vocabulary
 
 

@@ -19,8 +19,8 @@ import torch
 
 from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.script import finish, make_accelerator
-from moh_vision.engine.steps import total_over_processes
+from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation import lm_harness
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, sliding_windows, summary

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.sharding import load_whole, whole_weights
-from moh_vision.engine.steps import total_over_processes
 from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.inputs import TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
@@ -26,23 +26,23 @@ AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
-def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
+def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
     """A function (data set, title) -> loss and perplexity of the model's present weights, exact over processes.
 
     Args:
-        text: whose data sets are judged.
+        text: whose data sets are evaluated.
         task: as accelerate wraps it. Its model is called by itself: what wraps it would wait for processes with fewer batches.
         accelerator: accelerate's Accelerator.
         log: the run's, which shows the progress and leaves the time out of its rate.
     """
 
-    def judge(dataset, title: str) -> dict:
-        judged = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
+    def evaluate(dataset, title: str) -> dict:
+        plain = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
 
         def losses(batch: dict) -> Tensor:
             with accelerator.autocast():
-                return judged(**batch)[0]
+                return plain(**batch)[0]
 
         total = total_over_processes(accelerator)
         with whole_weights(task):
@@ -50,7 +50,7 @@ def make_judge(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[
         log.pause()
         return scores
 
-    return judge
+    return evaluate
 
 
 def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadata) -> Dict:
@@ -79,7 +79,7 @@ def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadat
 
 
 def final_scores(
-    config, text: TextInputs, model: nn.Module, run: Path, judge: Callable[[object, str], dict], accelerator, log
+    config, text: TextInputs, model: nn.Module, run: Path, evaluate: Callable[[object, str], dict], accelerator, log
 ) -> Dict:
     """Scores of the model's present weights, which are whole; every process calls it.
 
@@ -88,7 +88,7 @@ def final_scores(
 
     Args:
         config: a `LanguageConfig`.
-        judge: (data set, title) -> scores of `evaluation.perplexity`.
+        evaluate: (data set, title) -> scores of `evaluation.perplexity`.
 
     Returns:
         dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
@@ -100,7 +100,7 @@ def final_scores(
     results: Dict = {}
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
-        results[title] = judge(dataset, title)
+        results[title] = evaluate(dataset, title)
         # Of byte pairs, to compare with others' vocabularies; text that comes as ids may not say how many words it has.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words

@@ -1,26 +1,124 @@
-"""One optimiser step: its learning rate, its random numbers, its safety."""
+"""One optimiser step: learning rate, phases, micro-batches, update, and what is done about numbers that are not finite."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Callable, List, Optional
+from itertools import islice
+from typing import Callable, Iterable, List, Optional
 
 import torch
 from accelerate.utils import gather_object
+from torch import nn
+
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.ranks import greatest
+from moh_vision.engine.seeds import derive_seed
 
 MAX_BAD_STEPS = 10
 
 
+class Step:
+    """One optimiser step of a task: every phase, every micro-batch, the update.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        descent: whose phases a step has; one for a model without gates of MAE.
+        task: a `RoutedTask`.
+        optimizer: of the model's parameters.
+        learning_rate: of a step.
+        config: a `RunConfig`, for optim.accumulation, optim.clip_norm and seed.
+        signals, unreadable: see `Updater`.
+
+    Attributes:
+        task: as accelerate wraps it.
+        losses: what the task returned for each micro-batch of the last step (of its last phase).
+    """
+
+    def __init__(
+        self,
+        accelerator,
+        descent: BlockDescent,
+        task: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: Callable[[int], float],
+        config,
+        signals=None,
+        unreadable=None,
+    ):
+        self.accelerator, self.descent, self.learning_rate = accelerator, descent, learning_rate
+        self.accumulation, self.seed = config.optim.accumulation, config.seed
+        self.updater = Updater(accelerator, config.optim.clip_norm, signals, unreadable)
+        self.task, self.optimizer = descent.prepare(task, optimizer, self.updater)
+        self.losses: List[dict] = []
+
+    def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
+        """Do step `number` with the next micro-batches; whether the weights were updated.
+
+        Args:
+            number: from 0; the learning rate and all random numbers follow from it.
+            batches: iterator over dicts that the task takes, on the device.
+            epoch: of the step, from 0.
+            **more: arguments of the task, beside a batch.
+
+        Raises:
+            FloatingPointError, UnreadableImage: see `Updater`.
+        """
+        set_learning_rate(self.optimizer, self.learning_rate(number))
+        self.task.train()
+        accelerator, last = self.accelerator, self.accumulation - 1
+        for phase in self.descent.phases(epoch, islice(batches, self.accumulation)):
+            self.losses = []
+            for micro, batch in enumerate(self.descent.batches):
+                # After the fetch, which draws numbers too: dropout depends on seed, step, rank and phase alone.
+                torch.manual_seed(derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt))
+                with contextlib.nullcontext() if micro == last else accelerator.no_sync(self.descent.task):
+                    self.losses.append(self.descent.task(**batch, **more))
+                    accelerator.backward(self.losses[-1]["loss"] / self.accumulation)
+            self.norm, updated = self.descent.update(number, self.losses)
+        return updated
+
+    def values(self) -> dict:
+        """Of the last step, for the log: learning rate, gradient norms, and how many steps were skipped until now."""
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        values = dict(lr=lr, grad_norm=round(self.norm, 4), skipped=self.updater.skipped, **self.descent.values())
+        if self.updater.unreadable is not None:
+            values["unreadable"] = len(self.updater.unreadable.seen)
+        return values
+
+    @property
+    def stop(self) -> int:
+        """Number of the signal that any process got before the last update, or 0."""
+        return self.updater.stop
+
+    def stop_after_all(self) -> int:
+        """See `Updater.stop_after_all`."""
+        return self.updater.stop_after_all()
+
+
 def learning_rate(
-    step: int, peak: float, schedule: str, warmup_steps: int, max_steps: int, floor: float, warmup_lr: float = 0.0
+    step: int,
+    peak: float,
+    schedule: str,
+    warmup_steps: int,
+    max_steps: int,
+    floor: float,
+    warmup_lr: float = 0.0,
+    as_timm: bool = False,
 ) -> float:
     """The learning rate of a step: a pure function, so that resuming needs no scheduler state.
 
     Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall that reaches
     `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), but not below `floor` (Vaswani 2017, eq. 3).
+
+    Args:
+        as_timm: step 0 has `warmup_lr` itself, and the fall too counts from step 0, as in timm's schedulers.
     """
+    if step < warmup_steps and as_timm:
+        return warmup_lr + step * ((peak - warmup_lr) / warmup_steps)
     if step < warmup_steps:
         return warmup_lr + (peak - warmup_lr) * (step + 1) / warmup_steps
+    warmup_steps = 0 if as_timm else warmup_steps
     if schedule == "constant":
         return peak
     if schedule == "inverse_sqrt":
@@ -145,21 +243,3 @@ class Updater:
                 f"step {step}: {self.in_a_row} steps in a row without finite loss and gradient (gradient norm {norm:g}, "
                 f"loss {loss:g}, lr {lr:g}); the last one with both was step {step - self.in_a_row}"
             )
-
-
-def total_over_processes(accelerator) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a tensor in main memory over all processes; every process calls it."""
-
-    def total(tensor: torch.Tensor) -> torch.Tensor:
-        if accelerator.num_processes == 1:
-            return tensor
-        return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
-    return total
-
-
-def greatest(values: torch.Tensor) -> List[float]:
-    """Elementwise maximum over all processes; every process calls it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-    return values.tolist()

@@ -1,0 +1,135 @@
+"""Train a classifier.   accelerate launch train_cls.py --config configs/cls/NAME.yaml [--key value ...]
+
+Installed: accelerate launch -m moh_vision.classification.train --config cls/NAME. The same command run again resumes;
+--help prints every key. `--validate-only --checkpoint RUN` is validate.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import List, Optional, Tuple
+
+import torch
+from accelerate.utils import send_to_device
+from timm.optim import create_optimizer_v2
+
+from moh_vision.analysis import HeadLoad, describe
+from moh_vision.classification import validate as validation
+from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
+from moh_vision.data.imagenet import BatchMixing, classification_transforms
+from moh_vision.data.order import StepBatches
+from moh_vision.data.splits import DataRecord, open_splits
+from moh_vision.engine.commands import BadData
+from moh_vision.engine.run import Run
+from moh_vision.engine.step import learning_rate
+from moh_vision.evaluation.accuracy import summary
+from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
+
+NAME = "train_cls.py"
+
+
+def train(run: Run) -> None:
+    config, accelerator = run.config, run.accelerator
+    d, o = config.data, config.optim
+
+    # ---------------------------------------------------------------- data
+    check_name(config.model.name, "classifier")
+    with accelerator.main_process_first():
+        source, val = open_splits(d.root, run.index_dir)
+    record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
+    config.check_micro_batch(accelerator.num_processes)
+    stop, cosine_steps, warmup_steps = config.steps(len(source))
+
+    # ---------------------------------------------------------------- model
+    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
+    if d.img_size or source.img_size:
+        arguments["img_size"] = d.img_size or source.img_size
+    torch.manual_seed(config.seed)
+    model = create(config.model.name, "classifier", **arguments)
+    img_size = arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
+    if run.flags.dry_run:
+        return print(describe(config.model.name, model, torch.zeros(1, source.channels, img_size, img_size)))
+    checkpoint = run.take_up(stop)
+    if checkpoint:
+        keep_shared_heads(model, checkpoint)
+    elif config.init_from:
+        config.check_calibration(init_from(model, config.init_from, accelerator.print))
+    train_only(model, config.train_only)
+    to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
+    if config.calibrate_images and not checkpoint:
+        share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
+
+    batches = StepBatches(
+        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
+        accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes, start=run.start,
+        stop=run.stop, repeats=d.repeats,
+    )  # fmt: skip
+    run.open(model, mae_routers(model), record)
+
+    # ---------------------------------------------------------------- task, optimiser, schedule
+    form = torch.channels_last if config.channels_last else torch.preserve_format
+    model.to(memory_format=form)
+    task = ClassificationTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
+    optimizer = create_optimizer_v2(
+        model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
+    )
+    lr = partial(
+        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=warmup_steps, max_steps=cosine_steps,
+        floor=o.min_lr, warmup_lr=o.warmup_lr, as_timm=True,
+    )  # fmt: skip
+    unreadable = BadSamples(len(source), d.max_bad_fraction)
+    metadata = dict(arguments=arguments, classes=source.classes)
+    run.prepare(task, optimizer, lr, metadata, checkpoint, "classification", config.ema, unreadable)
+
+    def evaluate() -> Tuple[dict, HeadLoad]:
+        """Validate the EMA weights where there are any, else the model."""
+        judged = ClassificationTask(run.ema.module, 0.0) if run.ema else run.task
+        with run.errors((BadData,), every_rank=True):
+            scores, load = validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
+        show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
+        run.event({"validation": scores, "weights": weights}, show)
+        return scores, load
+
+    # ---------------------------------------------------------------- the loop
+    def on_device(batch: dict) -> dict:
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        return dict(batch, images=batch["images"].to(memory_format=form))
+
+    mixing = BatchMixing(config.seed, len(source.classes), **asdict(config.mix)) if config.mix.on else None
+    dataset = LabelledImages(source, to_tensor, config.seed)
+    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable, mixing))
+    weights = "ema" if run.ema else "model"
+    for step in run.steps():
+        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
+        if run.logs():
+            v = run.averages()
+            balance, accuracy = 100 * v["balance_share"], 100 * v["batch_accuracy"]
+            run.metrics(v, f"loss {v['loss']:.4f}, balance {balance:.1f} %, acc {accuracy:.0f} %")
+        run.save()
+        if run.due(config.eval_every) and run.done < run.stop:
+            evaluate()
+    if not run.stopped:
+        scores, load = evaluate()
+        run.write_results(dict(scores, weights=weights))
+        if accelerator.is_main_process:
+            title = f"{config.model.name}: head usage by class, {d.root}, val split"
+            validation.draw_usage(load, run.model, val.classes, run.folder / "head_usage.png", title, run.log.say)
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    rest = [a for a in argv if a.replace("_", "-") != "--validate-only"]
+    if len(rest) < len(argv):
+        return validation.main(rest, NAME)
+    with Run(NAME, ClsConfig, argv) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    main()

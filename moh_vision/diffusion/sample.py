@@ -1,0 +1,204 @@
+"""Sample from a diffusion run, draw a grid, score.   python sample.py --checkpoint RUN --num-images 500 --grid grid.png
+
+Also under `accelerate launch`: processes share the images, which do not depend on how many there are. The same command run
+again after a kill goes on. Installed: python -m moh_vision.diffusion.sample; --help prints every option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from moh_vision.analysis import HeadLoad
+from moh_vision.analysis.figures import draw_head_usage, draw_image_grid, write_images
+from moh_vision.attention import head_budget
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
+from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion.scores import make_judge
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import user_errors
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.io import only_one, run_of, sha256_of, step_of
+from moh_vision.engine.logging import peak_memory_mib, write_json
+from moh_vision.engine.ranks import by_main
+from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
+from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.models.weights import from_run
+
+NAME = "sample.py"
+# What the images depend on, beside the weights.
+SAMPLING = ("sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision")
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    # ---------------------------------------------------------------- set-up
+    held = contextlib.ExitStack()
+    with user_errors(NAME):
+        config, _ = parse_config(SampleConfig, sys.argv[1:] if argv is None else argv, NAME)
+        accelerator = make_accelerator(config.mixed_precision)
+        pipe, about = open_pipeline(config)
+        classes, weights = about["classes"], Path(about["weights"])
+        run, step = run_of(weights), step_of(weights.parent)
+        scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
+        scores_path = Path(config.score_file or run / scores_name) if config.score else None
+        files, folders = [config.grid, config.head_usage, scores_path], [config.save_pipeline]
+        (files if str(config.out).endswith(".npz") else folders).append(config.out)
+        claim_outputs(files, folders, config.overwrite)
+        with accelerator.main_process_first():
+            where = dict(index_dir=index_dir(str(run)), classes=classes)
+            judge = make_judge(**config.scoring(), **where) if config.score else None
+        settings = {name: getattr(config, name) for name in SAMPLING}
+        hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
+        place = Path(config.out).absolute().parent if config.out else run.absolute()
+        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
+        # All processes have looked at what is there when one of them begins to write.
+        by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
+    pipe.to(accelerator.device).set_progress_bar_config(disable=True)
+    if config.save_pipeline and accelerator.is_main_process:
+        pipe.save_pretrained(config.save_pipeline)
+        print(f"pipeline: {config.save_pipeline}")
+
+    # ---------------------------------------------------------------- sample
+    labels = draw_labels(config, len(classes))
+    load = draw(config, accelerator, pipe, parts, labels, len(classes))
+    accelerator.wait_for_everyone()
+    how = f"{config.sampler} {len(pipe.scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
+    if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
+        how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
+    if config.num_images:
+        accelerator.print(f"{config.num_images} images, {how}, {weights}")
+
+    # ---------------------------------------------------------------- write and score
+    if accelerator.is_main_process:
+        write(config, parts, labels, classes)
+    if judge:
+        with user_errors(NAME):  # what fails on one process fails on all
+            scores, text = judge(parts, labels, accelerator.device, config.batch_size)
+        if accelerator.is_main_process:
+            scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
+            write_json(scores_path, scores)
+            print(f"{text}\nscores: {scores_path}")
+    if config.head_usage and accelerator.is_main_process:
+        load.sums = parts.sums()
+        title = f"{about['architecture']}: head usage by class while sampling"
+        rows = [*classes, "none"] if config.cfg_scale != 1 else classes
+        shared = [layer["shared"] for layer in head_budget(pipe.transformer)["layers"]]
+        draw_head_usage([s[: len(rows)] for s in load.share()], shared, rows, config.head_usage, title)
+        print(f"head usage: {config.head_usage}")
+
+    # ---------------------------------------------------------------- the end
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        held.close()  # before its file is removed, which NFS does not do to an open one
+        parts.remove()
+    finish(accelerator)
+
+
+def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
+    """(the pipeline around a run's model, what `from_run` says of it).
+
+    Raises:
+        ValueError, FileNotFoundError: naming the option or file.
+    """
+    model, about = from_run(config.checkpoint, "diffusion", config.weights)
+    if config.vae and not about.get("vae"):
+        raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
+    vae = open_vae(config.vae, about.get("vae"))
+    # A prediction is clipped to the range of pixels; latents have none.
+    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
+    label_drop = about["config"]["label_drop"]
+    if config.cfg_scale != 1 and label_drop == 0:
+        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
+    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), label_drop), about
+
+
+def open_vae(override: Optional[str], recorded: Optional[dict]):
+    """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
+
+    Raises:
+        ValueError: if it cannot be loaded, or the recorded name means another VAE by now.
+    """
+    if recorded is None:
+        return None
+    vae = load_vae(override or recorded["name"])
+    if not override and vae_fingerprint(vae) != recorded["sha256"]:
+        raise ValueError(
+            f"the VAE {recorded['name']} is not the one of the run (sha256 {recorded['sha256'][:12]}); --vae takes another on purpose"
+        )
+    # Latents were scaled by the factor of the training, whatever this decoder's own is.
+    vae.register_to_config(scaling_factor=recorded["scaling_factor"])
+    vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
+    return vae
+
+
+def draw_labels(config: SampleConfig, num_classes: int) -> Tensor:
+    """The class of every image, [num_images]."""
+    if config.labels == "balanced":
+        return torch.arange(config.num_images) % num_classes
+    draws = (derive_seed(config.seed, i, Stream.DIFFUSION) % num_classes for i in range(config.num_images))
+    return torch.tensor(list(draws), dtype=torch.long)
+
+
+def draw(
+    config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, num_classes: int
+) -> HeadLoad:
+    """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
+    heads = [layer["heads"] for layer in head_budget(pipe.transformer)["layers"]]
+    load = HeadLoad(heads, num_classes + 1)  # the last row: "no class"
+    todo = parts.missing(accelerator.process_index, accelerator.num_processes)
+    here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
+    if len(todo) < here:
+        accelerator.print(f"{here - len(todo)} of {here} batches of this process are there already")
+    quiet = not (accelerator.is_main_process and sys.stderr.isatty())
+    with (
+        user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
+        tqdm(total=len(todo) * len(pipe.scheduler.timesteps), desc="sampling", unit="step", disable=quiet) as bar,
+    ):
+
+        def advance(*_):
+            bar.update()
+
+        for number in todo:
+            numbers = parts.numbers(number)
+            load.sums.zero_()
+            with accelerator.autocast():
+                latents = pipe(
+                    labels[numbers.start : numbers.stop],
+                    config.cfg_scale,
+                    config.guide_channels,
+                    config.cfg_interval,
+                    config.steps,
+                    [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers],
+                    output_type="latent",
+                    callback_on_step_end=advance,
+                    on_routing=load.add if config.head_usage else None,
+                ).images
+                parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
+            bar.set_postfix_str(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
+    return load
+
+
+def write(config: SampleConfig, parts: ImageParts, labels: Tensor, classes: List[str]) -> None:
+    """Write --out and --grid."""
+    if config.out:
+        write_images((batch for _, batch in parts.batches()), labels, Path(config.out))
+        print(f"images: {config.out}")
+    if config.grid:
+        drawn = [torch.nonzero(labels == c).flatten().tolist() for c in range(len(classes))]
+        shown = [c for c, numbers in enumerate(drawn) if numbers][:10]
+        columns = min([config.grid_columns, *(len(drawn[c]) for c in shown)])
+        numbers = [i for c in shown for i in drawn[c][:columns]]
+        draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in shown])
+        print(f"grid, one class a row: {config.grid}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Train a diffusion transformer.   accelerate launch train_dit.py --config configs/dit/NAME.yaml [--key value ...]
+
+Installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME. The same command run again resumes; --help
+prints every key.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import List, Optional
+
+import torch
+from accelerate.utils import DistributedType, send_to_device
+from timm.optim import create_optimizer_v2
+
+from moh_vision.analysis import describe
+from moh_vision.data.batches import BadSamples, training_batches
+from moh_vision.data.order import StepBatches
+from moh_vision.data.splits import DataRecord
+from moh_vision.diffusion.config import DitConfig
+from moh_vision.diffusion.inputs import open_inputs
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
+from moh_vision.diffusion.previews import Samples
+from moh_vision.diffusion.scores import make_judge
+from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.engine.run import Run
+from moh_vision.engine.step import learning_rate
+from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
+
+
+def train(run: Run) -> None:
+    config, accelerator = run.config, run.accelerator
+    d, o = config.data, config.optim
+
+    # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
+    check_name(config.model.name, "diffusion")
+    with accelerator.main_process_first():
+        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device)
+    source, classes = inputs.source, inputs.source.classes
+
+    # ---------------------------------------------------------------- model
+    arguments = dict(
+        config.model.arguments(), img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes),
+        learn_sigma=config.learn_sigma,
+    )  # fmt: skip
+    torch.manual_seed(config.seed)
+    model = create(config.model.name, "diffusion", **arguments)
+    if run.flags.dry_run:
+        zeros = torch.zeros(1, dtype=torch.long)
+        example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
+        return print(describe(config.model.name, model, example, zeros, zeros))
+    checkpoint = run.take_up(config.max_steps)
+    if checkpoint:
+        keep_shared_heads(model, checkpoint)
+    elif config.init_from:
+        init_from(model, config.init_from, accelerator.print)
+    train_only(model, config.train_only)
+
+    # ---------------------------------------------------------------- what else the run needs, opened before its first step
+    draws = config.preview.every or config.score.every
+    if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+    decode = inputs.decoder(accelerator.device) if draws else None
+    previews, scored = (
+        Samples(c, len(classes), config.learn_sigma, clip=inputs.space is None, decode=decode)
+        for c in (config.preview, config.score)
+    )
+    with accelerator.main_process_first():
+        judge = make_judge(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
+    batches = StepBatches(
+        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
+        accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes, start=run.start,
+        stop=run.stop,
+    )  # fmt: skip
+    run.open(model, mae_routers(model), DataRecord(d.root, run.flags.allow_change, train=source))
+
+    # ---------------------------------------------------------------- task, optimiser, schedule
+    task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
+    optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
+    lr = partial(
+        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=run.stop, floor=o.min_lr
+    )
+    unreadable = BadSamples(len(source), d.max_bad_fraction)
+    metadata = dict(arguments=arguments, classes=classes, vae=inputs.about_vae())
+    run.prepare(task, optimizer, lr, metadata, checkpoint, "diffusion", config.ema, unreadable)
+
+    # ---------------------------------------------------------------- the loop
+    def on_device(batch: dict) -> dict:
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+        return inputs.encode(batch, accelerator.autocast())
+
+    dataset = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
+    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
+    drawn = run.ema.module if run.ema else run.model
+    for step in run.steps():
+        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
+        if run.logs():
+            v = run.averages()
+            show = f"loss {v['loss']:.4f}, mse {v['mse']:.4f}, balance {100 * v['balance_share']:.1f} %"
+            run.metrics(v, show, failed_previews=previews.failed, failed_scores=scored.failed)
+        run.save()
+        if run.due(config.preview.every, at_end=True):
+            previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run.log, step)
+            run.log.pause()
+        if run.due(config.score.every, at_end=True):
+            scores, text = scored.score(drawn, judge, run.folder, run.done, accelerator)
+            run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
+    if not run.stopped:
+        weights = run.folder / ("ema.safetensors" if run.ema else "model.safetensors")
+        run.log.say(f"{run.folder}: {run.done} steps done; weights in {weights}")
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    with Run("train_dit.py", DitConfig, sys.argv[1:] if argv is None else argv) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    main()

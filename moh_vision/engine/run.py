@@ -1,0 +1,448 @@
+"""A training run from its command line to its end: folder, lock, resume point, log, saves, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch import nn
+
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.checkpoint import load_training, resume_point
+from moh_vision.engine.command_line import changed_keys, parse_config
+from moh_vision.engine.commands import MISTAKES, BadData, message_of, user_errors
+from moh_vision.engine.ema import make_ema
+from moh_vision.engine.io import LOCK, only_one
+from moh_vision.engine.logging import open_log, write_json
+from moh_vision.engine.ranks import by_main
+from moh_vision.engine.saver import SaveError, Saver, check_writable
+from moh_vision.engine.signals import StopSignals
+from moh_vision.engine.step import Step, average_over_step
+from moh_vision.engine.tracking import check_tracker
+
+CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
+
+
+class Run:
+    """A training run, a context manager; a `train` module uses it in this order:
+
+        with Run("train_dit.py", DitConfig, argv) as run:
+            checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
+            run.open(model, routers, data)          the end of the set-up: from here on the folder is the run's
+            run.prepare(task, optimizer, ...)       wrap, resume, open the log
+            for step in run.steps():
+                run.step(batches, epoch)            forward, backward, update
+                if run.logs(): run.metrics(run.averages(), "loss ...")
+                run.save()                          where it is time
+            if not run.stopped: ...                 the last evaluation
+
+    A user's mistake during the set-up, and data that turns out to be bad later, are one line and exit code 2; a loss that
+    stays infinite, or saves that fail, are one line and exit code 1. A run that a signal stopped saves, and exits with
+    128 + the signal's number.
+
+    Args:
+        name: of the script, for messages.
+        kind: the dataclass of its configuration, a `RunConfig`.
+        argv: command line without the program.
+
+    Attributes:
+        config, flags: of the command line, see `parse_config`.
+        accelerator: accelerate's Accelerator.
+        folder: of the run.
+        start, stop: first step, and number of all steps.
+        done: steps that are done.
+        stopped: number of the signal that stopped the run, or 0.
+        model, ema: the unwrapped model, and the average of its weights or None.
+        log: a `RunLog`.
+    """
+
+    def __init__(self, name: str, kind: type, argv: List[str]):
+        self.name, self.kind, self.argv = name, kind, argv
+
+    def __enter__(self) -> Run:
+        with contextlib.ExitStack() as held:
+            self.signals = held.enter_context(StopSignals())
+            with user_errors(self.name):
+                self.config, self.flags = parse_config(self.kind, self.argv, self.name)
+                c = self.config
+                self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
+            self._held = held.pop_all()
+        self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        with self._held:
+            if error is None:
+                self._finish()
+            elif isinstance(error, MISTAKES) and self.setting_up or isinstance(error, BadData):
+                with self.errors():
+                    raise error
+            elif isinstance(error, (FloatingPointError, SaveError)):
+                with self.errors((FloatingPointError, SaveError), code=1):
+                    raise error
+
+    def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
+        """See `user_errors`."""
+        return user_errors(self.name, kinds, **options)
+
+    @property
+    def index_dir(self) -> str:
+        """See the function of that name."""
+        return index_dir(self.config.output)
+
+    def take_up(self, steps: int) -> Optional[Path]:
+        """Lock the run in config.output, if there is one; returns the checkpoint that it goes on from, or None.
+
+        Args:
+            steps: of the whole run.
+
+        Raises:
+            ValueError: see the function `take_up`.
+        """
+        c, f = self.config, self.flags
+        found = take_up(c.output, steps, f.fresh, self.accelerator, self._held, lock=not f.dry_run)
+        self.start, checkpoint = found or (0, None)
+        self.stop, self.done = steps, self.start
+        return checkpoint
+
+    def open(self, model: nn.Module, routers: List[nn.Module], data=None) -> None:
+        """Open the folder; the last thing that a user's mistake can prevent.
+
+        Args:
+            model: those of its parameters that require a gradient are trained.
+            routers: MAE's in it, see `BlockDescent`.
+            data: a `DataRecord`, see `open_run`.
+
+        Raises:
+            ValueError: see `BlockDescent` and `open_run`.
+        """
+        c = self.config
+        self.model = model
+        self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
+        changed = partial(changed_keys, allowed=self.flags.allow_change)
+        self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, data)
+
+    def prepare(
+        self,
+        task: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        learning_rate: Callable[[int], float],
+        metadata: Dict[str, object],
+        checkpoint: Optional[Path],
+        title: str,
+        ema=None,
+        unreadable=None,
+        **log_options,
+    ) -> None:
+        """Wrap the task, restore the checkpoint, open the log.
+
+        Args:
+            task: a `RoutedTask` around the model.
+            optimizer: of the model's parameters.
+            learning_rate: of a step.
+            metadata: what exported weights say of the model, beside its name and the configuration.
+            checkpoint: what `take_up` returned.
+            title: of the log.
+            ema: an `EmaConfig`, or None.
+            unreadable: a `BadSamples`, or None.
+            **log_options: see `RunLog`.
+        """
+        c, accelerator = self.config, self.accelerator
+        if c.compile:
+            task.compile()
+        # Before the model may be sharded.
+        self.ema = make_ema(self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device)
+        self._step = Step(accelerator, self.descent, task, optimizer, learning_rate, c, self.signals, unreadable)
+        self.task = self._step.task
+        self.model = accelerator.unwrap_model(self.task).model
+        if checkpoint:
+            load_training(accelerator, checkpoint, self.model, self.ema, accelerator.print)
+            accelerator.print(f"resuming {self.folder} at step {self.start}")
+        self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
+        self.metadata = dict(metadata, architecture=c.model.name, config=c.tree())
+        accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
+        main = accelerator.is_main_process
+        self.log = open_log(self.folder, self.start, self.stop, title, c.tracker, c.tree(), main, **log_options)
+        self.descent.announce(self.log, self.start)
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
+        self.setting_up = False
+        self.signals.begin()
+        while self.done < self.stop and not self._step.stop and not self._ends:
+            yield self.done
+        self.signals.end()
+        self.stopped = self._step.stop_after_all()
+        if self.stopped:
+            self.log.stopped(self.done, self.stopped)
+
+    def step(self, batches: Iterable[dict], epoch: int, count: int, **more) -> None:
+        """Do the next step, see `Step`; the EMA follows.
+
+        Args:
+            batches: its micro-batches, on the device, are the next ones of this.
+            epoch: of the step, from 0.
+            count: its images or tokens, for the log's rate.
+            **more: arguments of the task, beside a batch.
+        """
+        updated = self._step(self.done, self._fetched(batches), epoch, **more)
+        self.done += 1
+        if self.ema and updated:
+            self.ema.update(self.model, self.done)
+        self.log.step(count)
+
+    def logs(self) -> bool:
+        """Whether the step just done is logged."""
+        return (self.done - 1) % self.config.log_every == 0 or self.done == self.stop
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest one of the step just done."""
+        return self._step.values()["lr"]
+
+    def averages(self) -> dict:
+        """See `average_over_step`, for the step just done; every process calls it."""
+        return average_over_step(self.accelerator, self._step.losses)
+
+    def metrics(self, values: dict, show: str, **counts) -> None:
+        """Log values and counts of the step just done, with its learning rate and gradient norm; see `RunLog.metrics`."""
+        counts = dict(self._step.values(), failed_saves=self.saver.failed, **counts)
+        self.log.metrics(self.done - 1, dict(values, **counts), show)
+
+    def due(self, every: int, at_end: bool = False) -> bool:
+        """Whether something that is done after every so many steps (0: never) is to be done now.
+
+        Args:
+            at_end: also after the last step.
+        """
+        if not every or self._step.stop:
+            return False
+        return self.done % every == 0 or (at_end and self.done == self.stop)
+
+    def end_early(self) -> None:
+        """Make the step just done the last one; call it before `save`."""
+        self._ends = True
+
+    def save(self) -> None:
+        """Save a checkpoint, where it is time or this step is the last one.
+
+        Raises:
+            SaveError: see `Saver`.
+        """
+        last = self.done == self.stop or self._step.stop > 0 or self._ends
+        if last or self.done % self.config.save_every == 0:
+            self.saver.save(self.done, self.model, self.ema, self.metadata, last)
+            self.log.pause()
+
+    def event(self, values: dict, show: str) -> None:
+        """Log an evaluation after the step just done, and leave its time out of the rate; see `RunLog.event`."""
+        self.log.event(self.done - 1, values, show)
+        self.log.pause()
+
+    def write_results(self, results: dict) -> None:
+        """Write OUTPUT/results.json, with the steps that are done."""
+        if self.accelerator.is_main_process:
+            write_json(self.folder / "results.json", dict(results, step=self.done, **self.descent.about()))
+
+    def _fetched(self, batches: Iterable[dict]) -> Iterator[dict]:
+        with self.errors((BadData,), every_rank=True):
+            for batch in batches:  # noqa: UP028  `yield from` would close them after a step
+                yield batch
+
+    def _finish(self) -> None:
+        if self.log:
+            self.log.close()
+        for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
+            self.__dict__.pop(name, None)
+        finish(self.accelerator, self.stopped)
+
+
+def index_dir(output: str) -> str:
+    """Where a run keeps what belongs to data in read-only folders: beside its folder, for the runs beside it."""
+    return str(Path(output).resolve().with_name(".index"))
+
+
+def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:
+    """accelerate's Accelerator; accumulation is the script's own.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
+        tracker: name of the package that the run will need for it.
+
+    Raises:
+        ValueError: if `accelerate launch` was told another precision than the configuration, or the package is missing.
+    """
+    check_tracker(tracker)
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", mixed_precision):
+        raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
+    accumulation = GradientAccumulationPlugin(num_steps=1)
+    # The others wait while the main process indexes shards, or encodes text; the default is 10 minutes.
+    patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
+    return Accelerator(
+        mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation, kwargs_handlers=[patient]
+    )
+
+
+def take_up(
+    output: str, max_steps: int, fresh: bool, accelerator, held: contextlib.ExitStack, lock: bool = True
+) -> Optional[Tuple[int, Path]]:
+    """Lock the run that is in `output`, if there is one, and find the checkpoint it goes on from.
+
+    Args:
+        output, fresh: see `open_run`.
+        max_steps: steps of the whole run.
+        accelerator: its main process locks for all.
+        held: releases the lock when it is closed.
+        lock: if False, only read; another process may write to the run.
+
+    Returns:
+        (step, folder) of the checkpoint, or None for a run that begins.
+
+    Raises:
+        ValueError: if another process writes to the run, and see `checkpoint.resume_point`.
+    """
+    folder = Path(output).resolve()
+
+    def lock_it():
+        if lock and (folder / CONFIG).exists():
+            check_writable(folder)
+            held.enter_context(only_one(folder, "--output"))
+
+    by_main(lock_it, accelerator)
+    return resume_point(Path(output), max_steps, fresh, accelerator.print)
+
+
+def open_run(
+    output: str,
+    config: dict,
+    changed: Callable[[dict, dict], List[str]],
+    fresh: bool,
+    accelerator,
+    held: contextlib.ExitStack,
+    data=None,
+) -> Path:
+    """Make the folder of a run, or open the one that `take_up` has locked.
+
+    Args:
+        output: the folder.
+        config: the resolved configuration, written to config.yaml.
+        changed: (saved, new) -> descriptions of differences that make it another run.
+        fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
+        accelerator: its main process writes, the others wait.
+        held: releases the lock on the folder when it is closed.
+        data: a `DataRecord`, compared with that of the run and written beside config.yaml.
+
+    Raises:
+        ValueError: if the folder holds something else, a run with another configuration or other data, or if another
+            process writes to it.
+    """
+    folder = Path(output).resolve()
+    saved = folder / CONFIG
+    there = saved.exists() and not fresh
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {output} is a file")
+    if there:
+        try:
+            earlier = yaml.safe_load(saved.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
+        differences = changed(earlier, config)
+        if differences:
+            raise ValueError(
+                f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
+                "Take another folder, --allow-change KEY, or --fresh to move that run aside"
+            )
+        if data:
+            data.check(folder, accelerator.print)
+    elif folder.exists() and not fresh and any(path.name not in (LOCK, HIDDEN_CONFIG) for path in folder.iterdir()):
+        raise ValueError(
+            f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
+        )
+    accelerator.wait_for_everyone()  # all have looked before one writes
+
+    def write():
+        check_writable(folder)
+        if fresh and folder.exists():
+            number = 1
+            while folder.with_name(f"{folder.name}.{number}").exists():
+                number += 1
+            aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            (aside / LOCK).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not there:
+            held.enter_context(only_one(folder, "--output"))
+            if saved.exists():
+                raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
+        temporary = folder / HIDDEN_CONFIG
+        temporary.write_text(yaml.safe_dump(config, sort_keys=False))
+        temporary.rename(saved)
+        if data:
+            data.save(folder)
+
+    by_main(write, accelerator)
+    return Path(output)
+
+
+def claim_outputs(files, folders, overwrite: bool) -> None:
+    """Make the parents of output paths, before any work.
+
+    Args:
+        files, folders: paths; None and "" are left out.
+        overwrite: what is there may be replaced.
+
+    Raises:
+        ValueError: naming the path, if it is there, is of the other kind, is given twice, or cannot be written.
+    """
+    files, folders = ([Path(p) for p in paths if p] for paths in (files, folders))
+    for path in (every := [*files, *folders]):
+        if every.count(path) > 1:
+            raise ValueError(f"{path} is given for two outputs")
+        if path.is_dir() and path in files:
+            raise ValueError(f"{path} is a folder, expected a file")
+        if path.is_file() and path in folders:
+            raise ValueError(f"{path} is a file, expected a folder")
+        if not overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
+            raise ValueError(f"{path} exists; give another path, or --overwrite true")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror})") from None
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path} cannot be written")
+
+
+def finish(accelerator, signum: int = 0) -> None:
+    """End a run: wait for all, collect the wrapped task, destroy the process group.
+
+    The caller has dropped its references to the wrapped task and optimiser. gloo with DistributedDataParallel
+    otherwise aborts at exit about once in four times.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        signum: number of the signal that ended the run, if one did.
+
+    Raises:
+        SystemExit: with code 128 + signum, as a shell has it.
+    """
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    gc.collect()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if signum:
+        raise SystemExit(128 + signum)

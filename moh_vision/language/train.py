@@ -1,0 +1,145 @@
+"""Train a translation, masked or causal language model.
+
+    accelerate launch train_text.py --config configs/text/NAME.yaml [--key value ...]
+
+Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes; --help
+prints every key.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import List, Optional
+
+import torch
+from accelerate.utils import DistributedType, send_to_device
+from timm.optim import param_groups_weight_decay
+
+from moh_vision.analysis import describe
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.early_stop import Patience, earlier_losses
+from moh_vision.engine.run import Run
+from moh_vision.engine.sharding import whole_weights
+from moh_vision.engine.step import learning_rate
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.task import LanguageTask
+from moh_vision.models.mae import mae_routers, train_only
+
+NAME = "train_text.py"
+
+try:
+    from moh_vision.language.data.open import open_text, tokenizer_of
+    from moh_vision.language.evaluation.perplexity import summary
+    from moh_vision.language.evaluation.scores import BEST, evaluation_of, final_scores, final_weights
+    from moh_vision.language.evaluation.translation import check_gate_modes
+    from moh_vision.language.models.build import build_model, save_configs, task_for
+    from moh_vision.language.models.weights import init_text
+except ModuleNotFoundError as error:
+    print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def train(run: Run) -> None:
+    config, accelerator = run.config, run.accelerator
+    d, o = config.data, config.optim
+    if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1")
+
+    # ---------------------------------------------------------------- data; a resumed run has its tokenizer
+    checkpoint = run.take_up(config.max_steps)
+    cache, tokenizer = str(Path(run.index_dir, "text")), tokenizer_of(config, bool(checkpoint))
+    with accelerator.main_process_first():
+        text = open_text(task_for(config.model), d, cache, config.seed, tokenizer, accelerator.print)
+
+    # ---------------------------------------------------------------- model
+    torch.manual_seed(config.seed)
+    model, arguments = build_model(config, text, bool(checkpoint), accelerator.print)
+    check_gate_modes(model, config.generate.gate_modes)
+    if run.flags.dry_run:
+        return print(describe(config.model.name, model, **text.example()))
+    micro_batches = o.accumulation * accelerator.num_processes
+    if checkpoint:
+        text.check(Path(config.output), micro_batches)
+    fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
+    if config.init_from and not checkpoint:
+        init_text(model, config.init_from, fingerprints, accelerator.print)
+    train_only(model, config.train_only)
+    batches = text.batches(
+        batch_size=o.batch_size, accumulation=o.accumulation, rank=accelerator.process_index,
+        world=accelerator.num_processes, start=run.start, stop=run.stop,
+    )  # fmt: skip
+    run.open(model, mae_routers(model))
+    if accelerator.is_main_process and not checkpoint:
+        text.save(run.folder, micro_batches)
+        save_configs(model, run.folder)  # with model.safetensors what from_pretrained reads
+
+    # ---------------------------------------------------------------- task, optimiser, schedule
+    task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
+    undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
+    groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=undecayed)
+    if o.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=True)
+    lr = partial(
+        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=run.stop,
+        floor=o.min_lr, warmup_lr=o.warmup_lr,
+    )  # fmt: skip
+    patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
+    metadata = dict(arguments=arguments, vocabularies=fingerprints)
+    title = config.model.name
+    run.prepare(task, optimizer, lr, metadata, checkpoint, title, unit="tokens", ends_with_validation=False)
+    evaluate = evaluation_of(text, run.task, accelerator, run.log)
+
+    # ---------------------------------------------------------------- the loop
+    stream = text.stream(batches)
+    if patience.exhausted:
+        run.end_early()
+    for step in run.steps():
+        with run.errors(every_rank=True, code=1):  # text that has changed, or ids that are none
+            own = [
+                send_to_device(batch, accelerator.device, non_blocking=True) for batch in islice(stream, o.accumulation)
+            ]
+        # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
+        # step's loss is the mean over all its labels.
+        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
+        run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
+        if run.logs():
+            v = dict(run.averages(), epoch=batches.epoch(step))
+            run.metrics(v, f"loss {v['loss']:.4f}, nll {v['nll']:.4f}, lr {run.learning_rate:.2e}")
+        # Before the save, so that a run that goes on from there knows of it.
+        if config.eval_every and run.done % config.eval_every == 0:
+            with run.errors(code=1):  # a loss that is not finite
+                scores = evaluate(text.val, "validation")
+            run.event({"validation": scores}, f"validation after {run.done} steps: {summary(scores)}")
+            if patience(run.done, scores["loss"]) and config.patience:
+                about = dict(run.metadata, step=run.done)
+                export_weights(run.model, run.folder / BEST, about, write=accelerator.is_main_process)
+            if patience.exhausted:
+                run.end_early()
+        run.save()
+
+    # ---------------------------------------------------------------- the last scores
+    if run.stopped:
+        return
+    if patience.exhausted:
+        looks = f"{patience.waited} validations without a lower loss than {patience.best:.4f}"
+        run.log.say(f"stopped after {run.done} steps: {looks}")
+    with run.errors():
+        results = final_weights(config, run.model, run.folder, accelerator, run.log, run.metadata)
+        with whole_weights(run.task):
+            results.update(final_scores(config, text, run.model, run.folder, evaluate, accelerator, run.log))
+    run.write_results(dict(results, **patience.about()))
+    run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    with Run(NAME, LanguageConfig, sys.argv[1:] if argv is None else argv) as run:
+        train(run)
+
+
+if __name__ == "__main__":
+    main()
