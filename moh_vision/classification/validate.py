@@ -4,7 +4,6 @@ Also weights of other kinds, with the model as --model.* and --data.root; instal
 moh_vision.classification.validate.
 """
 
-import sys
 import time
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
@@ -147,7 +146,7 @@ def report(config, flags, accelerator) -> None:
 
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
     with user_errors(name):
-        config, flags = parse_config(ClsConfig, sys.argv[1:] if argv is None else argv, name, to_validate=True)
+        config, flags = parse_config(ClsConfig, argv, name, to_validate=True)
         accelerator = make_accelerator(config.mixed_precision, config.tf32)
     with user_errors(name), user_errors(name, (BadData,), every_rank=True):
         report(config, flags, accelerator)

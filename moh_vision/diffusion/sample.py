@@ -42,7 +42,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     # ---------------------------------------------------------------- set-up
     held = contextlib.ExitStack()
     with user_errors(NAME):
-        config, _ = parse_config(SampleConfig, sys.argv[1:] if argv is None else argv, NAME)
+        config, _ = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])

@@ -6,7 +6,6 @@ prints every key.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import List, Optional
 
@@ -113,7 +112,7 @@ def train(run: Run) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    with Run("train_dit.py", DitConfig, sys.argv[1:] if argv is None else argv) as run:
+    with Run("train_dit.py", DitConfig, argv) as run:
         train(run)
 
 

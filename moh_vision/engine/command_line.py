@@ -8,13 +8,13 @@ import re
 import sys
 import typing
 from pathlib import Path
-from typing import Any, Dict, List, Set
+from typing import Any, Dict, List, Optional, Set
 
 import jsonargparse
 import yaml
 
 from moh_vision.engine.commands import message_of, nearest
-from moh_vision.engine.config import FREE_KEYS, LATER_KEYS, Flags, RunConfig
+from moh_vision.engine.config import FREE_KEYS, LATER_KEYS, Flags, RunConfig, config_file
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
 
@@ -23,7 +23,7 @@ MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20
 
 
-def parse_config(kind, argv: List[str], prog: str, to_validate: bool = False):
+def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool = False):
     """Read `--config FILE` and `--key.sub value` overrides.
 
     A key that has no effect beside the others (see `effects`) is refused. If an option on the command line makes
@@ -31,7 +31,7 @@ def parse_config(kind, argv: List[str], prog: str, to_validate: bool = False):
 
     Args:
         kind: the dataclass to fill; a RunConfig also takes --dry-run, --fresh and --allow-change.
-        argv: command line without the program; - and _ are the same in option names.
+        argv: command line without the program, None: that of the process; - and _ are the same in option names.
         prog: name of the script.
         to_validate: instead of these take --checkpoint, whose run's config.yaml is read where there is no --config, and
             only options that validation reads.
@@ -42,7 +42,8 @@ def parse_config(kind, argv: List[str], prog: str, to_validate: bool = False):
     Raises:
         ValueError: one line that names the key, the value and what is allowed.
     """
-    argv = _paired(_switched_on([_underscored(token) for token in argv], kind), kind)
+    argv = sys.argv[1:] if argv is None else argv
+    argv = _paired(_switched_on(_named([_underscored(token) for token in argv]), kind), kind)
     is_run = issubclass(kind, RunConfig) and not to_validate
     known = list(_leaf_keys(kind))
     flags = ["config", "print_config", "help"] + ["dry_run", "fresh", "allow_change"] * is_run
@@ -183,6 +184,13 @@ def _underscored(token: str) -> str:
         return token
     name, equals, value = token.partition("=")
     return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def _named(argv: List[str]) -> List[str]:
+    """The arguments, with the file behind a configuration that is given by its name."""
+    before = ["", *argv]
+    named = [f"--config={config_file(a[9:])}" if a.startswith("--config=") else a for a in argv]
+    return [config_file(a) if b == "--config" else a for a, b in zip(named, before)]
 
 
 def _switched_on(argv: List[str], kind) -> List[str]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Dict, List, Literal, Optional, Set, Tuple, Union
+
+
+def config_file(name: str) -> str:
+    """The file that --config names: a path, or a configuration that ships with the package, as cls/NAME."""
+    shipped = Path(__file__).parents[1] / "configs" / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
 def check(name: str, value, ok: bool, allowed: str) -> None:

@@ -53,7 +53,7 @@ class Run:
     Args:
         name: of the script, for messages.
         kind: the dataclass of its configuration, a `RunConfig`.
-        argv: command line without the program.
+        argv: command line without the program; None: that of the process.
 
     Attributes:
         config, flags: of the command line, see `parse_config`.
@@ -66,7 +66,7 @@ class Run:
         log: a `RunLog`.
     """
 
-    def __init__(self, name: str, kind: type, argv: List[str]):
+    def __init__(self, name: str, kind: type, argv: Optional[List[str]] = None):
         self.name, self.kind, self.argv = name, kind, argv
 
     def __enter__(self) -> Run:

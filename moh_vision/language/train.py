@@ -137,7 +137,7 @@ def train(run: Run) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    with Run(NAME, LanguageConfig, sys.argv[1:] if argv is None else argv) as run:
+    with Run(NAME, LanguageConfig, argv) as run:
         train(run)
 
 
