@@ -16,8 +16,8 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
 
-def parse(*argv, kind=ClsConfig):
-    return parse_config(kind, list(argv), "test")
+def parse(*argv, kind=ClsConfig, **how):
+    return parse_config(kind, list(argv), "test", **how)
 
 
 def test_yaml_then_command_line(tmp_path):
@@ -233,8 +233,7 @@ def test_steps_from_epochs():
         (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: from 0 to optim.lr"),
         (["--mix.mixup", "-1"], "mix.mixup -1.0 is out of range"),
         (["--mix.mode", "pairs"], 'key "mix.mode": Expected .*batch.*Got value: pairs'),
-        (["--validate-only"], "--validate-only and --checkpoint PATH belong together"),
-        (["--checkpoint", "x"], "--validate-only and --checkpoint PATH belong together"),
+        (["--checkpoint", "x"], "unknown key 'checkpoint'"),
         (["--model.kwargs", "5"], r'key "model.kwargs": Expected Dict\[str, Any\] or null. Got value: 5'),
     ],
 )
@@ -377,8 +376,6 @@ def test_every_key_has_an_effect_or_is_tried_above(kind):
     ("optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
     ("optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
     ("model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
-    ("", "--validate-only --checkpoint x --optim.lr 1", "optim.lr has no effect with --validate-only; allowed are model"),
-    ("", "--validate-only --checkpoint x --dry-run", "dry_run has no effect with --validate-only"),
 ])  # fmt: skip
 def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
     file = tmp_path / "c.yaml"
@@ -417,12 +414,31 @@ def test_a_dense_baseline_has_all_heads(config, baseline):
 
 def test_validation_reads_the_runs_configuration(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {root: shards, augment: imagenet}\n")
-    config, flags = parse("--validate-only", "--checkpoint", str(tmp_path), "--data.workers", "0")
+    config, flags = parse("--checkpoint", str(tmp_path), "--data.workers", "0", to_validate=True)
     assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)
-    assert flags.validate_only and flags.checkpoint == str(tmp_path)
+    assert flags.checkpoint == str(tmp_path)
     (tmp_path / "own.yaml").write_text("seed: 3\n")
-    config = parse("--config", str(tmp_path / "own.yaml"), "--validate-only", "--checkpoint", str(tmp_path))[0]
+    config = parse("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path), to_validate=True)[0]
     assert (config.data.root, config.seed) == ("digits", 3)
+    for argv, message in (
+        ([], "--checkpoint PATH is needed"),
+        (["--checkpoint", "x", "--optim.lr", "1"], "optim.lr has no effect on a validation; allowed are model"),
+        (["--checkpoint", "x", "--dry-run"], "unknown key 'dry_run'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(*argv, to_validate=True)
+
+
+def test_configurations_are_found_by_name(tmp_path, monkeypatch):
+    by_path = parse("--config", str(ROOT / "configs" / "cls" / "moh_vit_small_patch16_224.yaml"))[0]
+    monkeypatch.chdir(tmp_path)
+    for name in ("cls/moh_vit_small_patch16_224", "configs/cls/moh_vit_small_patch16_224.yaml"):
+        assert parse("--config", name)[0] == parse(f"--config={name}")[0] == by_path
+    (tmp_path / "cls").mkdir()
+    (tmp_path / "cls" / "moh_vit_small_patch16_224").write_text("seed: 5")  # a path comes first
+    assert parse("--config", "cls/moh_vit_small_patch16_224")[0].seed == 5
+    with pytest.raises(ValueError, match="--config cls/moh_vit_smal: no such file"):
+        parse("--config", "cls/moh_vit_smal")
 
 
 @pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")])

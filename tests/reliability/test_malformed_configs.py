@@ -17,7 +17,7 @@ from moh_vision.models.weights import create
 KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig]
 NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
 FLAGS = {
-    ClsConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change", "validate_only", "checkpoint"],
+    ClsConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
     DitConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
     LanguageConfig: ["config", "print_config", "help", "dry_run", "fresh", "allow_change"],
     SampleConfig: ["config", "print_config", "help"],

@@ -158,7 +158,7 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
         return Inception(inception_weights)
     if inception_weights is not None:
         raise ValueError(
-            f"inception_weights {inception_weights} with extractor {extractor!r}: they are for 'inception'"
+            f"inception_weights {inception_weights} has no effect with extractor {extractor}, only with inception"
         )
     if Path(extractor).exists():
         model, about = from_run(extractor, "classifier")
