@@ -19,8 +19,8 @@ class TextModel(PreTrainedModel):
     Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs(hidden)`.
     """
 
-    main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["TextLayer"]
 

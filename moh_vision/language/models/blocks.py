@@ -143,32 +143,23 @@ class TextLayer(nn.Module):
         padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a DecoderLayerCache.
         """
 
-        def self_attention(x):
-            y, layer_stats = self.self_attn(
-                x,
-                is_causal=self.is_causal,
-                padding_mask=padding_mask,
-                cache=None if cache is None else cache.self_attention,
-            )
-            if stats is not None:
-                stats.append(layer_stats)
-            return y
+        def attend(attention, **inputs):
+            def part(x):
+                y, layer_stats = attention(x, **inputs)
+                if stats is not None:
+                    stats.append(layer_stats)
+                return y
 
-        def cross_attention(x):
-            y, layer_stats = self.cross_attn(
-                x,
-                context=context,
-                padding_mask=None if padding_mask is None else padding_mask[:, -x.shape[1] :],
-                context_padding=context_padding,
-                cache=None if cache is None else cache.cross_attention,
-            )
-            if stats is not None:
-                stats.append(layer_stats)
-            return y
+            return part
 
-        x = self.around(x, self.self_norm, self_attention)
+        own = None if cache is None else cache.self_attention
+        part = attend(self.self_attn, is_causal=self.is_causal, padding_mask=padding_mask, cache=own)
+        x = self.around(x, self.self_norm, part)
         if self.cross_attn is not None:
-            x = self.around(x, self.cross_norm, cross_attention)
+            padding = None if padding_mask is None else padding_mask[:, -x.shape[1] :]
+            kept = None if cache is None else cache.cross_attention
+            sources = dict(context=context, context_padding=context_padding, cache=kept)
+            x = self.around(x, self.cross_norm, attend(self.cross_attn, padding_mask=padding, **sources))
         return self.around(x, self.ffn_norm, self.ffn)
 
     def around(self, x: Tensor, norm: nn.Module, part) -> Tensor:

@@ -11,6 +11,7 @@ from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.foreign import NumberedVocabulary, load_vocabulary
 from moh_vision.language.data.inputs import TOKENIZER, TextInputs
 from moh_vision.language.models.create import create_text_model, task_of
+from moh_vision.language.models.weights import model_as_saved, pretrained_model
 
 
 def task_for(model) -> str:
@@ -37,8 +38,6 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
     """
     m = config.model
     if m.pretrained:
-        from moh_vision.language.models.pretrained import model_as_saved, pretrained_model
-
         if not resumed:
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
@@ -58,9 +57,8 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
                     setattr(about, name, number)
     if config.checkpointing:
         # Not reentrant: that kind loses what is not a plain tensor, such as routing statistics.
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )  # by transformers' age
+        older = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", older)
         enable(dict(use_reentrant=False))
     return model, arguments
 

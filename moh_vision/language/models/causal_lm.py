@@ -22,7 +22,6 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
 
     def __init__(self, config: CausalLMConfig):
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.vocabulary = AdaptiveVocabulary(
             config.vocab_size,
             config.hidden_size,

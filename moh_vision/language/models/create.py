@@ -1,23 +1,28 @@
-"""Text models for transformers whose attention heads are experts, by name.
+"""Text models for transformers whose attention heads are experts, by name: what the papers trained.
 
 They need the packages of the extra "text", so that nothing else imports this module.
 """
 
-from typing import List
+import re
+from typing import Dict, List, Tuple
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
+from moh_vision.engine.commands import closest, message_of
 from moh_vision.language.models.causal_lm import CausalLMModel
-from moh_vision.language.models.configs import CausalLMConfig, MaskedLMConfig, TranslationConfig
+from moh_vision.language.models.configs import CausalLMConfig, MaskedLMConfig, TextConfig, TranslationConfig
+from moh_vision.language.models.llama.configs import MOH_FIELDS, MoHLlamaConfig
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 from moh_vision.language.models.masked_lm import MaskedLMModel
-from moh_vision.language.models.presets import preset_config, preset_names
 from moh_vision.language.models.translation import TranslationModel
 
 __all__ = [
@@ -43,9 +48,93 @@ for auto, model in (
 MODELS[MoHLlamaForCausalLM.config_class] = MoHLlamaForCausalLM  # which registers itself
 
 
+MAE = {
+    "mae_7": {"router": "mae", "leave_out": 1},
+    "mae_6": {"router": "mae", "leave_out": 2},
+    "uni_mae_7": {"router": "mae", "leave_out": 1, "mode": "uniform"},
+    "uni_mae_6": {"router": "mae", "leave_out": 2, "mode": "uniform"},
+    # The model of MAE-7; what differs is that gates and experts are trained together (Peng 2020, section 3).
+    "nobcd": {"router": "mae", "leave_out": 1},
+}
+# The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
+MOA_TRANSLATION = (
+    "8K8E128D",
+    "8K8E256D",
+    "8K16E256D",
+    "8K32E64D",
+    "8K32E128D",
+    "8K32E256D",
+    "4K32E256D",
+    "16K32E256D",
+)
+MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
+MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
+
+# Zhang 2022, tables 5 and 6, and Peng 2020, appendix A. A vocabulary of 32K merges: Zhang's has about 37,000 words.
+MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
+BASE = dict(vocab_size=32_768, dropout=0.1)
+BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
+WT103 = dict(
+    vocab_size=267_744,
+    hidden_size=1024,
+    intermediate_size=4096,
+    adaptive_cutoffs=[20_000, 60_000],
+    dropout=0.3,
+    attention_dropout=0.1,
+    activation_dropout=0.1,
+)
+# Jin 2024, appendix B.1: LLaMA's architecture, output embedding of its own. The paper says neither the epsilon of the norms
+# (here LLaMA 2's) nor the first weights (here transformers' normal distribution of deviation 0.02).
+LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
+LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA_SIZES = {
+    "small": dict(
+        LLAMA, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+    ),
+    "base": dict(
+        LLAMA, hidden_size=1536, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+    ),
+}  # fmt: skip
+
+
+def moa(name: str, bias: bool) -> dict:
+    """The attention of an xKyEzD: x active of y experts of width z."""
+    top_k, experts, width = (int(n) for n in MOA_NAME.fullmatch(name).groups())
+    return {"router": "moa", "top_k": top_k, "experts": experts, "head_dim": width, "bias": bias}
+
+
+def presets() -> Dict[str, Tuple[type, dict]]:
+    """Every named preset: its config class and that config's fields."""
+    named = {
+        "mt_transformer_base": (TranslationConfig, BASE),
+        "mt_transformer_big": (TranslationConfig, BIG),
+        "mlm_base": (MaskedLMConfig, {}),
+        "clm_wt103_base": (CausalLMConfig, WT103),
+    }
+    for name, attention in MAE.items():
+        named[f"mt_{name}"] = (TranslationConfig, dict(BASE, attention=attention))
+    for percent in (75, 50):
+        attention = {"router": "moh", "head_budget": percent / 100}
+        named[f"mt_moh_{percent}"] = (TranslationConfig, dict(BASE, attention=attention))
+    for name in MOA_TRANSLATION:
+        named[f"mt_moa_{name}"] = (TranslationConfig, dict(MOA_MT, attention=moa(name, bias=False)))
+    for name in MOA_MASKED:
+        named[f"mlm_moa_{name}"] = (MaskedLMConfig, {"attention": moa(name, bias=True)})
+    for size, fields in LLAMA_SIZES.items():
+        named[f"clm_{size}"] = (MoHLlamaConfig, fields)
+        for percent in (75, 50):
+            # The paper gives the share of active heads, neither how it is spread over layers nor how many are shared: here
+            # the same in every layer, and 45 % of the active ones, which rounds to 42 to 50 % (section 4.5: above 40 %).
+            routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}:0.45")
+            named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
+    for name in ("nobcd", "mae_7", "uni_mae_7"):
+        named[f"clm_wt103_{name}"] = (CausalLMConfig, dict(WT103, attention=MAE[name]))
+    return named
+
+
 def list_text_presets() -> List[str]:
     """Names for `create_text_model`. Beside them, any mt_moa_xKyEzD and mlm_moa_xKyEzD."""
-    return preset_names()
+    return sorted(presets())
 
 
 def task_of(preset: str) -> str:
@@ -76,3 +165,40 @@ def create_text_model(preset: str, **overrides) -> PreTrainedModel:
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)
+
+
+def preset_config(preset: str, **overrides) -> PreTrainedConfig:
+    """The config of a preset, with other values for some fields; see `create_text_model`."""
+    named = presets()
+    kind, _, tail = preset.partition("_moa_")
+    if preset in named:
+        config_class, fields = named[preset]
+    elif kind in ("mt", "mlm") and MOA_NAME.fullmatch(tail):
+        config_class, fields = named[f"{kind}_moa_8K8E128D"]
+        fields = dict(fields, attention=moa(tail, bias=fields["attention"]["bias"]))
+    else:
+        raise ValueError(f"there is no text model {preset!r}: {closest(preset, named)}")
+    if config_class is MoHLlamaConfig:
+        allowed = [name for name in (*LlamaConfig.__annotations__, *MOH_FIELDS) if not name.startswith("_")]
+    else:
+        ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
+        allowed = [name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"]
+    for name in overrides:
+        if name not in allowed:
+            raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")
+    fields = {**fields, **overrides}
+    return llama_config(preset, fields) if config_class is MoHLlamaConfig else config_class(**fields)
+
+
+def llama_config(preset: str, fields: dict) -> MoHLlamaConfig:
+    """The config of a LLaMA-style model; `fields` are those of LlamaConfig and of its `moh`: router, head_budget and so on."""
+    moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
+    if moh and moh.get("router") is None:
+        given = ", ".join(name for name in moh if name != "router")
+        if given:
+            raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
+        moh = {}
+    try:
+        return MoHLlamaConfig(**fields, moh=moh or None)
+    except StrictDataclassError as error:  # transformers' own checks, in several lines
+        raise ValueError(f"{preset}: {message_of(error)}") from None

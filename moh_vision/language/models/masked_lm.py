@@ -24,7 +24,6 @@ class MaskedLMModel(TextModel):
 
     def __init__(self, config: MaskedLMConfig):
         super().__init__(config)
-        self.gradient_checkpointing = False
         dim = config.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, dim)
         self.positions = nn.Embedding(config.max_position_embeddings, dim)

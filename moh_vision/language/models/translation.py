@@ -100,7 +100,6 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
     def __init__(self, config: TranslationConfig):
         super().__init__(config)
-        self.gradient_checkpointing = False
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
         self.output = nn.Linear(config.hidden_size, config.output_vocab_size, bias=False)

@@ -1,15 +1,90 @@
-"""Weights of earlier runs for new text models."""
+"""Text models that have learnt already: pre-trained ones of transformers' Llama and Qwen families, and those of earlier runs."""
 
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
 from pathlib import Path
-from typing import Callable, List
+from typing import Callable, Dict, Iterator, List, Optional, Union
 
+import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
+from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.language.models.create import MODELS
-from moh_vision.language.models.pretrained import model_as_saved
+from moh_vision.language.models.llama.model import FAMILIES, convert_llama
 from moh_vision.models.weight_files import read_safetensors, weights_file
+
+CONVERT_KEYS = ("head_budget", "router", "executor", "router_kwargs", "group")
+
+
+def pretrained_model(
+    source: Union[str, Path],
+    convert: Optional[dict] = None,
+    vocab_size: Optional[int] = None,
+    say: Callable[[str], None] = print,
+) -> PreTrainedModel:
+    """A model with its weights in float32, and as many tokens as asked for.
+
+    Args:
+        source: folder of a transformers model, of LLaMA, Qwen2, Qwen3 or one of ours; or its name on the hub.
+        convert: arguments of `convert_llama`; None: it stays dense, or as it was saved.
+        vocab_size: tokens that it must have. If it has fewer it grows, as transformers' `resize_token_embeddings` does it: the
+            new rows of embedding and output are drawn from the normal distribution with mean and covariance of the old
+            ones. If it has more it stays.
+        say: told of a vocabulary that grows.
+
+    Raises:
+        ValueError: in one line, naming model.pretrained or model.convert, and what is allowed.
+    """
+    for key in convert or {}:
+        if key not in CONVERT_KEYS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_KEYS)}")
+    config, ours = _config(source)
+    try:
+        with _quiet():
+            model, found = ours.from_pretrained(
+                source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+            )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
+    lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
+    if lost or found["mismatched_keys"]:
+        wrong = lost or sorted(name for name, *_ in found["mismatched_keys"])
+        raise ValueError(f"model.pretrained {source}: its weights do not have, or not in the right shape, {wrong[:5]}")
+    if convert is not None:
+        if config.moh is not None:
+            raise ValueError(f"model.convert: model.pretrained {source} has routed heads already; leave it out")
+        try:
+            convert_llama(model, **{key: _pairs(value) for key, value in convert.items()})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"model.convert: {error}") from None
+    had = model.get_input_embeddings().num_embeddings
+    if vocab_size is not None and vocab_size > had:
+        with _quiet():
+            model.resize_token_embeddings(vocab_size, mean_resizing=True)
+        tied = model.config.tie_word_embeddings
+        say(
+            f"the vocabulary grows from {had:,} to {vocab_size:,} tokens: new rows of the embedding"
+            f"{', which is the output too,' if tied else ' and of the output'} are drawn around the mean of the old ones"
+        )
+    return model
+
+
+def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
+    """A model as the config.json of a folder says, with new weights in float32, to load a checkpoint into.
+
+    Raises:
+        ValueError: in one line, naming the folder.
+    """
+    config, ours = _config(source)
+    config.dtype = torch.float32
+    return ours(config)
 
 
 def text_from_run(file: Path) -> nn.Module:
@@ -66,3 +141,48 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Calla
         raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {unexpected[:5]}")
     if missing:
         say(f"init_from: {len(missing)} router tensors start fresh")
+
+
+def _config(source: Union[str, Path]):
+    """(config, class) of a model, both ours."""
+    name = os.fspath(source)
+    if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):  # on the hub: NAME or OWNER/NAME
+        raise ValueError(f"model.pretrained {source}: no such folder")
+    classes: Dict[str, type] = {}
+    for theirs, ours in FAMILIES.items():
+        classes[theirs.config_class.model_type] = classes[ours.config_class.model_type] = ours
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
+    ours = classes.get(config.model_type)
+    if ours is None:
+        raise ValueError(
+            f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
+        )
+    if not isinstance(config, ours.config_class):
+        about = config.to_dict()
+        for name in ("model_type", "auto_map", "architectures", "transformers_version"):
+            about.pop(name, None)  # auto_map names code, which is not needed
+        config = ours.config_class(**about)
+    return config, ours
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars where nobody sees them, and its words on what is said here."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _pairs(value):
+    """Lists of YAML as convert takes them."""
+    return [tuple(pair) if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value
