@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from functools import partial
 from typing import List, Optional, Tuple
 
 import torch
 from accelerate.utils import send_to_device
 from timm.optim import create_optimizer_v2
+from torch import nn
 
 from moh_vision.analysis import HeadLoad, describe
 from moh_vision.classification import validate as validation
@@ -25,13 +25,22 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.commands import BadData
 from moh_vision.engine.run import Run
-from moh_vision.engine.step import learning_rate
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 
 NAME = "train_cls.py"
+
+
+def new_model(config: ClsConfig, source) -> Tuple[nn.Module, dict]:
+    """(a model for the classes and the size of these images, its arguments)."""
+    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
+    if config.data.img_size or source.img_size:
+        arguments["img_size"] = config.data.img_size or source.img_size
+    model = create(config.model.name, "classifier", **arguments)
+    arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
+    return model, arguments
 
 
 def train(run: Run) -> None:
@@ -47,12 +56,9 @@ def train(run: Run) -> None:
     stop, cosine_steps, warmup_steps = config.steps(len(source))
 
     # ---------------------------------------------------------------- model
-    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
-    if d.img_size or source.img_size:
-        arguments["img_size"] = d.img_size or source.img_size
     torch.manual_seed(config.seed)
-    model = create(config.model.name, "classifier", **arguments)
-    img_size = arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
+    model, arguments = new_model(config, source)
+    img_size = arguments["img_size"]
     if run.flags.dry_run:
         return print(describe(config.model.name, model, torch.zeros(1, source.channels, img_size, img_size)))
     checkpoint = run.take_up(stop)
@@ -65,27 +71,22 @@ def train(run: Run) -> None:
     if config.calibrate_images and not checkpoint:
         share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
 
-    batches = StepBatches(
-        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
-        accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes, start=run.start,
-        stop=run.stop, repeats=d.repeats,
-    )  # fmt: skip
+    order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
+    batches = StepBatches(source.shard_sizes, **order, **run.portion())
     run.open(model, mae_routers(model), record)
 
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
-    model.to(memory_format=form)
-    task = ClassificationTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
+    task = ClassificationTask(
+        model.to(memory_format=form), config.balance_weight, config.label_smoothing, **config.moa_weights()
+    )
     optimizer = create_optimizer_v2(
         model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
     )
-    lr = partial(
-        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=warmup_steps, max_steps=cosine_steps,
-        floor=o.min_lr, warmup_lr=o.warmup_lr, as_timm=True,
-    )  # fmt: skip
+    schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=source.classes)
-    run.prepare(task, optimizer, lr, metadata, checkpoint, "classification", config.ema, unreadable)
+    run.prepare(task, optimizer, metadata, checkpoint, "classification", schedule, config.ema, unreadable)
 
     def evaluate() -> Tuple[dict, HeadLoad]:
         """Validate the EMA weights where there are any, else the model."""

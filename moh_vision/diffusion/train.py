@@ -6,7 +6,6 @@ prints every key.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import List, Optional
 
 import torch
@@ -24,7 +23,6 @@ from moh_vision.diffusion.previews import Samples
 from moh_vision.diffusion.scores import make_judge
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.run import Run
-from moh_vision.engine.step import learning_rate
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 
@@ -68,22 +66,15 @@ def train(run: Run) -> None:
     )
     with accelerator.main_process_first():
         judge = make_judge(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
-    batches = StepBatches(
-        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, batch_size=o.batch_size,
-        accumulation=o.accumulation, rank=accelerator.process_index, world=accelerator.num_processes, start=run.start,
-        stop=run.stop,
-    )  # fmt: skip
+    batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     run.open(model, mae_routers(model), DataRecord(d.root, run.flags.allow_change, train=source))
 
-    # ---------------------------------------------------------------- task, optimiser, schedule
+    # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
     optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
-    lr = partial(
-        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=run.stop, floor=o.min_lr
-    )
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=classes, vae=inputs.about_vae())
-    run.prepare(task, optimizer, lr, metadata, checkpoint, "diffusion", config.ema, unreadable)
+    run.prepare(task, optimizer, metadata, checkpoint, "diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:

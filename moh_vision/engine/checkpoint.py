@@ -88,24 +88,9 @@ def save_training(
         seal.meanwhile(rotate, parent, step, keep, at)
 
     def export():
-        tensors = {WEIGHTS: _whole(model, main)}
-        if not main:
-            return
-        if ema:
-            tensors[EMA] = _whole(ema.module, True)
-        elif (run / EMA).exists():
-            (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
-            at(f"moved {EMA} aside")
-        written = {}
-        for name in tensors:
-            written[name] = write_aside(run / name, tensors[name], about)
-            at(f"wrote {name}")
-            seal.flush(written[name])
-        seal.wait()
-        for name, file in written.items():
-            give_name(file, run / name)
-            at(f"renamed {name}")
-            file.parent.rmdir()
+        tensors = _whole(model, main)
+        if main:
+            _export(run, tensors, ema, about, seal, at)
 
     with Seal(hidden, at) as seal:
         for part, by_all in ((begin, False), (write_state, True), (finish, False), (export, True)):
@@ -118,6 +103,26 @@ def save_training(
             for name in (WEIGHTS, EMA):
                 shutil.rmtree(hidden_path(run / name), ignore_errors=True)
     return problem
+
+
+def _export(run: Path, tensors: Dict[str, torch.Tensor], ema, about: dict, seal: Seal, at) -> None:
+    """Write the weights for users."""
+    exports = {WEIGHTS: tensors}
+    if ema:
+        exports[EMA] = _whole(ema.module, True)
+    elif (run / EMA).exists():
+        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
+        at(f"moved {EMA} aside")
+    written = {}
+    for name in exports:
+        written[name] = write_aside(run / name, exports[name], about)
+        at(f"wrote {name}")
+        seal.flush(written[name])
+    seal.wait()
+    for name, file in written.items():
+        give_name(file, run / name)
+        at(f"renamed {name}")
+        file.parent.rmdir()
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:

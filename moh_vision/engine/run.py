@@ -27,7 +27,7 @@ from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
-from moh_vision.engine.step import Step, average_over_step
+from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker
 
 CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
@@ -115,6 +115,12 @@ class Run:
         self.stop, self.done = steps, self.start
         return checkpoint
 
+    def portion(self) -> dict:
+        """Which samples this process takes: what a `StepBatches` and the like need to know of the run."""
+        o, a = self.config.optim, self.accelerator
+        sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
+        return dict(sizes, start=self.start, stop=self.stop)
+
     def open(self, model: nn.Module, routers: List[nn.Module], data=None) -> None:
         """Open the folder; the last thing that a user's mistake can prevent.
 
@@ -136,10 +142,10 @@ class Run:
         self,
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
-        learning_rate: Callable[[int], float],
         metadata: Dict[str, object],
         checkpoint: Optional[Path],
         title: str,
+        schedule: Optional[dict] = None,
         ema=None,
         unreadable=None,
         **log_options,
@@ -149,10 +155,10 @@ class Run:
         Args:
             task: a `RoutedTask` around the model.
             optimizer: of the model's parameters.
-            learning_rate: of a step.
             metadata: what exported weights say of the model, beside its name and the configuration.
             checkpoint: what `take_up` returned.
             title: of the log.
+            schedule: arguments of `learning_rate` that are not those of config.optim.
             ema: an `EmaConfig`, or None.
             unreadable: a `BadSamples`, or None.
             **log_options: see `RunLog`.
@@ -160,9 +166,12 @@ class Run:
         c, accelerator = self.config, self.accelerator
         if c.compile:
             task.compile()
+        o, later = c.optim, dict(warmup_lr=getattr(c.optim, "warmup_lr", 0.0), **(schedule or {}))
+        schedule = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr) | later
         # Before the model may be sharded.
         self.ema = make_ema(self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device)
-        self._step = Step(accelerator, self.descent, task, optimizer, learning_rate, c, self.signals, unreadable)
+        lr = partial(learning_rate, peak=o.lr, **schedule)
+        self._step = Step(accelerator, self.descent, task, optimizer, lr, c, self.signals, unreadable)
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
         if checkpoint:

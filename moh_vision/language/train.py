@@ -9,7 +9,6 @@ prints every key.
 from __future__ import annotations
 
 import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import List, Optional
@@ -23,7 +22,6 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
-from moh_vision.engine.step import learning_rate
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers, train_only
@@ -67,16 +65,13 @@ def train(run: Run) -> None:
     if config.init_from and not checkpoint:
         init_text(model, config.init_from, fingerprints, accelerator.print)
     train_only(model, config.train_only)
-    batches = text.batches(
-        batch_size=o.batch_size, accumulation=o.accumulation, rank=accelerator.process_index,
-        world=accelerator.num_processes, start=run.start, stop=run.stop,
-    )  # fmt: skip
+    batches = text.batches(**run.portion())
     run.open(model, mae_routers(model))
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
         save_configs(model, run.folder)  # with model.safetensors what from_pretrained reads
 
-    # ---------------------------------------------------------------- task, optimiser, schedule
+    # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
     groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=undecayed)
@@ -84,14 +79,10 @@ def train(run: Run) -> None:
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     else:
         optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=True)
-    lr = partial(
-        learning_rate, peak=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=run.stop,
-        floor=o.min_lr, warmup_lr=o.warmup_lr,
-    )  # fmt: skip
     patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
-    title = config.model.name
-    run.prepare(task, optimizer, lr, metadata, checkpoint, title, unit="tokens", ends_with_validation=False)
+    log = dict(title=config.model.name, unit="tokens", ends_with_validation=False)
+    run.prepare(task, optimizer, metadata, checkpoint, **log)
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
@@ -122,16 +113,20 @@ def train(run: Run) -> None:
                 run.end_early()
         run.save()
 
-    # ---------------------------------------------------------------- the last scores
-    if run.stopped:
-        return
+    if not run.stopped:
+        final_evaluation(run, text, patience, evaluate)
+
+
+def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
+    """Score the weights that the configuration means, and write results.json; every process calls it."""
     if patience.exhausted:
         looks = f"{patience.waited} validations without a lower loss than {patience.best:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")
     with run.errors():
-        results = final_weights(config, run.model, run.folder, accelerator, run.log, run.metadata)
+        results = final_weights(run.config, run.model, run.folder, run.accelerator, run.log, run.metadata)
         with whole_weights(run.task):
-            results.update(final_scores(config, text, run.model, run.folder, evaluate, accelerator, run.log))
+            scores = final_scores(run.config, text, run.model, run.folder, evaluate, run.accelerator, run.log)
+    results.update(scores)
     run.write_results(dict(results, **patience.about()))
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 
