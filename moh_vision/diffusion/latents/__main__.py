@@ -9,7 +9,7 @@ from typing import List, Optional
 from moh_vision.diffusion import latents
 from moh_vision.diffusion.latents.cache import DTYPES
 from moh_vision.diffusion.latents.conversion import write_latents
-from moh_vision.diffusion.latents.ranks import MistakeElsewhere, launched_ranks
+from moh_vision.diffusion.latents.ranks import MistakeElsewhere, from_first, launched_ranks
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE
 from moh_vision.engine.commands import Parser, exit_code
 
@@ -35,11 +35,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
-        with warnings.catch_warnings(), launched_ranks() as ranks:
+        with warnings.catch_warnings(), launched_ranks():
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
             write_latents(
-                **ranks.from_first(lambda: _parse(sys.argv[1:] if argv is None else argv)),
-                ranks=ranks,
+                **from_first(lambda: _parse(sys.argv[1:] if argv is None else argv)),
                 say=lambda text: print(text, flush=True),
             )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Callable, List, Optional
+from typing import Callable, List
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.latents.cache import DTYPES
-from moh_vision.diffusion.latents.ranks import Ranks
+from moh_vision.diffusion.latents.ranks import first, from_first
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, load_vae
 from moh_vision.diffusion.latents.writer import LatentWriter
 from moh_vision.engine.io import only_one
@@ -28,10 +31,11 @@ def write_latents(
     seed: int = 0,
     workers: int = 2,
     max_bad_fraction: float = 0.0,
-    ranks: Optional[Ranks] = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Encode the images of a split, and their mirror images; see the top of this package and `--help`.
+
+    The processes of accelerate's PartialState share the work, and call it together.
 
     Args:
         root, split: see `splits.open_source`.
@@ -44,20 +48,18 @@ def write_latents(
         seed: of the shuffle.
         workers: processes of each rank that read images.
         max_bad_fraction: share of the images that may be unreadable and left out.
-        ranks: the processes that share the work; default: this one alone.
         say: takes the lines about what was done, on rank 0.
 
     Raises:
         ValueError, OSError: one line that names the argument or file.
         MistakeElsewhere: after such a mistake on rank 0.
     """
-    ranks = ranks or Ranks()
-    ranks.from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
+    from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
     index_dir = str(Path(out).resolve().with_name(".index"))
-    source = ranks.first(lambda: open_source(root, split, index_dir))
-    model = ranks.first(lambda: load_vae(vae))
+    source = first(lambda: open_source(root, split, index_dir))
+    model = first(lambda: load_vae(vae))
     space = LatentSpace.of(model, vae)
-    ranks.from_first(lambda: space.side(size, "--size"))
+    from_first(lambda: space.side(size, "--size"))
 
     with ExitStack() as stack:
         stack.enter_context(full_disk_in_one_line(out))
@@ -69,10 +71,10 @@ def write_latents(
             stack.enter_context(only_one(Path(out), "--out"))
             return writer.begin(max(1, workers), say)
 
-        todo = ranks.from_first(begin)
-        entries = ranks.gather(writer.write(todo, model, batch_size, workers, ranks))
-        if entries is not None:
-            writer.end([entry for written in entries for entry in written], say)
+        todo = from_first(begin)
+        entries = gather_object(writer.write(todo, model, batch_size, workers))
+        if PartialState().is_main_process:
+            writer.end(entries, say)
 
 
 def _check(

@@ -9,6 +9,7 @@ from typing import Callable, Dict, List, Optional
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from moh_vision.data.decode import allowed_bad
@@ -17,7 +18,6 @@ from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one
 from moh_vision.data.shards.shard_file import ShardFile
 from moh_vision.diffusion.latents.cache import LatentCache, npy_bytes, write_manifest
 from moh_vision.diffusion.latents.images import ImageBatches
-from moh_vision.diffusion.latents.ranks import Ranks
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments
 from moh_vision.engine.io import write_whole
 
@@ -80,23 +80,26 @@ class LatentWriter:
             self._write_manifest(None)
         return todo
 
-    def write(self, todo: List[str], model, batch_size: int, workers: int, ranks: Ranks) -> List[dict]:
+    def write(self, todo: List[str], model, batch_size: int, workers: int) -> List[dict]:
         """Write the shards of this rank among `todo`; returns their entries of the record.
 
         Raises:
             ValueError, OSError: a bad image too many, a full disk; finished shards stay.
         """
         self.since = time.monotonic()
-        own = todo[ranks.rank :: ranks.world]
+        state = PartialState()
+        own = todo[state.process_index :: state.num_processes]
         batches = {name: _chunks(self.plan[name], batch_size) for name in own}
-        record = self.record if ranks.rank == 0 else RecordPart(part_path(self.out, self.split, ranks.rank))
+        record = (
+            self.record if state.is_main_process else RecordPart(part_path(self.out, self.split, state.process_index))
+        )
         gpus = torch.cuda.device_count()
-        device = torch.device("cuda", ranks.local % gpus) if gpus else torch.device("cpu")
+        device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
         model = model.to(device)
         loader = ImageBatches(self.source, self.size, model.config.in_channels, sum(batches.values(), []), workers)
-        title = self.split if ranks.world == 1 else f"{self.split}, rank 0 of {ranks.world}"
+        title = f"{self.split}, rank 0 of {state.num_processes}" if state.use_distributed else self.split
         entries, bad = [], []
-        with Progress(title, sum(len(self.plan[name]) for name in own), 0, quiet=ranks.rank > 0) as progress:
+        with Progress(title, sum(len(self.plan[name]) for name in own), 0, quiet=not state.is_main_process) as progress:
             stream = iter(loader)
             for name in own:
                 shard_bad = []
