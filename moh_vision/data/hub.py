@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import numpy as np
 from PIL import Image
@@ -13,11 +13,35 @@ PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
 
 
-class HubDataset:
-    """`hfds/NAME`: a data set with one image column and one class-label column.
+def hub_split(root: str, names: Sequence[str]):
+    """(table, its name) of the first of the splits `names` that there is.
 
     Args:
-        root: hfds/NAME, NAME being what datasets.load_dataset takes: a name on the hub, or a local folder.
+        root: hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
+
+    Raises:
+        ValueError: naming data.root, and what is missing.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(f"data.root {root} needs the package datasets: pip install 'moh_vision[hub]'") from None
+    name, _, config = root.removeprefix(PREFIX).partition(":")
+    try:
+        splits = datasets.load_dataset(name, config or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"data.root {root}: {error}") from None
+    split = next((s for s in names if s in splits), None)
+    if split is None:
+        raise ValueError(f"data.root {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
+    return splits[split], f"{root}, split {split}"
+
+
+class HubDataset:
+    """`hfds/NAME` or `hfds/NAME:CONFIG`: a data set with one image column and one class-label column.
+
+    Args:
+        root: see `hub_split`.
         split: "train", or "val" (validation, val, valid or test: the first that there is).
 
     Raises:
@@ -28,19 +52,10 @@ class HubDataset:
     img_size = None
 
     def __init__(self, root: str, split: str):
-        try:
-            import datasets
-        except ImportError:
-            raise ValueError(f"data.root {root} needs the package datasets: pip install 'moh_vision[hub]'") from None
         self.root = root
-        try:
-            splits = datasets.load_dataset(root.removeprefix(PREFIX))
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"data.root {root}: {error}") from None
-        self.split = next((name for name in SPLITS[split] if name in splits), None)
-        if self.split is None:
-            raise ValueError(f"data.root {root}: no split {' or '.join(SPLITS[split])}; it has {', '.join(splits)}")
-        table = splits[self.split]
+        table, self.table_name = hub_split(root, SPLITS[split])
+        import datasets
+
         image = self._column(table, datasets.Image, "image")
         label = self._column(table, datasets.ClassLabel, "class-label")
         self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
@@ -51,7 +66,7 @@ class HubDataset:
         if len(unlabelled):
             row = unlabelled[0]
             raise ValueError(
-                f"data.root {root}, split {self.split}: row {row} has label {self.labels[row]}, "
+                f"data.root {self.table_name}: row {row} has label {self.labels[row]}, "
                 f"allowed are 0 to {len(self.classes) - 1}"
             )
         # Bytes, not images: decoding is ours, so that every source treats files alike.
@@ -62,7 +77,7 @@ class HubDataset:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        where = f"{self.root}, split {self.split}, row {index}"
+        where = f"{self.table_name}, row {index}"
         cell = self.rows[index][self.column]
         data = cell["bytes"]
         if data is None:  # the table holds paths

@@ -103,21 +103,33 @@ def read_index(place: Path, stats: List[ShardStat], wrong: Callable) -> Index:
 
 def contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
     """What cannot be so in an index of labelled samples; "" if nothing."""
-    if set(arrays) != set(ARRAYS) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
-        return f"expected {', '.join(ARRAYS)} as vectors of int64"
-    if len({len(a) for a in arrays.values()}) > 1 or not len(arrays["shard"]):
-        return "vectors of unequal length, or empty"
+    why = wrong_columns(arrays, ARRAYS, samples, len(sizes))
+    if why:
+        return why
     shard, offset, size, label = (arrays[name] for name in ARRAYS)
-    if shard.min() < 0 or shard.max() >= len(sizes) or np.bincount(shard, minlength=len(sizes)).tolist() != samples:
-        return "samples that no shard has"
-    if (np.diff(shard) < 0).any():
-        return "shards out of order"
     if label.min() < 0 or label.max() >= MAX_CLASSES:
         return f"labels outside of 0 to {MAX_CLASSES - 1}"
     room = np.array(sizes, dtype=np.int64)[shard]
     if offset.min() < 0 or size.min() < 0 or (size > room).any() or (offset > room - size).any():
         return "samples outside of their shard"
     return ""
+
+
+def wrong_columns(arrays: Dict[str, np.ndarray], names: Sequence[str], samples, shards: int) -> str:
+    """What cannot be so in the arrays `names` of an index, one of them "shard"; "" if nothing."""
+    if set(arrays) != set(names) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
+        return f"expected {', '.join(names)} as vectors of int64"
+    shard = arrays["shard"]
+    if len({len(a) for a in arrays.values()}) > 1 or not len(shard):
+        return "vectors of unequal length, or empty"
+    if shard.min() < 0 or shard.max() >= shards or np.bincount(shard, minlength=shards).tolist() != samples:
+        return "samples that no shard has"
+    return "shards out of order" if (np.diff(shard) < 0).any() else ""
+
+
+def columns(names: Sequence[str], rows: List[tuple]) -> Dict[str, np.ndarray]:
+    """Rows of whole numbers -> a vector of int64 for each name."""
+    return dict(zip(names, np.array(rows, np.int64).T.copy()))
 
 
 def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[str, np.ndarray], List[int]]:
@@ -156,8 +168,7 @@ def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[
         samples.append(len(found))
     if not rows:
         raise ValueError(f"{paths[0].parent}: the shards hold no samples")
-    table = np.array(rows, dtype=np.int64)
-    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(ARRAYS)}, samples
+    return columns(ARRAYS, rows), samples
 
 
 def open_tar(path: Path) -> tarfile.TarFile:

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Collection, Dict, List
+from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
+from moh_vision.data.decode import allowed_bad
 from moh_vision.engine.io import give_name, hidden_path, sha256_of, write_whole
 
 FORMAT = 1
 SECONDS_BETWEEN_LINES = 10
+T = TypeVar("T")
+
+
+class BadLimit(NamedTuple):
+    """How many images may be bad: a share of those there are."""
+
+    share: float
+    images: int
+
+    def check(self, bad: int, latest: str) -> None:
+        """Raise ValueError if `bad` images are more than may be; `latest` says what is wrong with one of them."""
+        if bad > allowed_bad(self.share, self.images):
+            raise ValueError(
+                f"{latest}; {bad} bad of {self.images} images, more than --max-bad-fraction {self.share:g} allows"
+            )
+
+
+def plan_shards(split: str, samples: Iterable[T], name: Callable[[T], str], most: int, seed: int) -> Dict[str, List[T]]:
+    """File name of every shard -> its samples: shuffled, and spread evenly over the shards.
+
+    Args:
+        name: of a sample.
+        most: samples in a shard.
+        seed: of the shuffle.
+    """
+    # Sorted by a hash of the name: a shuffle that no library's next version changes.
+    order = sorted(samples, key=lambda sample: hashlib.sha256(os.fsencode(f"{seed}/{name(sample)}")).digest())
+    count = -(-len(order) // most)
+    starts = [i * len(order) // count for i in range(count + 1)]
+    return {f"{split}-{i:06d}.tar": order[starts[i] : starts[i + 1]] for i in range(count)}
 
 
 class ShardRecord:
@@ -84,17 +116,26 @@ class ShardRecord:
             del there[name]
         return there
 
-    def start(self) -> None:
-        """Write the record if there is none, without a line that a kill tore, and take over the parts of others."""
+    def start(self, todo: Collection[str]) -> None:
+        """Write the record if there is none, without a line that a kill tore, and take over the parts of others.
+
+        Args:
+            todo: shards that are going to be written.
+        """
         self._write(list(self.entries.values()))
         self.lines = RecordPart(self.path)
+        if todo:
+            (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
 
     def add(self, entry: dict) -> None:
         """See `RecordPart.add`."""
         self.lines.add(entry)
 
     def close(self, entries: List[dict]) -> None:
-        """Write the record anew with these entries, the final ones."""
+        """Write the record anew with these entries, the final ones, and the list of bad images."""
+        bad = [f"{one_line(str(which))}\t{one_line(reason)}\n" for entry in entries for which, reason in entry["bad"]]
+        if bad:
+            write_whole(self.out / f"{self.split}.bad.txt", "".join(bad))
         self.lines.close()
         self._write(entries)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-from moh_vision.data.decode import allowed_bad
 from moh_vision.data.shards.class_folders import ImageFile
 from moh_vision.data.shards.encode import BadImage, encode_sample
+from moh_vision.data.shards.record import BadLimit
 from moh_vision.data.shards.shard_file import ShardFile
 
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
@@ -28,8 +28,7 @@ class Job:
     out: Path
     size: Optional[int]
     quality: int
-    max_bad_fraction: float
-    images: int
+    limit: BadLimit
 
 
 class Shared:
@@ -68,21 +67,12 @@ def write_shard(name: str, samples: List[Tuple[int, ImageFile]]) -> dict:
                 bad.append([image.path, str(error)])
                 with _shared.bad.get_lock():
                     _shared.bad.value += 1
-                    refuse_too_many_bad(_job, _shared.bad.value, image.path, str(error))
+                    _job.limit.check(_shared.bad.value, f"{_job.root / image.path}: {error}")
             else:
                 shard.write(number, image.label, extension, data)
             with _shared.done.get_lock():
                 _shared.done.value += 1
         return shard.finish(bad)
-
-
-def refuse_too_many_bad(job: Job, bad: int, path: str, reason: str) -> None:
-    """Raise ValueError if `bad` images are more than may be; `path` is the one that was met."""
-    if bad > allowed_bad(job.max_bad_fraction, job.images):
-        raise ValueError(
-            f"{job.root / path}: {reason}; {bad} bad of {job.images} images, "
-            f"more than --max-bad-fraction {job.max_bad_fraction:g} allows"
-        )
 
 
 def watch_parent(parent: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders
-from moh_vision.data.shards.record import Progress, ShardRecord, one_line
+from moh_vision.data.shards.record import BadLimit, Progress, ShardRecord, one_line, plan_shards
 from moh_vision.data.shards.worker import (
     CONTEXT,
     Job,
     Shared,
-    refuse_too_many_bad,
     start_worker,
     write_shard,
 )
@@ -52,14 +51,11 @@ class SplitWriter:
         max_bad_fraction: float,
     ):
         self.split, self.out, self.classes, files = split, out, folders.classes, folders.files
-        self.job = Job(folders.root, out, size, quality, max_bad_fraction, len(files))
+        self.job = Job(folders.root, out, size, quality, BadLimit(max_bad_fraction, len(files)))
         arguments = dict(size=size, quality=size and quality, samples_per_shard=samples_per_shard, seed=seed)
         self.record = ShardRecord(out, split, arguments, folders.fingerprint())
-        # Sorted by a hash of the name: a shuffle that no library's next version changes.
-        order = sorted(files, key=lambda f: hashlib.sha256(os.fsencode(f"{seed}/{f.path}")).digest())
-        samples, count = list(enumerate(order)), -(-len(order) // samples_per_shard)
-        starts = [i * len(order) // count for i in range(count + 1)]
-        self.plan = {f"{split}-{i:06d}.tar": samples[starts[i] : starts[i + 1]] for i in range(count)}
+        plan, number = plan_shards(split, files, lambda file: file.path, samples_per_shard, seed), itertools.count()
+        self.plan = {name: [(next(number), file) for file in files] for name, files in plan.items()}
 
     def write(self, workers: int, say: Callable[[str], None]) -> None:
         """Write what is missing, then the list of files and the index.
@@ -74,12 +70,11 @@ class SplitWriter:
         done = self.record.finished(self.plan, workers, say)
         bad = [b for entry in done.values() for b in entry["bad"]]
         if bad:
-            refuse_too_many_bad(self.job, len(bad), *bad[0])
+            self.job.limit.check(len(bad), f"{self.job.root / bad[0][0]}: {bad[0][1]}")
         todo = [name for name in self.plan if name not in done]
-        self.record.start()
+        self.record.start(todo)
         rate = None
         if todo:
-            (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
             rate = self._write_missing(todo, done, min(workers, len(todo)), len(bad))
         entries = [done[name] for name in self.plan]
         self._finish(entries)
@@ -87,7 +82,7 @@ class SplitWriter:
         images, size = sum(e["samples"] for e in entries), sum(e["bytes"] for e in entries)
         what = f"{images} images of {len(self.classes)} classes in {len(entries)} shards, {size / 1e6:.1f} MB"
         how = f"written at {rate:.0f} img/s" if todo else "all there already"
-        left = self.job.images - images
+        left = self.job.limit.images - images
         say(f"{self.split}: {what}, {how}{f'; {left} bad images left out, {self.split}.bad.txt' if left else ''}")
 
     def _write_missing(self, todo: List[str], done: Dict[str, dict], workers: int, bad: int) -> float:
@@ -97,7 +92,7 @@ class SplitWriter:
         with ProcessPoolExecutor(workers, CONTEXT, initializer=start_worker, initargs=initial) as pool:
             pending = {pool.submit(write_shard, name, self.plan[name]) for name in todo}
             try:
-                with Progress(self.split, self.job.images, before) as progress:
+                with Progress(self.split, self.job.limit.images, before) as progress:
                     while pending:
                         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                         for entry in [future.result() for future in finished]:
@@ -118,12 +113,9 @@ class SplitWriter:
         return progress.rate
 
     def _finish(self, entries: List[dict]) -> None:
-        bad = {path: reason for entry in entries for path, reason in entry["bad"]}
+        bad = {path for entry in entries for path, _ in entry["bad"]}
         files = [image.path for samples in self.plan.values() for _, image in samples if image.path not in bad]
         write_whole(self.out / f"{self.split}.files.txt", "".join(f"{one_line(p)}\n" for p in files))
-        listed = self.out / f"{self.split}.bad.txt"
-        if bad:
-            write_whole(listed, "".join(f"{one_line(p)}\t{one_line(reason)}\n" for p, reason in bad.items()))
         self.record.close(entries)
         source = Shards(str(self.out), self.split)  # builds the index, and so reads every header
         assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == self.classes

@@ -12,14 +12,12 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from moh_vision.data.decode import allowed_bad
 from moh_vision.data.shards.out_folder import write_classes
-from moh_vision.data.shards.record import Progress, RecordPart, ShardRecord, one_line, part_path
+from moh_vision.data.shards.record import BadLimit, Progress, RecordPart, ShardRecord, part_path, plan_shards
 from moh_vision.data.shards.shard_file import ShardFile
 from moh_vision.diffusion.latents.cache import LatentCache, npy_bytes, write_manifest
 from moh_vision.diffusion.latents.images import ImageBatches
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments
-from moh_vision.engine.io import write_whole
 
 
 class LatentWriter:
@@ -48,17 +46,12 @@ class LatentWriter:
         max_bad_fraction: float,
     ):
         self.source, self.split, self.out, self.space, self.size, self.dtype = source, split, out, space, size, dtype
-        self.max_bad_fraction = max_bad_fraction
+        self.limit = BadLimit(max_bad_fraction, len(source))
         self.arguments = dict(
             vae=dict(name=space.name, sha256=space.sha256),
             size=size, dtype=dtype, samples_per_shard=samples_per_shard, seed=seed,
         )  # fmt: skip
-        # Sorted by a hash of the number: a shuffle that no library's next version changes.
-        numbers = range(len(source))
-        order = sorted(numbers, key=lambda n: hashlib.sha256(f"{seed}/{n}".encode()).digest())
-        count = -(-len(order) // samples_per_shard)
-        starts = [i * len(order) // count for i in range(count + 1)]
-        self.plan = {f"{split}-{i:06d}.tar": order[starts[i] : starts[i + 1]] for i in range(count)}
+        self.plan = plan_shards(split, range(len(source)), str, samples_per_shard, seed)
 
     def begin(self, threads: int, say: Callable[[str], None]) -> List[str]:
         """Check what is there, and start the record.
@@ -74,9 +67,8 @@ class LatentWriter:
         self.done = self.record.finished(self.plan, threads, say)
         self._refuse_too_many_bad([b for entry in self.done.values() for b in entry["bad"]])
         todo = [name for name in self.plan if name not in self.done]
-        self.record.start()  # first: a manifest without a record would be a stranger's
+        self.record.start(todo)  # first: a manifest without a record would be a stranger's
         if todo:
-            (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
             self._write_manifest(None)
         return todo
 
@@ -126,9 +118,6 @@ class LatentWriter:
         entries = [self.done[name] for name in self.plan]
         bad = [b for entry in entries for b in entry["bad"]]
         self._refuse_too_many_bad(bad)
-        if bad:
-            lines = [f"{number}\t{one_line(reason)}\n" for number, reason in bad]
-            write_whole(self.out / f"{self.split}.bad.txt", "".join(lines))
         self.record.close(entries)
         self._write_manifest(entries)
         cache = LatentCache(str(self.out), self.split)  # builds the index, and so reads every header
@@ -165,11 +154,8 @@ class LatentWriter:
         write_manifest(self.out, self.split, *about, shards)
 
     def _refuse_too_many_bad(self, bad: List[list]) -> None:
-        if len(bad) > allowed_bad(self.max_bad_fraction, len(self.source)):
-            raise ValueError(
-                f"{bad[-1][1]}; {len(bad)} bad of {len(self.source)} images, more than --max-bad-fraction "
-                f"{self.max_bad_fraction:g} allows"
-            )
+        if bad:
+            self.limit.check(len(bad), bad[-1][1])
 
 
 def _fingerprint(source) -> Dict[str, list]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Iterator, Optional
 
-from moh_vision.data.hub import PREFIX
+from moh_vision.data.hub import hub_split
 
 
 class HubText:
@@ -40,30 +40,9 @@ class HubText:
         return f"{self.table._fingerprint} {self.language or 'text'}"
 
 
-def hub_table(root: str, names: tuple, column: str):
-    """(table, its name) of the first of the splits `names` that there is; datasets.load_dataset reads it.
-
-    Args:
-        root: hfds/NAME or hfds/NAME:CONFIG.
-        column: that it must have.
-
-    Raises:
-        ValueError: naming data.root, and what is missing.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"data.root {root} needs the package datasets: pip install 'moh_vision[hub]'") from None
-    name, _, config = root.removeprefix(PREFIX).partition(":")
-    try:
-        splits = datasets.load_dataset(name, config or None)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data.root {root}: {error}") from None
-    split = next((s for s in names if s in splits), None)
-    if split is None:
-        raise ValueError(f"data.root {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
-    if column not in splits[split].column_names:
-        raise ValueError(
-            f"data.root {root}, split {split}: no column {column}; it has {', '.join(splits[split].column_names)}"
-        )
-    return splits[split], f"{root}, split {split}"
+def hub_column(root: str, names: tuple, column: str):
+    """As `hub_split`; raises ValueError too if the table has no such column."""
+    table, name = hub_split(root, names)
+    if column not in table.column_names:
+        raise ValueError(f"data.root {name}: no column {column}; it has {', '.join(table.column_names)}")
+    return table, name

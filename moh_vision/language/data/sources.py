@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 from moh_vision.data.hub import PREFIX
-from moh_vision.language.data.hub import HubText, hub_table
+from moh_vision.language.data.hub import HubText, hub_column
 from moh_vision.language.data.lines import TextFile, find_text, there
 from moh_vision.language.data.token_files import TokenFiles
 from moh_vision.language.data.token_shards import TokenShards
@@ -78,7 +78,7 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
     if source == target:
         raise ValueError(f"data.source {source} and data.target {target} are the same language")
     if root.startswith(PREFIX):
-        table, name = hub_table(root, names, "translation")
+        table, name = hub_column(root, names, "translation")
         languages = getattr(table.features["translation"], "languages", None) or (source, target)
         for language in (source, target):
             if language not in languages:
@@ -103,7 +103,7 @@ def find_lines(root: str, split: str) -> Lines:
     """
     names = SPLIT_NAMES.get(split, (split,))
     if root.startswith(PREFIX):
-        return HubText(*hub_table(root, names, "text"))
+        return HubText(*hub_column(root, names, "text"))
     return find_text(_folder(root, f"{split}.txt"), names, ".txt")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from moh_vision.data.shard_files import ShardFiles
-from moh_vision.data.tar_index import indexed, members, open_tar
+from moh_vision.data.tar_index import columns, indexed, members, open_tar, wrong_columns
 from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.token_files import Chained, read_about, refuse_ids
 
@@ -115,8 +115,7 @@ def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
         samples.append(len(rows) - before)
     if not rows:
         raise ValueError(f"{paths[0].parent}: the shards hold no .npy of token ids")
-    table = np.array(rows, np.int64)
-    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(ARRAYS)}, samples
+    return columns(ARRAYS, rows), samples
 
 
 def _document(file, size: int, where: str) -> Optional[Tuple[int, np.ndarray]]:
@@ -146,15 +145,10 @@ def _document(file, size: int, where: str) -> Optional[Tuple[int, np.ndarray]]:
 
 def _contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
     """What cannot be so in an index; "" if nothing."""
-    if set(arrays) != set(ARRAYS) or any(a.dtype != np.int64 or a.ndim != 1 for a in arrays.values()):
-        return f"expected {', '.join(ARRAYS)} as vectors of int64"
-    if len({len(a) for a in arrays.values()}) > 1 or not len(arrays["shard"]):
-        return "vectors of unequal length, or empty"
+    why = wrong_columns(arrays, ARRAYS, samples, len(sizes))
+    if why:
+        return why
     shard, offset, count, kind = (arrays[name] for name in ARRAYS[:4])
-    if shard.min() < 0 or shard.max() >= len(sizes) or np.bincount(shard, minlength=len(sizes)).tolist() != samples:
-        return "documents that no shard has"
-    if (np.diff(shard) < 0).any():
-        return "shards out of order"
     if kind.min() < 0 or kind.max() >= len(KINDS) or count.min() < 1 or offset.min() < 0:
         return "documents without ids, or of no known kind"
     room = np.array(sizes, np.int64)[shard]
