@@ -25,6 +25,15 @@ def check_seed(seed: int) -> None:
     check("seed", seed, 0 <= seed < 2**63, "0 to 2**63 - 1")
 
 
+HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig; shares are the model's to refuse
+
+
+def check_head_budget(budget: Optional[HeadBudgets]) -> None:
+    if isinstance(budget, list):
+        fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
+        check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
+
+
 def plain(value):
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
@@ -53,7 +62,7 @@ class ModelConfig:
     """
 
     name: str = "moh_vit_small_patch16_224"
-    head_budget: Optional[Union[float, str, List[Tuple[int, int]]]] = None
+    head_budget: Optional[HeadBudgets] = None
     router: Optional[str] = None
     scope: Optional[str] = None
     executor: Optional[str] = None
@@ -68,10 +77,7 @@ class ModelConfig:
         for name in ("embed_dim", "depth", "num_heads", "patch_size"):
             value = getattr(self, name)
             check(f"model.{name}", value, value is None or value >= 1, "at least 1")
-        budget = self.head_budget
-        if isinstance(budget, list):  # shares are the model's to refuse
-            fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
-            check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
+        check_head_budget(self.head_budget)
 
     def arguments(self) -> dict:
         """Keyword arguments for timm.create_model, without what was left out."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 from fnmatch import filter as matching
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+TEXT = ("mt_", "mlm_", "clm_")  # how names of text models begin
+
 
 def routers(name: str, router: Optional[str], kwargs: Optional[dict]) -> str:
     """The router that these keys of the model choose; for a text model, a string that contains all its routers."""
-    if name.startswith(("mt_", "mlm_", "clm_")):
+    if name.startswith(TEXT):
         # Only the files of model.pretrained tell whether it was saved with routers.
         return f"{name.replace('nobcd', 'mae')} {kwargs} {'query_norm' if name == 'clm_pretrained' else ''}"
     return router or ("dense" if name.startswith(("dit_", "transnext_")) else "moh")
+
+
+def has_budget(name, router, kwargs) -> bool:
+    chosen = routers(name, router, kwargs)
+    if name.startswith(TEXT):
+        return any(r in chosen for r in ("moh", "moa", "query_norm"))
+    return chosen not in ("dense", "mae")
 
 
 def learns_gates(name, router, kwargs, router_kwargs) -> bool:
@@ -37,7 +46,7 @@ MODEL = "model.name model.router model.kwargs"
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
 # A * in a key stands for the rest of its name. The value of a key that a script does not have is None.
 NEEDS = (
-    ("model.head_budget", MODEL, lambda *m: routers(*m) not in ("dense", "mae"), "a model that routes its heads"),
+    ("model.head_budget", MODEL, has_budget, "a model that routes its heads"),
     ("model.scope", MODEL, lambda *m: routers(*m) != "dense", "a model that routes its heads"),
     ("model.convert", "model.pretrained", some, "model.pretrained"),
     ("balance_weight", MODEL, lambda *m: any(r in routers(*m) for r in ("moh", "query_norm")),

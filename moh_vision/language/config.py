@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Literal, Optional, Tuple
 
-from moh_vision.engine.config import RunConfig, check
+from moh_vision.engine.config import HeadBudgets, RunConfig, check, check_head_budget, plain
 
 GATE_MODES = ("soft", "argmax", "random")
 
@@ -18,20 +18,27 @@ class TextModelConfig:
 
     Args:
         name: a preset of moh_vision.language.models.create.
+        head_budget: of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", or a list with one
+            [shared, routed] per layer.
         kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
         pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name
             on the Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that
             of data.tokenizer.
-        convert: arguments of moh_vision.convert for it, such as {head_budget: 0.75, router: query_norm}; left out: it stays
+        convert: arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays
             as it is.
     """
 
     name: str = "mt_transformer_base"
+    head_budget: Optional[HeadBudgets] = None
     kwargs: Optional[Dict[str, Any]] = None
     pretrained: Optional[str] = None
     convert: Optional[Dict[str, Any]] = None
 
     def __post_init__(self):
+        check_head_budget(self.head_budget)
+        for place in ("kwargs", "convert"):
+            if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
+                raise ValueError(f"model.head_budget and model.{place}.head_budget are the same thing: give one")
         if self.pretrained is None:
             return
         if self.name != "clm_pretrained":  # clm_moh_small_75, say, would have none of its routers
@@ -40,6 +47,11 @@ class TextModelConfig:
             raise ValueError(
                 f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"
             )
+
+    def arguments(self) -> Optional[dict]:
+        """Arguments of the preset; with `pretrained` those of convert, None: it stays as it is."""
+        own = self.kwargs if self.pretrained is None else self.convert
+        return own if self.head_budget is None else dict(own or {}, head_budget=plain(self.head_budget))
 
 
 @dataclass
@@ -287,12 +299,12 @@ class LanguageConfig(RunConfig):
             raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
 
     def model_arguments(self, sizes: dict) -> dict:
-        """Arguments of the model: `sizes`, which follow from the text, and model.kwargs.
+        """Arguments of the model: `sizes`, which follow from the text, and those of its configuration.
 
         Raises:
             ValueError: for one of these in model.kwargs.
         """
-        own = self.model.kwargs or {}
+        own = self.model.arguments() or {}
         for name, value in sizes.items():
             if name in own:
                 raise ValueError(f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out")

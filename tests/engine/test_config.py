@@ -272,7 +272,7 @@ IDLE = [
     ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget model.scope balance_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
-    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight"),
+    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight model.head_budget"),
     ((LanguageConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
     ((LanguageConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
     ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),

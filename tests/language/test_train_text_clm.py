@@ -93,7 +93,7 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert inputs["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert model.generate(**inputs, max_new_tokens=3).shape == (1, 7)
 
-    options = [*data, "--model.pretrained", first, "--model.convert.head_budget", "[[1,1],[1,1]]"]
+    options = [*data, "--model.pretrained", first, "--model.head_budget", "[[1,1],[1,1]]"]
     train(tmp_path / "whole", 5, *options)
     second = tmp_path / "two"
     train(second, 2, *options)

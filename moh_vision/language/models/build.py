@@ -41,8 +41,8 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
         if not resumed:
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
-        arguments = dict(pretrained=m.pretrained, convert=m.convert, vocab_size=size)
-        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.convert, size, say)
+        arguments = dict(pretrained=m.pretrained, convert=m.arguments(), vocab_size=size)
+        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size, say)
     else:
         arguments = config.model_arguments(text.model_arguments())
         model = create_text_model(m.name, **arguments)

@@ -157,8 +157,8 @@ def create_text_model(preset: str, **overrides) -> PreTrainedModel:
             clm_{small,base} are LLaMA-style (`moh_vision.language.models.llama.model`), clm_moh_{small,base}_{75,50} the same with
             MoH's routers and so many percent of the heads active in every layer (Jin 2024, section 4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
-            cross_attention=dict(router="dense"); of LLaMA-style models also router, head_budget, executor, group and
-            router_kwargs, see `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
+            cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style models
+            also router, executor, group and router_kwargs, see `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
 
     Raises:
         ValueError: for an unknown preset or field, naming the nearest; or for a value out of its range.
@@ -183,6 +183,9 @@ def preset_config(preset: str, **overrides) -> PreTrainedConfig:
     else:
         ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
         allowed = [name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"]
+        if "head_budget" in overrides:
+            attention = overrides.get("attention") or fields.get("attention") or {"router": "dense"}
+            overrides["attention"] = dict(attention, head_budget=overrides.pop("head_budget"))
     for name in overrides:
         if name not in allowed:
             raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")

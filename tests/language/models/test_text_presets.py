@@ -7,7 +7,9 @@ import torch
 from conftest import ROOT
 from text_tiny import TINY
 
+import moh_vision
 from moh_vision.attention import attention_layers
+from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
 
 
@@ -129,6 +131,7 @@ def test_any_moa_name_and_attention_per_kind():
         ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
         ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
         ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
+        ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
         ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
         ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
         ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
@@ -158,3 +161,15 @@ def test_only_text_models_import_transformers():
             names += [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             needs = ("moh_text", "text_", "llama", "transformers")
             assert not any(part in n for n in names for part in needs), inside
+
+
+def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
+    small = dict(hidden_size=32, num_attention_heads=4, intermediate_size=32, vocab_size=50)
+    for preset in ("mt_moh_75", "clm_moh_small_75"):
+        layers = "encoder_layers" if preset.startswith("mt") else "num_hidden_layers"
+        model = create_text_model(preset, head_budget="uniform:0.5", **{layers: 2}, **small)
+        assert {layer["active"] for layer in moh_vision.head_budget(model)["layers"]} == {2}
+    spelt = LanguageConfig(model=TextModelConfig(name="mt_moh_75", head_budget=[(1, 2)]))
+    assert spelt.model_arguments({}) == dict(head_budget=[[1, 2]])
+    with pytest.raises(ValueError, match="model.head_budget and model.kwargs.head_budget are the same thing"):
+        TextModelConfig(name="mt_moh_75", head_budget=0.5, kwargs=dict(head_budget=0.5))
