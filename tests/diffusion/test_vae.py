@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from refusals import one_line
 from tiny_vae import save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion.latents import LatentSpace, decode, encode_moments, load_vae, sample_posterior
@@ -90,9 +91,9 @@ def broken(saved, tmp_path, how):
 )
 def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, how, words):
     place = broken(saved, tmp_path, how)
-    with pytest.raises((ValueError, FileNotFoundError), match=words.format(place)) as error:
+    with one_line(words.format(place), (ValueError, FileNotFoundError)):
         load_vae(str(place))
-    assert "\n" not in str(error.value) and capfd.readouterr().err == ""
+    assert capfd.readouterr().err == ""
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
@@ -103,9 +104,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(
-        ValueError, match="vae some/vae: no folder of that name here, and from the hub: the hub cannot be"
-    ):
+    with one_line("vae some/vae: no folder of that name here, and from the hub: the hub cannot be"):
         load_vae("some/vae")
 
 

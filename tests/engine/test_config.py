@@ -5,6 +5,7 @@ import operator
 import pytest
 import yaml
 from conftest import ROOT
+from refusals import one_line
 
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig
@@ -64,9 +65,8 @@ def test_free_form_arguments():
     ],
 )
 def test_mistakes_are_one_line(argv, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words):
         parse(*argv)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,8 @@ def test_mistakes_are_one_line(argv, words):
 def test_mistakes_in_a_file_name_it(tmp_path, text, words):
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words):
         parse("--config", str(file))
-    assert "\n" not in str(error.value)
 
 
 def test_yaml_cannot_run_code(tmp_path):
@@ -238,9 +237,8 @@ def test_steps_from_epochs():
     ],
 )
 def test_mistakes_in_the_recipe(argv, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words):
         parse(*argv)
-    assert "\n" not in str(error.value)
 
 
 def test_an_odd_micro_batch_cannot_be_mixed():
@@ -380,9 +378,8 @@ def test_every_key_has_an_effect_or_is_tried_above(kind):
 def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
     file = tmp_path / "c.yaml"
     file.write_text(text or "seed: 0")
-    with pytest.raises(ValueError, match=message) as error:
+    with one_line(message):
         parse("--config", str(file), *argv.split())
-    assert "\n" not in str(error.value)
 
 
 def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
@@ -512,6 +509,5 @@ def test_block_descent():
         ("--block_descent.period 0", "block_descent.period 0 is out of range: at least 1"),
         ("--train_only outputs", "train_only.*gates_and_outputs.*outputs"),
     ):
-        with pytest.raises(ValueError, match=words) as error:
+        with one_line(words):
             parse_config(ClsConfig, argv.split(), "test")
-        assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from random_inception import write_random_inception
+from refusals import one_line
 from torch import nn
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
@@ -64,9 +65,7 @@ def test_weights_that_cannot_be_used(weights, tmp_path, kind):
 def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network")))
-    with pytest.raises(
-        FileNotFoundError, match=f"{PUBLISHED}, are neither at {tmp_path}.*no network.*inception_weights"
-    ):
+    with one_line(f"{PUBLISHED}, are neither at {tmp_path}.*no network.*inception_weights", FileNotFoundError):
         make_extractor("inception")
 
 

@@ -7,6 +7,7 @@ import tarfile
 import numpy as np
 import pytest
 from pictures import encoded, gradient, write_folder
+from refusals import one_line
 from test_sources import write_shards
 
 from moh_vision.data.batches import LabelledImages, image_transform, training_batches
@@ -64,9 +65,7 @@ def test_other_classes_in_val(tmp_path):
     shards = write_shards(tmp_path / "shards", classes=2)
     write_shards(shards, classes=4, split="val")
     train, val = (open_source(str(shards), split) for split in ("train", "val"))
-    with pytest.raises(
-        ValueError, match="2 classes in train, 4 in val; val has class '2' and 1 more, which train has not"
-    ):
+    with one_line("2 classes in train, 4 in val; val has class '2' and 1 more, which train has not"):
         check_same_classes(train.classes, "train", val, str(shards))
 
 

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from pictures import write_folder
 from PIL import Image
+from refusals import one_line
 from test_bad_folders import shard
 from test_sources import write_shards
 from tiny_vae import save_tiny_vae
@@ -221,10 +222,9 @@ def test_members_of_shards_are_not_unpickled(tmp_path, canary):
     for name in ("0.png", "0.npy", "0.pyd", "0.pickle", "0.pth", "0.cls", "0.json"):
         members = {"0.png": evil, "0.cls": b"0", name: evil}
         shard(tmp_path / "train-000000.tar", members.items())
-        with pytest.raises(ValueError, match="train-000000.tar") as error:
+        with one_line("train-000000.tar"):
             for i in range(2):
                 open_source(str(tmp_path), "train").image(i)
-        assert "\n" not in str(error.value)
         (tmp_path / ".train.index.safetensors").unlink(missing_ok=True)
 
 
@@ -311,9 +311,8 @@ def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
         if key == "output":  # a text like any other
             assert parse_config(ClsConfig, argv, "t")[0].output == value
             return
-    with pytest.raises(ValueError, match="not readable as YAML|class_path|Expected|unknown key") as error:
+    with one_line("not readable as YAML|class_path|Expected|unknown key"):
         parse_config(ClsConfig, argv, "t", to_validate=how == "the config of a run")
-    assert "\n" not in str(error.value)
 
 
 def test_a_class_in_pieces_on_the_command_line_is_refused(canary):

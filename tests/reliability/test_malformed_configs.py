@@ -5,6 +5,7 @@ import string
 import typing
 
 import pytest
+from refusals import one_line
 from repeat import cases
 
 from moh_vision.classification.config import ClsConfig, MixConfig
@@ -265,9 +266,8 @@ def test_numbers_are_finite(number):
     ],
 )
 def test_names_and_budgets_are_refused_by_the_model(arguments, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words):
         create("moh_vit_tiny_patch16_224", "classifier", **{**dict(depth=2, embed_dim=32, num_heads=2), **arguments})
-    assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- files
@@ -293,9 +293,9 @@ def test_files_that_are_no_configuration(tmp_path, case):
     text, words = FILES[case]
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words) as error:
         parse(ClsConfig, "--config", str(file))
-    assert str(file) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 2000
+    assert str(file) in str(error.value) and len(str(error.value)) < 2000
 
 
 def test_latin_1_is_no_configuration(tmp_path):

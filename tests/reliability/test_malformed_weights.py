@@ -10,6 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from refusals import one_line
 from repeat import cases
 from safetensors.torch import save, save_file
 
@@ -229,9 +230,9 @@ def test_safetensors_that_are_wrong(tmp_path, vit, case):
         lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
         lambda: init_from(copy.deepcopy(vit), str(file)),
     ):
-        with pytest.raises(ValueError) as error:
+        with one_line() as error:
             read()
-        assert str(file) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 1000
+        assert str(file) in str(error.value) and len(str(error.value)) < 1000
 
 
 PICKLES = {
@@ -255,9 +256,8 @@ def test_pickled_states_that_are_wrong(tmp_path, vit, case):
         lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
         lambda: init_from(copy.deepcopy(vit), str(file)),
     ):
-        with pytest.raises(ValueError, match="w.pth") as error:
+        with one_line("w.pth"):
             read()
-        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("end", [".pth", ".npz"])
@@ -313,9 +313,8 @@ def test_a_run_that_cannot_be(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (lambda: from_run(str(tmp_path), "classifier"), lambda: to_validate(str(file), NAME, SMALL)):
-        with pytest.raises(ValueError, match="model.safetensors") as error:
+        with one_line("model.safetensors"):
             read()
-        assert "\n" not in str(error.value)
 
 
 def test_files_that_are_not_there(tmp_path, vit):
@@ -326,9 +325,8 @@ def test_files_that_are_not_there(tmp_path, vit):
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.safetensors"),
     ):
-        with pytest.raises(FileNotFoundError, match=str(tmp_path)) as error:
+        with one_line(str(tmp_path), FileNotFoundError):
             read()
-        assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------- statistics
@@ -360,12 +358,8 @@ STATS = {
 def test_statistics_that_are_wrong(tmp_path, case):
     file = tmp_path / "s.safetensors"
     file.write_bytes(STATS[case])
-    with pytest.raises(
-        ValueError,
-        match="s.safetensors: (not a file of statistics|statistics of format|.*expected floats|.*not finite)",
-    ) as error:
+    with one_line("s.safetensors: (not a file of statistics|statistics of format|.*expected floats|.*not finite)"):
         load_statistics(file)
-    assert "\n" not in str(error.value)
 
 
 def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
@@ -405,12 +399,11 @@ def test_archives_that_are_wrong(tmp_path, case):
         for name, data in members.items():
             archive.writestr(f"{name}.npy", data)
     images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"r.npz: .*({words})") as error:
+    with one_line(f"r.npz: .*({words})"):
         if "arr_0" in members:
             score(images, file, extractor=torch.nn.Flatten(), allow_biased=True)
         else:
             open_reference(file)
-    assert "\n" not in str(error.value)
 
 
 def test_random_damage_to_an_archive(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from refusals import one_line
 
 from moh_vision.language.data.sources import find_lines, find_pairs
 
@@ -25,9 +26,8 @@ def write(folder, **files):
 
 
 def message(call):
-    with pytest.raises((ValueError, FileNotFoundError)) as error:
+    with one_line(kind=(ValueError, FileNotFoundError)) as error:
         call()
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 

@@ -8,6 +8,7 @@ import tarfile
 
 import numpy as np
 import pytest
+from refusals import one_line
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
@@ -150,9 +151,9 @@ def test_damaged_files_are_named_in_one_line(tmp_path, name, data, side, words):
         np.save(tmp_path / name, data)
     if side:
         (tmp_path / "train.json").write_text(side)
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words) as error:
         read(tmp_path)
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_two_forms_are_refused(tmp_path):
@@ -230,9 +231,9 @@ def test_members_that_are_no_ids(tmp_path, array, words):
         member = tarfile.TarInfo("0.npy")
         member.size = len(npy.getvalue())
         tar.addfile(member, io.BytesIO(npy.getvalue()))
-    with pytest.raises(ValueError, match=words) as error:
+    with one_line(words) as error:
         TokenShards([tmp_path / "d" / "train-0.tar"], "train")
-    assert "train-0.tar: 0.npy" in str(error.value) and "\n" not in str(error.value)
+    assert "train-0.tar: 0.npy" in str(error.value)
 
 
 def test_shards_without_ids(tmp_path):
@@ -297,9 +298,9 @@ def test_what_is_no_tokenizer(tmp_path):
         ),
     ):
         file.write_text(json.dumps(good | change))
-        with pytest.raises(ValueError, match=words) as error:
+        with one_line(words) as error:
             load_vocabulary(file)
-        assert "\n" not in str(error.value) and str(file) in str(error.value)
+        assert str(file) in str(error.value)
     file.write_text("{")
     with pytest.raises(ValueError, match="not a tokenizer.json that this package wrote"):
         load_vocabulary(file)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from refusals import one_line
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -230,9 +231,8 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
     for damaged in damages:
         first.path.unlink()
         first.path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="not encoded text that can be read|from another text") as error:
+        with one_line("not encoded text that can be read|from another text"):
             TokenCache(first.path, "")
-        assert "\n" not in str(error.value)
         encoded(pair.source, vocabulary, cache, say=said.append)
         assert first.path.read_bytes() == whole
     assert len(said) == len(damages) and all("making it again" in text for text in said)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, dense, slow, words
+from refusals import one_line
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
@@ -208,9 +209,8 @@ class Quantised(nn.Linear):
 def test_refused_options_leave_the_model_as_it_was(family, options, message):
     model = dense(family)
     kind, config, want = type(model), model.config.to_dict(), model(words()).logits
-    with pytest.raises(ValueError, match=message) as refusal:
+    with one_line(message):
         moh_vision.convert(model, **options)
-    assert "\n" not in str(refusal.value)
     assert type(model) is kind and model.config.to_dict() == config and torch.equal(model(words()).logits, want)
 
 

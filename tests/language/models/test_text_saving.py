@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from refusals import one_line
 from safetensors.torch import load_file, save_file
 from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -88,11 +89,8 @@ def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
 
 def test_a_vocabulary_that_does_not_match(tmp_path):
     tiny("mt_transformer_base").save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="has 40 words in .*embedding.weight, the model is to have 50: use the token"
-    ) as e:
+    with one_line("has 40 words in .*embedding.weight, the model is to have 50: use the token"):
         TranslationModel.from_pretrained(tmp_path, vocab_size=50)
-    assert "\n" not in str(e.value)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
     with pytest.raises(ValueError, match=r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\] in the model"):
