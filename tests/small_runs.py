@@ -6,6 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from small_text import write_pairs
 
@@ -56,6 +57,27 @@ def checkpoint_steps(run):
     return sorted(int(p.name.removeprefix("step_")) for p in (run / "checkpoints").glob("step_*"))
 
 
+def entries(run):
+    """Lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def logged(run):
     """Lines of metrics.jsonl that are of training steps."""
-    return [entry for entry in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in entry]
+    return [entry for entry in entries(run) if "loss" in entry]
+
+
+def results(run):
+    return json.loads((run / "results.json").read_text())
+
+
+def same(one, other):
+    """Whether two dicts of tensors, or two files or modules with such, have the same names and the same bits."""
+    one, other = (tensors(thing) for thing in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def tensors(thing):
+    if isinstance(thing, torch.nn.Module):
+        return thing.state_dict()
+    return thing if isinstance(thing, dict) else load_file(thing)

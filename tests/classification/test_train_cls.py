@@ -1,12 +1,13 @@
 """train_cls.py on folders of images, with the ImageNet recipe made small."""
 
-import json
 import math
 
 import pytest
+import refusals
 import torch
 from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
+from small_runs import entries, results
 
 from moh_vision import head_budget
 from moh_vision.classification import train as train_cls
@@ -25,15 +26,12 @@ RECIPE = (
 
 def train(root, run, *more):
     train_cls.main([*TINY, "--data.root", str(root), "--output", str(run), *more])
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return entries(run)
 
 
 def refused(capsys, *argv, given=TINY):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        train_cls.main([*given, *(str(a) for a in argv)])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("train_cls.py: error: ") and error.count("\n") == 1, error
+    error = refusals.refused(capsys, train_cls.main, *given, *argv)
+    assert error.startswith("train_cls.py: error: ")
     return error
 
 
@@ -50,19 +48,8 @@ def mixed_folder(root):
 
 def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     root, run = mixed_folder(tmp_path / "d"), tmp_path / "run"
-    lines = train(
-        root,
-        run,
-        *RECIPE,
-        "--max-steps",
-        "9",
-        "--data.max_bad_fraction",
-        "0.1",
-        "--eval-every",
-        "5",
-        "--data.repeats",
-        "1",
-    )
+    more = "--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split()
+    lines = train(root, run, *RECIPE, *more)
     steps, validations = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
     assert [e["step"] for e in steps] == list(range(9)) and all(math.isfinite(e["loss"]) for e in steps)
     assert steps[-1]["unreadable"] == 1
@@ -71,16 +58,17 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
         assert (scores["images"], scores["unreadable"]) == (17, 1)
         assert scores["images_per_s"] > 0 and scores["peak_memory_mib"] > 100
         assert scores["active_heads"] == [2, 3] and scores["active_share"] == pytest.approx(5 / 6, abs=1e-4)
-    results = json.loads((run / "results.json").read_text())
+    found = results(run)
+    validated = f"loss {found['loss']:.4f}, 17 images"
 
     capsys.readouterr()
     train_cls.main(["--validate-only", "--checkpoint", str(run)])
     out = capsys.readouterr().out
-    assert f"top-1 {results['top1']:.2f} %" in out and f"loss {results['loss']:.4f}, 17 images" in out
+    assert f"top-1 {found['top1']:.2f} %" in out and validated in out
     assert "active heads per layer: 2, 3 (83.3 % of all)" in out
     train_cls.main(["--validate-only", "--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
     out = capsys.readouterr().out
-    assert "12 px" in out and f"loss {results['loss']:.4f}" not in out
+    assert "12 px" in out and f"loss {found['loss']:.4f}" not in out
     train_cls.main(["--validate-only", "--checkpoint", str(run), "--model.head_budget", "[[1,1],[1,1]]"])
     assert "active heads per layer: 2, 2 (66.7 % of all)" in capsys.readouterr().out
     for option, value in (("--model.name", "moh_vit_nano"), ("--model.depth", 3), ("--model.kwargs.qk_norm", "true")):
@@ -92,7 +80,7 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
 
     torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
     train_cls.main(["--config", str(run / "config.yaml"), "--validate-only", "--checkpoint", str(run / "model.pth")])
-    assert f"loss {results['loss']:.4f}, 17 images" in capsys.readouterr().out
+    assert validated in capsys.readouterr().out
 
     (root / "val" / "dog").rename(root / "val" / "fox")
     error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root, given=[])
@@ -121,21 +109,16 @@ def test_layers_learn_at_their_own_rate(tmp_path):
     before = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs).state_dict()
     after = load_file(run / "model.safetensors")
 
-    def rate(name):
-        return (after[name] - before[name]).abs().max().item()
-
-    rates = [
-        rate(n) for n in ("patch_embed.proj.weight", "blocks.0.mlp.fc2.weight", "blocks.1.mlp.fc2.weight", "head.bias")
-    ]
+    names = ("patch_embed.proj.weight", "blocks.0.mlp.fc2.weight", "blocks.1.mlp.fc2.weight", "head.bias")
+    rates = [(after[name] - before[name]).abs().max().item() for name in names]
     assert rates == pytest.approx([0.000125, 0.00025, 0.0005, 0.001], rel=0.02)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_one_line(tmp_path, capsys, workers):
     root = mixed_folder(tmp_path / "d")
-    error = refused(
-        capsys, "--data.root", root, "--output", tmp_path / "run", "--max-steps", 9, "--data.workers", workers
-    )
+    argv = ["--data.root", root, "--output", tmp_path / "run", "--max-steps", 9, "--data.workers", workers]
+    error = refused(capsys, *argv)
     assert "train/dog/torn.jpg: " in error and "1 unreadable so far, allowed are data.max_bad_fraction 0 of 22" in error
     (root / "train" / "dog" / "torn.jpg").unlink()
     error = refused(capsys, "--data.root", root, "--output", tmp_path / "run2", "--max-steps", 1)
@@ -184,9 +167,8 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
 
     root = write_folder(tmp_path / "d")
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
-    export_weights(
-        train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs), tmp_path / "other.safetensors", {}
-    )
+    model = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
+    export_weights(model, tmp_path / "other.safetensors", {})
     argv = ["--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors"]
     error = refused(capsys, *argv, given=MODEL)
     assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
@@ -194,10 +176,8 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
 
 def test_channels_last_changes_nothing_but_the_layout(tmp_path):
     root = write_folder(tmp_path / "d")
-    one, two = (
-        train(root, tmp_path / name, "--max-steps", "2", *more)[1]["loss"]
-        for name, more in (("a", []), ("b", ["--channels-last"]))
-    )
+    one = train(root, tmp_path / "a", "--max-steps", "2")[1]["loss"]
+    two = train(root, tmp_path / "b", "--max-steps", "2", "--channels-last")[1]["loss"]
     assert one == pytest.approx(two, abs=1e-4)
 
 
@@ -233,6 +213,5 @@ def test_a_run_with_fewer_heads_from_a_run(tmp_path):
     assert [e["step"] for e in lines if "loss" in e] == [0, 1]
     model, _ = from_run(str(tmp_path / "second"), "classifier")
     assert [(b["shared"], b["routed"]) for b in head_budget(model)["layers"]] == [(2, 1)] * 2
-    train_cls.main(
-        ["--validate-only", "--checkpoint", str(tmp_path / "second"), "--data.root", str(root), "--data.workers", "0"]
-    )
+    argv = f"--validate-only --checkpoint {tmp_path}/second --data.root {root} --data.workers 0"
+    train_cls.main(argv.split())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     DDIMScheduler,
     DDPMScheduler,
     DiffusionPipeline,
@@ -19,6 +18,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from refusals import one_line
+from tiny_vae import tiny_vae
 
 from moh_vision import set_head_budget
 from moh_vision.analysis import HeadLoad
@@ -41,17 +41,11 @@ def transformer(channels=4, classes=7, **more):
     return model.eval()
 
 
-def vae(channels=4, **more):
-    torch.manual_seed(2)
-    kinds = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
-    return AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds, **more).eval()
-
-
 def pipeline(with_vae=False, **more):
     pipe = MoHDiTPipeline(
         transformer(4 if with_vae else 3),
         make_scheduler("ddpm", 250, True, clip=not with_vae),
-        vae(scaling_factor=0.3, shift_factor=0.1) if with_vae else None,
+        tiny_vae(2, scaling_factor=0.3, shift_factor=0.1) if with_vae else None,
         **more,
     )
     pipe.set_progress_bar_config(disable=True)
@@ -74,18 +68,8 @@ def test_it_is_the_loop_of_sample_images():
         lambda x, t, y: pipe.transformer(x, t, y).sample, make_scheduler("ddpm", 6, True, clip=True),
         torch.tensor([3, 0]), (3, 4, 4), [8, 9], 7, guidance,
     )  # fmt: skip
-    raw = draw(
-        pipe,
-        [3, 0],
-        8,
-        9,
-        steps=6,
-        output_type="latent",
-        guidance_scale=2.0,
-        guide_channels=2,
-        guidance_interval=(0.1, 0.8),
-    )
-    assert torch.equal(raw, x)
+    more = dict(guidance_scale=2.0, guide_channels=2, guidance_interval=(0.1, 0.8))
+    assert torch.equal(draw(pipe, [3, 0], 8, 9, steps=6, output_type="latent", **more), x)
 
 
 @pytest.mark.parametrize("with_vae", [False, True])
@@ -101,9 +85,8 @@ def test_output_types(with_vae):
     if with_vae:
         decoded = pipe.vae.decode(outputs["latent"] / 0.3 + 0.1).sample
         assert torch.equal(outputs["pt"], (decoded / 2 + 0.5).clamp(0, 1))
-    single = pipe(
-        1, num_inference_steps=4, generator=seeded(5), output_type="pt", guidance_scale=1.5, return_dict=False
-    )
+    how = dict(num_inference_steps=4, output_type="pt", guidance_scale=1.5)
+    single = pipe(1, generator=seeded(5), return_dict=False, **how)
     assert isinstance(single, tuple)
     torch.testing.assert_close(single[0], outputs["pt"][:1])
 
@@ -212,7 +195,7 @@ def test_a_folder_of_diffusers_own_dit(tmp_path):
     shared = theirs.transformer_blocks[0].norm1.emb.state_dict()
     theirs.transformer_blocks[1].norm1.emb.load_state_dict(shared)
     scheduler = DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
-    other = DiTPipeline(theirs, vae(), scheduler)
+    other = DiTPipeline(theirs, tiny_vae(2), scheduler)
     other.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())  # published ones have names in it
     (tmp_path / "model_index.json").write_text(json.dumps(dict(index, id2label={"0": "tench", "7": "cock"})))
@@ -309,12 +292,12 @@ def test_guidance_without_dropped_labels_is_refused():
 
 def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="latents of 4 channels, the transformer works on 3"):
-        MoHDiTPipeline(transformer(3), DDPMScheduler(), vae(4))
+        MoHDiTPipeline(transformer(3), DDPMScheduler(), tiny_vae(2))
     with one_line("the transformer is a AutoencoderKL, expected a DiT of moh_vision or diffusers"):
-        MoHDiTPipeline(vae(), DDPMScheduler())
+        MoHDiTPipeline(tiny_vae(2), DDPMScheduler())
     for key in ("latents_mean", "latents_std"):  # training refuses them too
         with pytest.raises(ValueError, match="the VAE: normalises latents by latents_mean and latents_std"):
-            MoHDiTPipeline(transformer(4), DDPMScheduler(), vae(**{key: [0.1] * 4}))
+            MoHDiTPipeline(transformer(4), DDPMScheduler(), tiny_vae(2, **{key: [0.1] * 4}))
     plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
     with pytest.raises(ValueError, match="4 channels are no image and there is no VAE"):
         plain([0])

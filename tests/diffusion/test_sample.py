@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import refusals
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
@@ -15,6 +16,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tiny_vae import save_tiny_vae
 
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
@@ -26,14 +28,14 @@ from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.models.weights import create, from_run
 
-NAME = "moh_dit_small_patch2_75"
+NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
+JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
 def run_of(folder, channels, label_drop=0.1, pixels=False, **more):
     torch.manual_seed(4)
-    arguments = dict(
-        img_size=4, in_chans=channels, num_classes=3, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)]
-    )
+    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)])
+    arguments = dict(sizes, in_chans=channels, num_classes=3)
     model = create(NAME, "diffusion", **arguments)
     with torch.no_grad():  # a new DiT is the zero function
         for p in model.parameters():
@@ -46,10 +48,7 @@ def run_of(folder, channels, label_drop=0.1, pixels=False, **more):
 
 
 def vae_in(folder, channels=4):
-    torch.manual_seed(5)
-    kinds = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
-    vae = AutoencoderKL(block_out_channels=[8, 8], norm_num_groups=4, latent_channels=channels, **kinds)
-    vae.save_pretrained(folder)
+    save_tiny_vae(folder, seed=5, latent_channels=channels)
     return folder
 
 
@@ -64,11 +63,7 @@ def call(run, *more):
 
 
 def refused(capsys, run, *more):
-    with pytest.raises(SystemExit) as stop:
-        call(run, "--grid", run / "never.png", *more)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1, error
-    return error
+    return refusals.refused(capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more)
 
 
 @pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm-solver++"])
@@ -91,7 +86,6 @@ def test_only_the_pipeline(tmp_path, capsys):
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
     assert pipe([0], num_inference_steps=2).images[0].mode == "L"
-    capsys.readouterr()  # diffusers' progress bars
     assert "pipe exists; give another path" in refused(capsys, tmp_path, "--save-pipeline", tmp_path / "pipe")
 
 
@@ -159,9 +153,8 @@ def test_mistakes(tmp_path, capsys, argv, words):
 
 @pytest.mark.parametrize("more", [[], ["--save-pipeline", "pipe"], ["--allow-biased"]])
 def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys, more):
-    with pytest.raises(SystemExit, match="2"):
-        call(tmp_path, *more)
-    assert "num_images 5: nothing would be written; give --out, --grid," in capsys.readouterr().err
+    error = refusals.refused(capsys, lambda argv: call(tmp_path, *argv), *more)
+    assert "num_images 5: nothing would be written; give --out, --grid," in error
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):
@@ -181,9 +174,8 @@ def test_mistakes_with_vaes(tmp_path, capsys):
     plain = run_of(tmp_path / "c", 3, label_drop=0)
     assert "--cfg-scale 2 needs a run trained with label_drop above 0" in refused(capsys, plain)
     (tmp_path / "file.d").write_text("precious")
-    assert "file.d is a file, expected a folder" in refused(
-        capsys, run_of(tmp_path / "c", 3), "--save-pipeline", tmp_path / "file.d", "--overwrite"
-    )
+    error = refused(capsys, run_of(tmp_path / "c", 3), "--save-pipeline", tmp_path / "file.d", "--overwrite")
+    assert "file.d is a file, expected a folder" in error
     assert (tmp_path / "file.d").read_text() == "precious"
 
 
@@ -244,15 +236,12 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
     """Or the first to end would remove the samples of the other."""
     run, lock = run_of(tmp_path, 3), sample.only_one
-    hold = (
-        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); "
-    )
-    others = []
+    hold = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
+    hold, others = hold + "; print(flush=True); time.sleep(60)", []
 
     def after_another(folder, option):
-        others.append(
-            subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)", folder / ".lock"], stdout=subprocess.PIPE)
-        )
+        command = [sys.executable, "-c", hold, folder / ".lock"]
+        others.append(subprocess.Popen(command, stdout=subprocess.PIPE))
         others[0].stdout.readline()
         return lock(folder, option)
 
@@ -383,13 +372,17 @@ def classifier_in(folder):
     """A classification run that nobody trained, on other classes."""
     folder.mkdir()
     torch.manual_seed(6)
-    arguments = dict(
-        img_size=4, patch_size=2, embed_dim=8, depth=1, num_heads=2, num_classes=2, in_chans=3, head_budget=[(1, 1)]
-    )
-    model = create("moh_vit_tiny_patch16_224", "classifier", **arguments)
-    about = dict(architecture="moh_vit_tiny_patch16_224", arguments=arguments, classes=["x", "y"], config={})
-    export_weights(model, folder / "model.safetensors", about)
+    exported(folder, JUDGE, ["x", "y"], img_size=4, patch_size=2, in_chans=3, **JUDGE_SIZES)
     return folder
+
+
+def exported(folder, name, classes, **arguments):
+    """A new classifier, saved as a run leaves it."""
+    model = create(name, "classifier", num_classes=len(classes), **arguments)
+    about = dict(architecture=name, classes=classes, config={})
+    about["arguments"] = dict(arguments, num_classes=len(classes))
+    export_weights(model, folder / "model.safetensors", about)
+    return model
 
 
 def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
@@ -406,9 +399,8 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
     assert scores["weights_sha256"] == network.weights_sha256
     assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")
-    assert (
-        refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json").count("allow_biased") == 1
-    )
+    error = refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json")
+    assert error.count("allow_biased") == 1
 
 
 def test_a_figure_that_fails_costs_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
@@ -434,11 +426,9 @@ def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
     assert fidelity_command([str(a), str(b), "--extractor", str(run)]) == 0
     model, _ = from_run(str(run), "classifier")
     want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}"))
-    text = capsys.readouterr().out
+    text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
     assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text
-    assert (
-        f"\nFD{want['fd']:>{22 + len(format(want['fd'], '.4f'))}.4f}\n" in text
-    )  # the long name does not push the number
+    assert f"\nFD{want['fd']:>{width}.4f}\n" in text  # the long name does not push the number
     assert fidelity_command([str(a), str(b), "--extractor", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
@@ -464,11 +454,8 @@ def test_the_fidelity_command_on_two_processes(tmp_path):
 
 @pytest.mark.parametrize("more", [{}, dict(dynamic_img_size=True)])
 def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
-    sizes = dict(embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), num_classes=2, in_chans=3)
-    arguments = dict(sizes, img_size=32, **more)
-    model = create("transnext_micro", "classifier", **arguments).eval()
-    about = dict(architecture="transnext_micro", arguments=arguments, classes=["x", "y"], config={})
-    export_weights(model, tmp_path / "model.safetensors", about)
+    sizes = dict(embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), in_chans=3)
+    model = exported(tmp_path, "transnext_micro", ["x", "y"], img_size=32, **sizes, **more).eval()
     network, x = make_extractor(str(tmp_path)), torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
@@ -479,13 +466,9 @@ def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
 @pytest.mark.parametrize("samples, channels", [(3, 1), (1, 3)])
 def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channels):
     """Beside digits, which are grey."""
-    name, classes, shape = "moh_vit_tiny_patch16_224", [str(i) for i in range(10)], (30, samples, 8, 8)
-    arguments = dict(patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=10, in_chans=channels)
-    arguments.update(img_size=8, head_budget=[(1, 1)])
-    about = dict(architecture=name, arguments=arguments, classes=classes, config={})
-    export_weights(create(name, "classifier", **arguments), tmp_path / "model.safetensors", about)
-    parts = ImageParts(tmp_path, 30, 30, {})
-    parts.add(0, torch.randint(0, 256, shape, dtype=torch.uint8))
+    classes, parts = [str(i) for i in range(10)], ImageParts(tmp_path, 30, 30, {})
+    exported(tmp_path, JUDGE, classes, img_size=8, patch_size=4, in_chans=channels, **JUDGE_SIZES)
+    parts.add(0, torch.randint(0, 256, (30, samples, 8, 8), dtype=torch.uint8))
     judge = ClassifierScores("digits", str(tmp_path), classes, str(tmp_path))
     scores, _ = judge(parts, torch.arange(30) % 10, "cpu", 30)
     assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
@@ -501,10 +484,8 @@ def references(folder):
     for name in ("sizes", "colours", "classes/cat"):
         (folder / name).mkdir(parents=True)
         for i in range(9):
-            image = Image.new(
-                "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
-            )
-            image.save(folder / name / f"{i}.png")
+            mode, size = "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
+            Image.new(mode, size).save(folder / name / f"{i}.png")
     return {
         "grey.npz": "arr_0 is uint8 [20, 4, 4, 1]; expected uint8 [N, height, width, 3]",
         "few.npz": "5 reference images for 8 features",
@@ -539,7 +520,7 @@ def test_mistakes_in_scoring(tmp_path, capsys):
         "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
         f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
         f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
-        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
+        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x with extractor",
     }.items():
         assert words in refused(capsys, run, *argv.split())
     assert "extractor 'cls' needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")

@@ -1,12 +1,12 @@
 """Diffusion on latents, stored and made on the way, through train_dit.py."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from pictures import write_folder
+from refusals import refused
 from safetensors import safe_open
+from small_runs import entries
 from tiny_vae import save_tiny_vae
 
 from moh_vision.diffusion import train as train_dit
@@ -27,9 +27,8 @@ def made(tmp_path_factory):
 
 
 def collated(items):
-    return torch.utils.data.default_collate(
-        [{k: v for k, v in i.items() if k not in ("position", "bad")} for i in items]
-    )
+    kept = [{k: v for k, v in item.items() if k not in ("position", "bad")} for item in items]
+    return torch.utils.data.default_collate(kept)
 
 
 def source_numbers(made):
@@ -117,7 +116,7 @@ ARGV = (
 
 def train(output, *more):
     train_dit.main([*ARGV, "--output", str(output), *more])
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return entries(output)
 
 
 @pytest.mark.parametrize("kind", ["stored", "stored, vae given", "encoded"])
@@ -148,35 +147,21 @@ def test_pixel_runs_have_no_vae(tmp_path):
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--data.root", "{cache}", "--vae", "{other}"], "vae {other} (sha256 "),
+        ("{cache} --vae {other}", "vae {other} (sha256 "),
+        ("{cache} --vae {other}", "): the latents in {cache} were made with another one, {vae} (sha"),
+        ("{cache} --data.img_size 32", "data.img_size 32: the latents in {cache} are of images of 16"),
+        ("{cache} --data.augment affine", "data.augment affine: with latents it is none or flip"),
+        ("{images} --vae {vae} --data.augment crop_flip", "data.augment crop_flip: with"),
+        ("{images} --vae {vae} --data.img_size 15", "data.img_size 15: not a multiple of 2"),
+        ("{images} --vae /no/where", "vae /no/where: no such folder"),
         (
-            ["--data.root", "{cache}", "--vae", "{other}"],
-            "): the latents in {cache} were made with another one, {vae} (sha",
+            "{cache} --score.every 1",
+            "score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
         ),
-        (
-            ["--data.root", "{cache}", "--data.img_size", "32"],
-            "data.img_size 32: the latents in {cache} are of images of 16",
-        ),
-        (
-            ["--data.root", "{cache}", "--data.augment", "affine"],
-            "data.augment affine: with latents it is none or flip",
-        ),
-        (["--data.root", "{images}", "--vae", "{vae}", "--data.augment", "crop_flip"], "data.augment crop_flip: with"),
-        (
-            ["--data.root", "{images}", "--vae", "{vae}", "--data.img_size", "15"],
-            "data.img_size 15: not a multiple of 2",
-        ),
-        (["--data.root", "{images}", "--vae", "/no/where"], "vae /no/where: no such folder"),
-        (
-            ["--data.root", "{cache}", "--score.every", "1"],
-            "preview.every and score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
-        ),
-        (["--data.root", "{images}"], "data.img_size is needed for {images}: the images there have no one size"),
+        ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(made, tmp_path, capsys, more, words):
-    with pytest.raises(SystemExit) as stop:
-        train(tmp_path / "run", *(m.format(**made) for m in more))
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words.format(**made) in error, error
+    argv = [*ARGV, "--output", tmp_path / "run", "--data.root", *more.format(**made).split()]
+    assert words.format(**made) in refused(capsys, train_dit.main, *argv)
     assert not list(tmp_path.iterdir())

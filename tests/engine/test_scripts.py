@@ -483,7 +483,7 @@ def test_scores_while_training(tmp_path, runs, capsys):
         "--score.reference nowhere": "score.reference nowhere: no such folder",
         "--score.reference x.npz": "score.reference x.npz is no data set, so a split (val) has no effect",
         "--score.extractor timm:vit": "extractor 'timm:vit': timm has no model",
-        "--score.inception_weights x": "inception_weights x has no effect with extractor",
+        "--score.inception_weights x": "inception_weights x with extractor",
     }.items():
         assert words in refused(capsys, train_dit.main, *common, "--output", tmp_path / "none", *argv, *more.split())
     assert not (tmp_path / "none").exists()

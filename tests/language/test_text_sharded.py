@@ -1,12 +1,12 @@
 """train_text.py with sharded weights (FSDP2), on two gloo processes."""
 
-import json
 import socket
 
 import pytest
 import sharded_on_cpu
 import torch
 from safetensors.torch import load_file
+from small_runs import entries, logged, results
 from small_text import write_pairs, write_plain
 from transformers import AutoModelForCausalLM
 
@@ -55,18 +55,14 @@ def test_a_causal_model(tmp_path):
         assert torch.equal(tensor, run[name]), name
         if ".router." not in name:  # whose gradients are next to nothing, and Adam takes full steps
             torch.testing.assert_close(tensor, alone[name], rtol=1e-3, atol=2e-4)
-    logs = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("alone", "whole")
-    ]
-    for one, two in zip(*logs, strict=True):
+    for one, two in zip(entries(tmp_path / "alone"), entries(tmp_path / "whole"), strict=True):
         assert all(one[key] == pytest.approx(two[key], rel=1e-3) for key in ("nll", "grad_norm") if key in one)
         if "validation" in one:  # 37 lines do not divide by two: each token counts once
             assert one["validation"] == pytest.approx(two["validation"], rel=1e-3)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in run.items())
-    results = json.loads((tmp_path / "whole" / "results.json").read_text())
-    assert results["weights"] == "best.safetensors" and results["best_step"] == 6
+    found = results(tmp_path / "whole")
+    assert found["weights"] == "best.safetensors" and found["best_step"] == 6
     assert load_file(tmp_path / "whole" / "best.safetensors").keys() == whole.keys()
 
 
@@ -79,17 +75,15 @@ def test_layers_gathered_one_by_one(precision, tmp_path):
     for policy, count in units.items():
         sharded(tmp_path, arguments(CLM, data, tmp_path / policy, 5, *options), policy)
         assert (tmp_path / "units").read_text() == str(count)
-        lines = [json.loads(line) for line in (tmp_path / policy / "metrics.jsonl").read_text().splitlines()]
-        runs[policy] = (load_file(tmp_path / policy / "model.safetensors"), lines)
+        runs[policy] = (load_file(tmp_path / policy / "model.safetensors"), logged(tmp_path / policy))
     (whole, looks), (layers, others) = runs.values()
     assert whole.keys() == layers.keys()
     near = 1e-4 if precision == "no" else 2e-2
     for name, tensor in whole.items():
         if precision == "no" or ".router." not in name:  # in 16 bits the sign of a gradient of nearly nothing is chance
             torch.testing.assert_close(layers[name], tensor, rtol=near, atol=near / 10)
-    steps = [(one, two) for one, two in zip(looks, others, strict=True) if "nll" in one]
-    assert len(steps) == 5
-    for one, two in steps:
+    assert len(looks) == 5
+    for one, two in zip(looks, others, strict=True):
         assert all(one[key] == pytest.approx(two[key], rel=near) for key in ("nll", "balance_loss", "grad_norm"))
     # A loss that the routers learn by: without it they end elsewhere.
     sharded(tmp_path, arguments(CLM, data, tmp_path / "free", 5, "--balance_weight", 0), "transformer_based_wrap")
@@ -105,11 +99,10 @@ def test_the_best_weights_are_scored_at_the_end(tmp_path):
     (data / "valid.txt").write_text("".join(" ".join(reversed(line.split())) + "\n" for line in lines))
     options = ["--eval-every", 6, "--patience", 9, "--optim.lr", 0.02, "--optim.weight_decay", 0]
     sharded(tmp_path, arguments(CLM, data, tmp_path / "run", 30, *options))
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    looks = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = {e["step"] + 1: e["validation"]["loss"] for e in looks if "validation" in e}
-    assert results["best_step"] == min(losses, key=losses.get) < 30
-    assert results["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
+    found = results(tmp_path / "run")
+    losses = {e["step"] + 1: e["validation"]["loss"] for e in entries(tmp_path / "run") if "validation" in e}
+    assert found["best_step"] == min(losses, key=losses.get) < 30
+    assert found["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize("preset, mode", [("mt_moh_50", "bcd"), ("mt_nobcd", "joint")])
@@ -121,8 +114,10 @@ def test_a_translation_model_with_tied_weights(tmp_path, preset, mode):
         argv = arguments(MT, data, tmp_path / "run", steps, *more)
         sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
     assert (tmp_path / "units").read_text() == "1"
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["bleu_pairs"] == 4 and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
+    assert (
+        results(tmp_path / "run")["bleu_pairs"] == 4
+        and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """train_text.py as a user runs it, on text that the test writes."""
 
-import json
 import math
 import subprocess
 import sys
 
 import pytest
+import refusals
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
+from small_runs import entries, logged, results, same
 from small_text import write_pairs, write_plain
 
 import moh_vision
@@ -47,7 +48,7 @@ def arguments(kind, data, run, steps, *more, preset=None):
 
 def train(kind, data, run, steps, *more, preset=None):
     train_text.main(arguments(kind, data, run, steps, *more, preset=preset))
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return entries(run)
 
 
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
@@ -62,30 +63,28 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     assert all(e["tokens_per_s"] > 0 and e["peak_memory_mib"] > 100 for e in steps)
     if kind == "mlm":
         assert steps[0]["moa_balance_loss"] == pytest.approx(1, abs=0.2) and steps[0]["z_loss"] > 0  # one module
-    results = json.loads((run / "results.json").read_text())
-    assert results["step"] == 40 and results["averaged_steps"] == [40, 20]
-    assert results["validation"]["perplexity"] == pytest.approx(math.exp(results["validation"]["loss"]))
+    found = results(run)
+    assert found["step"] == 40 and found["averaged_steps"] == [40, 20]
+    assert found["validation"]["perplexity"] == pytest.approx(math.exp(found["validation"]["loss"]))
     attentions = dict(mt=3, mlm=1, clm=1)[kind]
-    assert len(results["gate_entropy"]) == attentions
+    assert len(found["gate_entropy"]) == attentions
     experts = 4  # of MAE: heads left out, of MoA: as they are
-    assert all(0 < entropy <= math.log(experts) + 1e-4 for entropy in results["gate_entropy"].values())
+    assert all(0 < entropy <= math.log(experts) + 1e-4 for entropy in found["gate_entropy"].values())
     report = (run / "gates.md").read_text()
-    assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in results["gate_entropy"].items())
+    assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
     assert kind != "mt" or "`_fünf`" in report
     assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
     vocabulary = Vocabulary.load(run / "tokenizer.json")
     assert vocabulary.specials == (5 if kind == "mlm" else 4)
     if kind == "mt":
-        assert set(results["bleu"]) == {"soft", "argmax", "random"}
+        assert set(found["bleu"]) == {"soft", "argmax", "random"}
         assert len((run / "translations.txt").read_text().splitlines()) == 40
-        random = results["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
+        random = found["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
         assert len(random["draws"]) == 5 and len(set(random["draws"])) > 1
         assert random["bleu"] == pytest.approx(sum(random["draws"]) / 5) and random["std"] > 0
-        entropy, parts = results["gate_entropy"], results["mean_gate_entropy"]
-        assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"]) and set(parts) == {
-            "encoder",
-            "decoder",
-        }
+        entropy, parts = found["gate_entropy"], found["mean_gate_entropy"]
+        assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"])
+        assert set(parts) == {"encoder", "decoder"}
         assert "Gates of the encoder that read the source" in report
 
     # The folder of a run is one of transformers' too.
@@ -103,16 +102,14 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
     train(kind, data, tmp_path / "whole", 8, *options)
     train(kind, data, tmp_path / "run", 5, *options)
     train(kind, data, tmp_path / "run", 8, *options)
-    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
-    assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
+    assert same(tmp_path / "whole/model.safetensors", tmp_path / "run/model.safetensors")
     state = [tmp_path / name / "checkpoints" / "step_8" for name in ("whole", "run")]
     for file in sorted(p.relative_to(state[0]) for p in state[0].rglob("*") if p.suffix != ".json"):
         assert (state[0] / file).read_bytes() == (state[1] / file).read_bytes(), file
     logs = [
-        [{k: v for k, v in json.loads(line).items() if k not in ("tokens_per_s", "peak_memory_mib")}
-         for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("whole", "run")
-    ]  # fmt: skip
+        [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "peak_memory_mib")} for entry in entries(run)]
+        for run in (tmp_path / "whole", tmp_path / "run")
+    ]
     assert [e for e in logs[0] if "validation" not in e] == [e for e in logs[1] if "validation" not in e]
 
 
@@ -120,13 +117,13 @@ def test_stops_early_and_stays_stopped(data, tmp_path, capsys):
     # A rate at which float32 has the same losses for ever.
     options = "--eval-every 2 --patience 2 --optim.lr 1e-12 --optim.warmup_lr 0".split()
     train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["step"] == 6 and results["best_step"] == 2 and results["weights"] == "best.safetensors"
+    found = results(tmp_path / "run")
+    assert found["step"] == 6 and found["best_step"] == 2 and found["weights"] == "best.safetensors"
     assert (tmp_path / "run" / "best.safetensors").exists()
     assert "without a lower loss" in capsys.readouterr().out
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     train("clm", data, tmp_path / "run", 60, *options, preset="clm_wt103_base")
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == results["step"]
+    assert results(tmp_path / "run")["step"] == found["step"]
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
@@ -143,7 +140,7 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(data, tmp_path):
         allowed = {n for n in after if ".router." in n or which == "gates_and_outputs" and n.endswith("proj.weight")}
         assert changed and changed <= allowed
         assert any(".router." in name for name in changed)
-        trained = json.loads((run / "results.json").read_text())["trained_parameters"]
+        trained = results(run)["trained_parameters"]
         learned = [n for n in after if ".router." in n and "running" not in n and "tracked" not in n]
         gates = sum(after[n].numel() for n in learned)
         outputs = sum(v.numel() for n, v in after.items() if n.endswith("proj.weight"))
@@ -152,12 +149,9 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(data, tmp_path):
 
 def test_mistakes(data, tmp_path, capsys):
     def refused(kind, *more, preset=None, text=data):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            train_text.main(arguments(kind, text, tmp_path / "run", 2, *more, preset=preset))
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.startswith("train_text.py: error: ") and error.count("\n") == 1, error
-        assert not (tmp_path / "run").exists()
+        argv = arguments(kind, text, tmp_path / "run", 2, *more, preset=preset)
+        error = refusals.refused(capsys, train_text.main, *argv)
+        assert error.startswith("train_text.py: error: ") and not (tmp_path / "run").exists()
         return error
 
     assert "mt_mae_7" in refused("mt", preset="mt_mae_77")
@@ -206,8 +200,7 @@ def test_bfloat16_and_compiled_runs_learn_alike(kind, preset, option, data, tmp_
         # With a process of its own, because accelerate's precision is that of the first Accelerator.
         argv = arguments(kind, data, tmp_path / name, 30, "--model.kwargs.dropout", 0, *more, preset=preset)
         subprocess.run([sys.executable, ROOT / "train_text.py", *argv], check=True, capture_output=True, text=True)
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["nll"] for line in lines if "loss" in line])
+        losses.append([line["nll"] for line in logged(tmp_path / name)])
     assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02) and losses[1] != losses[0]
     assert sum(losses[1][-5:]) == pytest.approx(sum(losses[0][-5:]), rel=0.15)
     assert sum(losses[1][-5:]) < 0.85 * sum(losses[1][:5])
@@ -220,21 +213,16 @@ def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, 
     write_pairs(folder, seed=4)
 
     def refused(*more):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            train_text.main(arguments("mt", dict(mt=folder), run, 4, *more))
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.count("\n") == 1
+        error = refusals.refused(capsys, train_text.main, *arguments("mt", dict(mt=folder), run, 4, *more))
         assert {name: (run / name).read_bytes() for name in before} == before
         return error
 
     assert "the text of train is not the one that" in refused()
     write_pairs(folder)
-    assert "began with 1 micro-batches a step" in refused(
-        "--optim.accumulation", 2, "--allow-change", "optim.accumulation"
-    )
+    more = ["--optim.accumulation", 2, "--allow-change", "optim.accumulation"]
+    assert "began with 1 micro-batches a step" in refused(*more)
     train("mt", dict(mt=folder), run, 4)
-    assert json.loads((run / "results.json").read_text())["step"] == 4
+    assert results(run)["step"] == 4
 
 
 def test_references_follow_the_case_of_the_vocabulary(tmp_path):

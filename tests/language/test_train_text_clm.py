@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+import refusals
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
+from small_runs import entries, results, same
 from small_text import ENGLISH, write_plain
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -52,21 +54,13 @@ def place(tmp_path_factory):
 
 def train(run, steps, *more):
     train_text.main([*FAST.split(), "--max-steps", str(steps), "--output", str(run), *map(str, more)])
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return entries(run)
 
 
 def refused(run, capsys, *more):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        train(run, 2, *more)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and not run.exists(), error
+    error = refusals.refused(capsys, train_text.main, *FAST.split(), "--max-steps", 2, "--output", run, *more)
+    assert not run.exists()
     return error
-
-
-def same_weights(one, other):
-    one, other = (load_file(run / "model.safetensors") for run in (one, other))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_two_stages(place, tmp_path, capsys):
@@ -83,8 +77,8 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert "source plain: 25.00 %" in out and "source ids: 75.00 %" in out
     steps = [e for e in lines if "loss" in e]
     assert steps[-1]["nll"] < 0.8 * steps[0]["nll"] and steps[-1]["balance_loss"] == 0
-    results = json.loads((first / "results.json").read_text())
-    assert results["validation"]["loss"] < 0.8 * steps[0]["nll"] and results["validation"]["word_perplexity"] > 1
+    validation = results(first)["validation"]
+    assert validation["loss"] < 0.8 * steps[0]["nll"] and validation["word_perplexity"] > 1
 
     # The folder is one of transformers.
     model, tokenizer = AutoModelForCausalLM.from_pretrained(first), AutoTokenizer.from_pretrained(first)
@@ -98,18 +92,16 @@ def test_the_two_stages(place, tmp_path, capsys):
     second = tmp_path / "two"
     train(second, 2, *options)
     steps = [e for e in train(second, 5, *options) if "loss" in e]
-    assert same_weights(tmp_path / "whole", second)
+    assert same(tmp_path / "whole/model.safetensors", second / "model.safetensors")
     assert all(e["balance_loss"] > 0 and e["loss"] > e["nll"] for e in steps)
     assert [sum(layer) for layer in steps[-1]["head_usage"]] == pytest.approx([2, 2], abs=0.01)
     model = AutoModelForCausalLM.from_pretrained(second)
     assert model.config.moh["head_budget"] == [[1, 1], [1, 1]] and model.config.moh["router"] == "query_norm"
-    own, loaded = model.state_dict(), moh_vision.load_run(second / "checkpoints" / "step_5").state_dict()
-    assert own.keys() == loaded.keys() and all(torch.equal(own[name], loaded[name]) for name in own)
+    assert same(model, moh_vision.load_run(second / "checkpoints" / "step_5"))
     before = load_file(first / "model.safetensors")
     assert load_file(second / "model.safetensors").keys() == before.keys()  # no new parameters
-    assert "routed heads already" in refused(
-        tmp_path / "three", capsys, *data, "--model.pretrained", second, "--model.convert", "{head_budget: 0.5}"
-    )
+    again = ["--model.pretrained", second, "--model.convert", "{head_budget: 0.5}"]
+    assert "routed heads already" in refused(tmp_path / "three", capsys, *data, *again)
 
 
 def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
@@ -134,11 +126,11 @@ def test_ids_without_a_tokenizer(place, tmp_path):
     train(tmp_path / "whole", 4, *options)
     train(tmp_path / "run", 2, *options)
     train(tmp_path / "run", 4, *options)
-    assert same_weights(tmp_path / "whole", tmp_path / "run")
+    assert same(tmp_path / "whole/model.safetensors", tmp_path / "run/model.safetensors")
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert about["vocab_size"] == 24 and about["eos_token_id"] == 2
     assert not (tmp_path / "run" / "tokenizer.json").exists()
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["validation"]["word_perplexity"] > 1
+    assert results(tmp_path / "run")["validation"]["word_perplexity"] > 1
 
 
 PRESET = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 48 --model.kwargs.num_hidden_layers 2 "
@@ -162,7 +154,7 @@ def test_from_scratch(place, tmp_path, preset):
     out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
     windows = ["--context", "16", "--stride", "16"]
     assert lm.main(["--model", str(tmp_path / "run"), "--perplexity", str(text), *windows, "--out", str(out)]) == 0
-    validation = json.loads((tmp_path / "run" / "results.json").read_text())["validation"]
+    validation = results(tmp_path / "run")["validation"]
     assert json.loads(out.read_text())["tokens"] == validation["tokens"]
     assert json.loads(out.read_text())["loss"] == pytest.approx(validation["loss"], rel=1e-4)
 
@@ -172,13 +164,8 @@ def test_checkpointing_changes_nothing(place, tmp_path):
         "--data.root", place / "ids", "--data.vocab_size", 20, "--model.name", "clm_pretrained", "--model.pretrained",
         place / "llama", "--model.convert", "{head_budget: 'uniform:0.5'}",
     ]  # fmt: skip
-    for name in ("false", "true"):
-        train(tmp_path / name, 2, *options, "--checkpointing", name)
-    losses = [
-        [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("false", "true")
-    ]
-    assert losses[0][:2] == pytest.approx(losses[1][:2], rel=1e-4)
+    without, kept = (train(tmp_path / name, 2, *options, "--checkpointing", name) for name in ("false", "true"))
+    assert [e["loss"] for e in without[:2]] == pytest.approx([e["loss"] for e in kept[:2]], rel=1e-4)
 
 
 def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
@@ -189,9 +176,10 @@ def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
     options += ["--model.pretrained", place / "llama"]
     train(tmp_path / "run", 2, *options)
     np.save(tmp_path / "d" / "train.npy", np.arange(400)[::-1] % 20)
-    with pytest.raises(SystemExit):
-        train(tmp_path / "run", 4, *options)
-    assert "the text of train is not the one that" in capsys.readouterr().err
+    error = refusals.refused(
+        capsys, train_text.main, *FAST.split(), "--max-steps", 4, "--output", tmp_path / "run", *options
+    )
+    assert "the text of train is not the one that" in error
 
 
 def test_mistakes(place, tmp_path, capsys):
@@ -217,9 +205,8 @@ def test_mistakes(place, tmp_path, capsys):
     shutil.copytree(place / "llama", broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
-    assert "needs a causal language model" in refused(
-        run, capsys, "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"
-    )
+    mixture = ["--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"]
+    assert "needs a causal language model" in refused(run, capsys, *mixture)
 
 
 def test_dry_run(place, tmp_path, capsys):
@@ -255,6 +242,7 @@ def test_an_eos_that_is_no_token(place, tmp_path, capsys):
         np.full(400, 5).astype("<u2").tofile(tmp_path / f"{split}.bin")
         (tmp_path / f"{split}.json").write_text('{"dtype": "uint16", "eos": 70000}')
     argv = ["--data.root", tmp_path, "--data.vocab_size", 20, *CLM, "--model.pretrained", place / "llama"]
-    with pytest.raises(SystemExit) as stopped:
-        train(tmp_path / "run", 2, *argv)
-    assert stopped.value.code == 2 and "eos is token 70000, but the vocabulary has 20" in capsys.readouterr().err
+    error = refusals.refused(
+        capsys, train_text.main, *FAST.split(), "--max-steps", 2, "--output", tmp_path / "run", *argv
+    )
+    assert "eos is token 70000, but the vocabulary has 20" in error
