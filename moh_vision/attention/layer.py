@@ -78,7 +78,6 @@ class HeadMixtureAttention(nn.Module):
             raise ValueError(f"kv_heads={kv_heads} does not divide the {budget.heads} heads")
         dd = {"device": device, "dtype": dtype}
         self.dim = dim
-        self.budget = budget
         self.num_heads = budget.heads
         self.head_dim = budget.head_dim
         self.kv_heads = kv_heads
@@ -108,6 +107,18 @@ class HeadMixtureAttention(nn.Module):
             )
         self.add_output(dim, proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
+
+    def __setstate__(self, state: dict) -> None:
+        """Also of a layer that was pickled when it had its budget beside the router's."""
+        budget = state.pop("budget", None)
+        super().__setstate__(state)
+        self.router.budget = budget or self.router.budget
+
+    @torch.jit.unused
+    @property
+    def budget(self) -> HeadBudget:
+        """The router's, which `set_budgets` changes."""
+        return self.router.budget
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
         """Make the modules that project tokens to queries, keys and values."""

@@ -34,9 +34,7 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
             like = next(layer.parameters())
             router = type(layer.router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
             layer.router = router.train(layer.training)
-        elif budget.candidates > 0:
-            layer.router.num_routed = budget.routed
-        layer.budget = budget
+        layer.router.budget = budget
 
 
 def init_routers(model: nn.Module) -> None:

@@ -127,6 +127,7 @@ class Fixed(nn.Module):
 
     reads = "token"
     needs_query = False
+    budget = HeadBudget(H, D, 2, 2)
 
     def __init__(self, active):
         super().__init__()

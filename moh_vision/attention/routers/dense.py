@@ -20,6 +20,7 @@ class DenseRouter(nn.Module):
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
         super().__init__()
+        self.budget = budget
         if budget.shared < budget.heads:
             raise ValueError(
                 f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"

@@ -74,6 +74,7 @@ class MAERouter(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        self.budget = budget
         h = budget.heads
         if budget.shared < h:
             raise ValueError(

@@ -36,6 +36,7 @@ class MoARouter(nn.Module):
         ValueError: for a budget with shared heads.
     """
 
+    __constants__ = ["num_routed"]  # read when the router is scripted
     needs_query = False
     reads = "token"
     all_heads = False
@@ -45,9 +46,9 @@ class MoARouter(nn.Module):
         self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None
     ):
         super().__init__()
+        self.budget = budget
         if budget.shared:
             raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
-        self.num_routed = budget.routed
         self.renormalise = renormalise
         self.gate = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
         self.noise = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
@@ -58,6 +59,12 @@ class MoARouter(nn.Module):
         nn.init.zeros_(self.gate.weight)
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
+
+    @torch.jit.unused
+    @property
+    def num_routed(self) -> int:
+        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
+        return self.budget.routed
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""

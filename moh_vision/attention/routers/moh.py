@@ -45,6 +45,7 @@ class MoHRouter(nn.Module):
         two_stage: False leaves out W_h and fixes a_1 = a_2 = 1/2 (the paper's ablation, Table 6).
     """
 
+    __constants__ = ["num_routed"]  # read when the router is scripted
     needs_query = False
     reads = "token"
     all_heads = False
@@ -60,12 +61,12 @@ class MoHRouter(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        self.budget = budget
         if gate_scale not in GATE_SCALES:
             raise ValueError(f"gate_scale {gate_scale!r} is not one of {', '.join(GATE_SCALES)}")
         self.released = gate_scale == "released"
         self.num_shared = budget.shared
         self.num_candidates = budget.candidates
-        self.num_routed = budget.routed
         self.two_groups = budget.shared > 0 and budget.candidates > 0
 
         def linear(rows: int) -> nn.Linear:
@@ -76,6 +77,12 @@ class MoHRouter(nn.Module):
         self.shared = linear(budget.shared) if budget.shared > 1 else None  # W_s
         self.routed = linear(budget.candidates) if budget.candidates > 0 else None  # W_r
         self.balance = linear(2) if self.two_groups and two_stage else None  # W_h
+
+    @torch.jit.unused
+    @property
+    def num_routed(self) -> int:
+        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
+        return self.budget.routed
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""

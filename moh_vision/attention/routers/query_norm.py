@@ -36,6 +36,7 @@ class QueryNormRouter(nn.Module):
         ValueError: if the heads, the shared or the routed ones are not whole groups.
     """
 
+    __constants__ = ["num_routed"]  # read when the router is scripted
     needs_query = True
     reads = "token"
     all_heads = False
@@ -43,11 +44,17 @@ class QueryNormRouter(nn.Module):
 
     def __init__(self, dim: int, budget: HeadBudget, group: int = 1, device=None, dtype=None):
         super().__init__()
+        self.budget = budget
         check_groups(budget, group)
         self.group = group
         self.num_shared = budget.shared
         self.num_candidates = budget.candidates
-        self.num_routed = budget.routed
+
+    @torch.jit.unused
+    @property
+    def num_routed(self) -> int:
+        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
+        return self.budget.routed
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
