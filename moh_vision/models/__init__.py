@@ -1,11 +1,11 @@
 """The models, by name in timm's registry. File names here are unique because timm groups models by them."""
 
-from timm.models import register_notrace_module
+from timm.models import _factory, register_notrace_module
 
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.models import dit, transnext, vit  # noqa: F401  registers
 from moh_vision.models.registry import register
-from moh_vision.models.timm_factory import read_checkpoints_of_our_models
+from moh_vision.models.weights import load_checkpoint
 
 register("converter", "timm.models.vision_transformer.VisionTransformer", "moh_vision.models.vit:convert_vit")
 register(
@@ -15,4 +15,13 @@ register(
 )
 # A leaf for timm's and torchvision's feature extraction: which heads run is known only when it runs.
 register_notrace_module(HeadMixtureAttention)
-read_checkpoints_of_our_models()
+
+
+def _load(model, checkpoint_path, *args, theirs=_factory.load_checkpoint, **kwargs):
+    ours = hasattr(model, "checkpoint_filter")
+    return load_checkpoint(model, checkpoint_path) if ours else theirs(model, checkpoint_path, *args, **kwargs)
+
+
+# For timm.create_model(..., checkpoint_path=FILE), in which timm asks no family: it would take an official DiT's weights
+# under "model", where the EMA beside them is what the papers' tables are of, and knows no other layout than the model's.
+_factory.load_checkpoint = _load

@@ -7,10 +7,10 @@ heads of one width in their three parts, which the paper does not say; the sum o
 
 from typing import Optional
 
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, resolve_pretrained_cfg
 
 from moh_vision.attention import runs_all_heads
-from moh_vision.models.head_budgets import at_trained_budget
+from moh_vision.models.timm_factory import register_variants
 
 SIZES = {
     "small": dict(embed_dim=384, depth=12, num_heads=6),
@@ -68,10 +68,10 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-@at_trained_budget
 def _create_dit(
     variant: str,
-    pretrained: bool = False,
+    pretrained: bool,
+    args: dict,
     pretrained_cfg=None,
     pretrained_cfg_overlay: Optional[dict] = None,
     cache_dir=None,
@@ -93,8 +93,6 @@ def _create_dit(
         TypeError: for an argument that does not exist.
         RuntimeError: if no weights are named.
     """
-    from timm.models import resolve_pretrained_cfg
-
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
     from moh_vision.models.weights import load_checkpoint
 
@@ -103,7 +101,7 @@ def _create_dit(
         raise RuntimeError(
             f"No pretrained weights are named for {variant}. Use pretrained=False, or checkpoint_path=FILE."
         )
-    args = dict(VARIANTS[variant])
+    args = dict(args)
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
     dense = runs_all_heads(overrides.get("router"))
     if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
@@ -141,14 +139,5 @@ def _weights(cfg, cache_dir) -> str:
     return download_cached_file(cfg.url, progress=True, cache_dir=cache_dir)
 
 
-def _register(variant: str) -> None:
-    def entrypoint(pretrained: bool = False, **kwargs):
-        return _create_dit(variant, pretrained, **kwargs)
-
-    entrypoint.__name__ = entrypoint.__qualname__ = variant
-    entrypoint.__doc__ = f"{variant}; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
-    globals()[variant] = register_model(entrypoint)
-
-
-for _variant in VARIANTS:
-    _register(_variant)
+ABOUT = "A DiT; see `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`."
+register_variants(__name__, _create_dit, {name: (ABOUT, args) for name, args in VARIANTS.items()})

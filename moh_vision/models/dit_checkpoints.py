@@ -6,7 +6,7 @@ from typing import Dict
 import torch
 from torch import Tensor, nn
 
-from moh_vision.models.official_routers import rename_routers
+from moh_vision.models.weight_files import rename_routers
 
 EMBEDDERS = {
     "timestep_embedder.linear_1": "t_embedder.mlp.0",

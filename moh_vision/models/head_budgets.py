@@ -1,10 +1,7 @@
 """The head budget of a model that exists: changing it, reading it with weights, and recording it for saving."""
 
-import functools
-from pathlib import Path
-from typing import Callable, Dict, List, Optional
+from typing import Dict, List, Optional
 
-from timm.models import resolve_pretrained_cfg
 from torch import Tensor, nn
 
 from moh_vision.attention import (
@@ -17,7 +14,6 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import change_routed
 from moh_vision.attention.routers import MoHRouter
-from moh_vision.models.weight_files import read_safetensors
 
 
 def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
@@ -67,40 +63,6 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
             spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
         set_budgets(layers, change_routed(spec, trained))
         record_head_budget(model)
-
-
-def at_trained_budget(create: Callable) -> Callable:
-    """Decorate `create(variant, pretrained, ...)` of timm entrypoints to build a model as its weights were trained.
-
-    A model with pretrained weights is built with the budget recorded with them. The head_budget of the caller, if any,
-    is then set as `set_head_budget` does.
-    """
-
-    @functools.wraps(create)
-    def built(variant: str, pretrained: bool = False, *args, **kwargs):
-        trained = trained_budget(variant, kwargs) if pretrained else None
-        if trained is None:
-            return create(variant, pretrained, *args, **kwargs)
-        wanted = kwargs.get("head_budget")
-        model = create(variant, pretrained, *args, **{**kwargs, "head_budget": trained})
-        return model if wanted in (None, trained) else set_head_budget(model, wanted)
-
-    return built
-
-
-def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
-    """The head budget recorded with the pretrained weights that the arguments of a timm entrypoint name.
-
-    `timm.models.save_for_hf` records it in config.json, a run in the metadata of its files. None: not recorded.
-    """
-    saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
-    if saved is not None:
-        return saved
-    file = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")).file
-    if file is None or not str(file).endswith(".safetensors"):
-        return None
-    arguments = read_safetensors(Path(file), lambda name: False)[1].get("arguments")
-    return arguments.get("head_budget") if isinstance(arguments, dict) else None
 
 
 class RecordedArguments:

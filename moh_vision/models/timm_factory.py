@@ -1,21 +1,56 @@
-"""timm.create_model(..., checkpoint_path=FILE) for our models."""
+"""Our families of models in timm's registry: their entrypoints, and budgets that come with pretrained weights."""
 
-import timm.models._factory as factory
+import sys
+from pathlib import Path
+from typing import Callable, Dict, Optional, Tuple
 
-from moh_vision.models.weights import load_checkpoint
+from timm.models import register_model, resolve_pretrained_cfg
+from torch import nn
+
+from moh_vision.attention import BudgetSpec
+from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.weight_files import read_safetensors
 
 
-def read_checkpoints_of_our_models() -> None:
-    """Let timm's factory hand the files of our models to `load_checkpoint`; those of timm's own it reads as before.
+def register_variants(module: str, create: Callable[..., nn.Module], variants: Dict[str, Tuple[str, dict]]) -> None:
+    """Register a family's models with timm, as functions of its module.
 
-    timm takes the weights under "model" where an official DiT file has the EMA beside them, which are not those of the
-    papers' tables, and has no filter for a family at this place.
+    A model with pretrained weights is built with the budget recorded with them. The head_budget of the caller, if any,
+    is then set as `set_head_budget` does.
+
+    Args:
+        module: name of the family's module, by whose last part timm groups models.
+        create: called with the variant, pretrained, the variant's arguments, and the caller's as keywords.
+        variants: name -> (docstring, arguments).
     """
-    theirs = factory.load_checkpoint
 
-    def load(model, checkpoint_path, *args, **kwargs):
-        if hasattr(model, "checkpoint_filter"):
-            return load_checkpoint(model, checkpoint_path)
-        return theirs(model, checkpoint_path, *args, **kwargs)
+    def register(variant: str, about: str, arguments: dict) -> None:
+        def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
+            trained = trained_budget(variant, kwargs) if pretrained else None
+            if trained is None:
+                return create(variant, pretrained, arguments, **kwargs)
+            wanted = kwargs.pop("head_budget", None)
+            model = create(variant, pretrained, arguments, head_budget=trained, **kwargs)
+            return model if wanted in (None, trained) else set_head_budget(model, wanted)
 
-    factory.load_checkpoint = load
+        entrypoint.__name__ = entrypoint.__qualname__ = variant
+        entrypoint.__module__, entrypoint.__doc__ = module, about
+        setattr(sys.modules[module], variant, register_model(entrypoint))
+
+    for variant, (about, arguments) in variants.items():
+        register(variant, about, arguments)
+
+
+def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
+    """The head budget recorded with the pretrained weights that the arguments of a timm entrypoint name.
+
+    `timm.models.save_for_hf` records it in config.json, a run in the metadata of its files. None: not recorded.
+    """
+    saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
+    if saved is not None:
+        return saved
+    file = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")).file
+    if file is None or not str(file).endswith(".safetensors"):
+        return None
+    arguments = read_safetensors(Path(file), lambda name: False)[1].get("arguments")
+    return arguments.get("head_budget") if isinstance(arguments, dict) else None

@@ -14,7 +14,7 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple
 from timm.layers.trace_utils import _assert
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
-from moh_vision.models.head_budgets import RecordedArguments, at_trained_budget, take_shared_heads
-from moh_vision.models.official_routers import rename_routers
+from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
+from moh_vision.models.timm_factory import register_variants
+from moh_vision.models.weight_files import rename_routers
 
 STAGES = 4
 
@@ -492,69 +493,42 @@ SMALL = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(5
 BASE = dict(embed_dims=(96, 192, 384, 768), num_heads=(4, 8, 16, 32), depths=(5, 5, 23, 5))
 
 
-@at_trained_budget
+VARIANTS = {
+    "transnext_micro": ("12.8 M parameters, 82.5 % top-1 on ImageNet (Shi 2024).", MICRO),
+    "transnext_tiny": ("28.3 M parameters, 84.0 % top-1 on ImageNet (Shi 2024).", TINY),
+    "transnext_small": ("49.7 M parameters, 84.7 % top-1 on ImageNet (Shi 2024).", SMALL),
+    "transnext_base": ("89.7 M parameters, 84.8 % top-1 on ImageNet (Shi 2024).", BASE),
+    "moh_transnext_small_80": (
+        "MoH-ViT-S, 80 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1).",
+        dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [8, 12]]),
+    ),
+    "moh_transnext_small_75": (
+        "MoH-ViT-S, 75 % of the heads active: 84.6 % top-1 on ImageNet (Jin 2024, table 1).",
+        dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]]),
+    ),
+    "moh_transnext_base_75": (
+        "MoH-ViT-B, 75 % of the heads active: 84.9 % top-1 on ImageNet (Jin 2024, table 1).",
+        dict(BASE, router="moh", head_budget=[[4, 0], [8, 0], [4, 8], [5, 16]]),
+    ),
+    "moh_transnext_base_50": (
+        "MoH-ViT-B, 50 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1).",
+        dict(BASE, router="moh", head_budget=[[2, 2], [2, 4], [2, 6], [4, 8]]),
+    ),
+}
+
+
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
     if runs_all_heads(kwargs.get("router")):
         args = {k: v for k, v in args.items() if k != "head_budget"}
-    args = dict(args, **kwargs)
-    out_indices = args.pop("out_indices", tuple(range(STAGES)))
+    out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))
     return build_model_with_cfg(
         TransNeXt,
         variant,
         pretrained,
         pretrained_filter_fn=pretrained_filter_fn,
         feature_cfg=dict(out_indices=out_indices, flatten_sequential=True),
-        **args,
+        **dict(args, **kwargs),
     )
 
 
-@register_model
-def transnext_micro(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """12.8 M parameters, 82.5 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_micro", pretrained, MICRO, **kwargs)
-
-
-@register_model
-def transnext_tiny(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """28.3 M parameters, 84.0 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_tiny", pretrained, TINY, **kwargs)
-
-
-@register_model
-def transnext_small(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """49.7 M parameters, 84.7 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_small", pretrained, SMALL, **kwargs)
-
-
-@register_model
-def transnext_base(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """89.7 M parameters, 84.8 % top-1 on ImageNet (Shi 2024)."""
-    return _create("transnext_base", pretrained, BASE, **kwargs)
-
-
-@register_model
-def moh_transnext_small_80(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """MoH-ViT-S, 80 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
-    args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [8, 12]])
-    return _create("moh_transnext_small_80", pretrained, args, **kwargs)
-
-
-@register_model
-def moh_transnext_small_75(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """MoH-ViT-S, 75 % of the heads active: 84.6 % top-1 on ImageNet (Jin 2024, table 1)."""
-    args = dict(SMALL, router="moh", head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]])
-    return _create("moh_transnext_small_75", pretrained, args, **kwargs)
-
-
-@register_model
-def moh_transnext_base_75(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """MoH-ViT-B, 75 % of the heads active: 84.9 % top-1 on ImageNet (Jin 2024, table 1)."""
-    args = dict(BASE, router="moh", head_budget=[[4, 0], [8, 0], [4, 8], [5, 16]])
-    return _create("moh_transnext_base_75", pretrained, args, **kwargs)
-
-
-@register_model
-def moh_transnext_base_50(pretrained: bool = False, **kwargs) -> TransNeXt:
-    """MoH-ViT-B, 50 % of the heads active: 84.7 % top-1 on ImageNet (Jin 2024, table 1)."""
-    args = dict(BASE, router="moh", head_budget=[[2, 2], [2, 4], [2, 6], [4, 8]])
-    return _create("moh_transnext_base_50", pretrained, args, **kwargs)
+register_variants(__name__, _create, VARIANTS)

@@ -14,7 +14,6 @@ from timm.models import (
     get_pretrained_cfg,
     is_model,
     model_entrypoint,
-    register_model,
 )
 from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -35,7 +34,8 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.routers import MoHRouter
 from moh_vision.models.convert import convert, route_heads
-from moh_vision.models.head_budgets import RecordedArguments, at_trained_budget, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
+from moh_vision.models.timm_factory import register_variants
 
 
 class MoHBlock(Block):
@@ -212,23 +212,11 @@ def _cfg(**kwargs) -> dict:
 
 
 # The weights are those of timm's plain ViTs: the paper trained none.
+RECIPES = dict(tiny="augreg", small="augreg", base="augreg2", large="augreg")
+THEIRS = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
 default_cfgs = generate_default_cfgs(
-    {
-        "moh_vit_tiny_patch16_224.augreg_in21k_ft_in1k": _cfg(
-            hf_hub_id="timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-        ),
-        "moh_vit_small_patch16_224.augreg_in21k_ft_in1k": _cfg(
-            hf_hub_id="timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-        ),
-        "moh_vit_base_patch16_224.augreg2_in21k_ft_in1k": _cfg(
-            hf_hub_id="timm/vit_base_patch16_224.augreg2_in21k_ft_in1k"
-        ),
-        "moh_vit_large_patch16_224.augreg_in21k_ft_in1k": _cfg(
-            hf_hub_id="timm/vit_large_patch16_224.augreg_in21k_ft_in1k"
-        ),
-        # `moh_vision.convert` saves the ViTs it converts under this name.
-        "moh_vit.untrained": _cfg(),
-    }
+    # `moh_vision.convert` saves the ViTs it converts as "moh_vit".
+    {**{f"moh_{name}": _cfg(hf_hub_id=f"timm/{name}") for name in THEIRS}, "moh_vit.untrained": _cfg()}
 )
 
 
@@ -255,24 +243,7 @@ def _converted(base: str, head_budget=None, router="moh", scope="token", executo
     return convert(model_entrypoint(base)(**kwargs), head_budget, router, scope, executor, router_kwargs)
 
 
-@at_trained_budget
-def _create_moh_vit(
-    variant: str, pretrained: bool = False, model_cls=MoHVisionTransformer, **kwargs
-) -> MoHVisionTransformer:
-    out_indices = kwargs.pop("out_indices", 3)
-    keep_budget = kwargs.get("head_budget") is not None or runs_all_heads(kwargs.get("router"))
-    return build_model_with_cfg(
-        model_cls,
-        variant,
-        pretrained,
-        pretrained_filter_fn=partial(checkpoint_filter_fn, keep_budget=keep_budget),
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **kwargs,
-    )
-
-
-@register_model
-def moh_vit(pretrained: bool = False, base: Optional[str] = None, **kwargs) -> MoHVisionTransformer:
+def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTransformer:
     """A ViT of any shape; without arguments ViT-B/16.
 
     Args:
@@ -283,39 +254,38 @@ def moh_vit(pretrained: bool = False, base: Optional[str] = None, **kwargs) -> M
     Raises:
         ValueError: if timm has no such model, or `convert` refuses it.
     """
-    if base is None:
-        return _create_moh_vit("moh_vit", pretrained, **kwargs)
-    if not is_model(base):
-        raise ValueError(f"base {base!r} is not a model in timm's registry")
-    kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or dataclasses.replace(
-        get_pretrained_cfg(base), architecture="moh_vit"
+    model_cls = MoHVisionTransformer
+    base = kwargs.pop("base", None) if variant == "moh_vit" else None
+    if base is not None:
+        if not is_model(base):
+            raise ValueError(f"base {base!r} is not a model in timm's registry")
+        theirs = dataclasses.replace(get_pretrained_cfg(base), architecture="moh_vit")
+        kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or theirs
+        model_cls = partial(_converted, base.split(".")[0])
+    keep_budget = kwargs.get("head_budget") is not None or runs_all_heads(kwargs.get("router"))
+    return build_model_with_cfg(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=partial(checkpoint_filter_fn, keep_budget=keep_budget),
+        feature_cfg=dict(out_indices=kwargs.pop("out_indices", 3), feature_cls="getter"),
+        **dict(args, **kwargs),
     )
-    return _create_moh_vit("moh_vit", pretrained, model_cls=partial(_converted, base.split(".")[0]), **kwargs)
 
 
-@register_model
-def moh_vit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
-    """Width 192, 12 layers, 3 heads."""
-    args = dict(patch_size=16, embed_dim=192, depth=12, num_heads=3)
-    return _create_moh_vit("moh_vit_tiny_patch16_224", pretrained, **dict(args, **kwargs))
-
-
-@register_model
-def moh_vit_small_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
-    """Width 384, 12 layers, 6 heads."""
-    args = dict(patch_size=16, embed_dim=384, depth=12, num_heads=6)
-    return _create_moh_vit("moh_vit_small_patch16_224", pretrained, **dict(args, **kwargs))
-
-
-@register_model
-def moh_vit_base_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
-    """Width 768, 12 layers, 12 heads."""
-    args = dict(patch_size=16, embed_dim=768, depth=12, num_heads=12)
-    return _create_moh_vit("moh_vit_base_patch16_224", pretrained, **dict(args, **kwargs))
-
-
-@register_model
-def moh_vit_large_patch16_224(pretrained: bool = False, **kwargs) -> MoHVisionTransformer:
-    """Width 1024, 24 layers, 16 heads."""
-    args = dict(patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-    return _create_moh_vit("moh_vit_large_patch16_224", pretrained, **dict(args, **kwargs))
+VARIANTS = {
+    "moh_vit": (_create.__doc__, {}),
+    **{
+        f"moh_vit_{size}_patch16_224": (
+            f"Width {width}, {depth} layers, {heads} heads.",
+            dict(patch_size=16, embed_dim=width, depth=depth, num_heads=heads),
+        )
+        for size, width, depth, heads in (
+            ("tiny", 192, 12, 3),
+            ("small", 384, 12, 6),
+            ("base", 768, 12, 12),
+            ("large", 1024, 24, 16),
+        )
+    },
+}
+register_variants(__name__, _create, VARIANTS)

@@ -18,6 +18,7 @@ from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import run_of, step_of
 
 STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
+NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # how the published MoH code names its routers
 # torch.save does not compress; compressed arrays of weights shrink by a tenth.
 MAX_UNPACKED = 10
 
@@ -135,3 +136,11 @@ def _json(text: str):
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def rename_routers(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """attn.wg, attn.wg_0 and attn.wg_1 -> our attn.router.routed, .balance and .shared; other names stay."""
+    return {
+        re.sub(r"\.attn\.(wg|wg_0|wg_1)\.", lambda m: f".attn.router.{NAMES[m[1]]}.", name): tensor
+        for name, tensor in state_dict.items()
+    }

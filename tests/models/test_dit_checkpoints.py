@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.models.official_routers import NAMES
+from moh_vision.models.weight_files import NAMES
 
 GRID, C, D, CLASSES = 4, 32, 8, 5
 HEADS = [2, 4, 6]

@@ -26,7 +26,8 @@ ATTRIBUTES = (
     "is_causal",
 )
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-# By which transformers records attention matrices. Taken over as objects, so that their handles remove them.
+# By which transformers records attention matrices. The dictionaries themselves: a hook's handle removes it from the one
+# that it was added to, and torch has no call that moves hooks.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -93,16 +94,16 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attn_drop=attn.attention_dropout, router_kwargs=router_kwargs, device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         self.qk_norm = hasattr(attn, "q_norm")
+        own = dict(self.named_children())
+        for name in own:
+            delattr(self, name)
         theirs = {name: module for name, module in attn.named_children() if name in MODULES}
-        rest = {name: module for name, module in self.named_children() if name not in theirs}
-        self._modules.clear()
-        for name, module in {**theirs, **rest}.items():  # in the dense layer's order, and what is new behind it
-            self.add_module(name, module)
-        for name in ATTRIBUTES:
+        # In the dense layer's order, and what is new behind it: optimisers know parameters by their number.
+        for name, module in {**theirs, **own, **theirs}.items():
+            setattr(self, name, module)
+        for name in ATTRIBUTES + HOOKS:
             if hasattr(attn, name):
                 setattr(self, name, getattr(attn, name))
-        for name in HOOKS:
-            setattr(self, name, getattr(attn, name))
         self.train(attn.training)
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
