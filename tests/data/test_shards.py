@@ -3,19 +3,19 @@ import io
 import json
 import multiprocessing
 import os
-import re
-import resource
-import shutil
 import signal
 import socket
 import tarfile
 import time
+from functools import partial
 
 import numpy as np
+import pictures
 import pytest
 import webdataset
-from pictures import contents
 from PIL import Image, ImageOps
+from writer_suite import *  # noqa: F403  its tests
+from writer_suite import Writer, told
 
 from moh_vision.data.shards import out_folder, record, worker
 from moh_vision.data.shards.__main__ import main
@@ -37,9 +37,15 @@ def run(source, out, *more, workers=1):
 
 
 def error_line(capfd):
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("shards: error: "), lines
-    return lines[0]
+    line = told(capfd)
+    assert line.startswith("shards: error: ")
+    return line
+
+
+@pytest.fixture
+def writer(tmp_path):
+    root = pictures.write_folder(tmp_path / "images", train=10, val=2, size=(21, 16))
+    return Writer(root, partial(run, root), lambda out: Shards(str(out), "train"), (worker, "encode_sample"))
 
 
 def test_both_splits_are_written_and_read_by_training(tmp_path):
@@ -72,15 +78,16 @@ def test_the_record_has_the_sums_of_the_shards(tmp_path):
         assert (e["samples"], e["bytes"], e["sha256"]) == (8, len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path):
-    root = write_folder(tmp_path / "images")
-    for name, workers, seed in (("a", 1, 0), ("b", 3, 0), ("c", 1, 1)):
-        assert run(root, tmp_path / name, "--samples-per-shard", 4, "--seed", seed, workers=workers) == 0
-    a, b, c = (contents(tmp_path / name) for name in "abc")
-    assert a == b and len([n for n in a if n.endswith(".tar")]) == 6
-    assert a["train.files.txt"] != c["train.files.txt"]
-    with tarfile.open(tmp_path / "a" / "train-000000.tar") as tar:
+def test_members_have_no_time_and_owner(tmp_path):
+    assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
+    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
         assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {(0, 0, 0, "", "")}
+
+
+def test_other_sizes_are_refused_and_named(tmp_path, capfd):
+    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    assert run(root, out) == 0 and run(root, out, "--size", 4) == 2
+    assert "--size was None, now 4; --quality was None, now 95" in error_line(capfd)
 
 
 def test_webdataset_streams_them(tmp_path):
@@ -181,122 +188,6 @@ def slow_encoding(data, size, quality):
     return encode_sample(data, size, quality)
 
 
-@pytest.mark.parametrize("size", [(), ("--size", 3)])
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, capfd, size):
-    root, out, other = write_folder(tmp_path / "images", each=16), tmp_path / "out", tmp_path / "other"
-    arguments = ("--samples-per-shard", 4, *size)
-    with monkeypatch.context() as patch:
-        patch.setattr(worker, "encode_sample", slow_encoding)
-        child = os.fork()
-        if child == 0:
-            os._exit(run(root, out, *arguments, workers=2))
-        deadline = time.monotonic() + 20
-        while len(list(out.glob("train-*.tar"))) < 3:
-            assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
-            time.sleep(0.005)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*.tar")}
-    assert 3 <= len(kept) < 12 and list(out.glob(".*.tmp"))
-    assert run(root, out, *arguments, workers=2) == 0
-    assert f"{len(kept)} of 12 shards are there" in capfd.readouterr().out
-    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
-    assert run(root, other, *arguments) == 0
-    assert contents(out) == contents(other) and not list(out.glob(".*.tmp"))
-    assert np.array_equal(Shards(str(out), "train").labels, Shards(str(other), "train").labels)
-
-
-def test_a_finished_run_is_left_alone(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    assert run(root, out) == 0
-    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
-    assert run(root, out, workers=2) == 0
-    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
-    assert "all there already" in capfd.readouterr().out
-
-
-def test_a_damaged_shard_is_moved_aside_and_a_lost_or_torn_one_written_again(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    assert run(root, out, "--samples-per-shard", 6) == 0
-    good = contents(out)
-    damaged = bytearray(good["train-000001.tar"])
-    damaged[700] ^= 1
-    (out / "train-000001.tar").write_bytes(damaged)
-    (out / "train-000002.tar").unlink()
-    (out / "train.shards.jsonl").write_bytes(good["train.shards.jsonl"][:-9])  # killed in the last line ...
-    (out / "train-000003.tar").rename(out / ".train-000003.tar.tmp")  # ... before the rename
-    assert run(root, out, "--samples-per-shard", 6) == 0
-    assert "train-000001.tar does not have its recorded sha256; moved to" in capfd.readouterr().out
-    after = contents(out)
-    assert after.pop("train-000001.tar.damaged") == bytes(damaged) and after == good
-    assert len(Shards(str(out), "train")) == 24
-
-
-def test_records_of_other_processes_are_taken_over(tmp_path, capfd):
-    """As a kill of two processes leaves them: a line of the second in its own part, another one torn."""
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    assert run(root, out, "--samples-per-shard", 8) == 0
-    good = contents(out)
-    header, first, second, third = good["train.shards.jsonl"].decode().splitlines(keepends=True)
-    (out / "train.shards.jsonl").write_text(header + first)
-    (out / ".train.shards.1.jsonl").write_text(second + third[:50])
-    (out / "train-000002.tar").unlink()
-    assert run(root, out, "--samples-per-shard", 8) == 0
-    assert "2 of 3 shards are there" in capfd.readouterr().out
-    assert contents(out) == good
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (("--seed", 5), "--seed was 0, now 5"),
-        (("--size", 4), "--size was None, now 4; --quality was None, now 95"),
-        (("--samples-per-shard", 9), "--samples-per-shard was 1000, now 9"),
-        ("more", "class dog has other files \\(8 images, now 9\\)"),
-        ("touched", "class cat has other files \\(8 images, now 8\\)"),
-        ("class", "class ant is new"),
-        ("gone", "class owl is gone"),
-    ],
-)
-def test_other_arguments_or_input_are_refused_and_named(tmp_path, capfd, change, words):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    assert run(root, out) == 0
-    if change == "more":
-        Image.new("RGB", (4, 4)).save(root / "dog" / "new.png")
-    if change == "touched":
-        os.utime(root / "cat" / "03.png", ns=(1, 1))
-    if change == "class":
-        write_folder(root, ["ant"])
-    if change == "gone":
-        shutil.rmtree(root / "owl")
-    before = contents(out)
-    assert run(root, out, *(change if isinstance(change, tuple) else ())) == 2
-    assert re.search(words, error_line(capfd))
-    assert contents(out) == before
-
-
-def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    (out / "val-000000.tar").write_text("another split's")
-    for name in ("train-000007.tar", "train.files.txt", "train.bad.txt", ".train.index.safetensors"):
-        (out / name).write_text("mine")
-        assert run(root, out) == 2
-        assert f"holds {name}, which this command did not write" in error_line(capfd)
-        assert (out / name).read_text() == "mine" and not (out / "train.shards.jsonl").exists()
-        (out / name).unlink()
-    (out / "classes.txt").write_text("ant\nbee\n")
-    assert run(root, out) == 2
-    assert "classes.txt is there and lists other classes" in error_line(capfd)
-    (out / "classes.txt").unlink()
-    assert run(root, out) == 0
-    assert (out / "notes.txt").read_text() == "mine" and (out / "val-000000.tar").read_text() == "another split's"
-    (out / "train-000009.tar").write_text("mine")
-    assert run(root, out) == 2
-    assert "holds train-000009.tar" in error_line(capfd)
-
-
 def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     (root / "dog" / "03.png").write_bytes(b"")
@@ -317,19 +208,6 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
     assert run(root, fresh, "--samples-per-shard", 6) == 2, "what was allowed once is not allowed for ever"
     assert "2 bad of 24" in error_line(capfd)
-
-
-def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images", each=20), tmp_path / "out"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # a shard has 20,480 bytes
-    try:
-        assert run(root, out, "--samples-per-shard", 6, workers=2) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f"--out {out}: File too large; finished shards are kept" in error_line(capfd)
-    assert not list(out.glob("*.tar")) and not list(out.glob(".*.tmp"))
-    assert run(root, out, "--samples-per-shard", 6) == 0
 
 
 def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
