@@ -147,6 +147,11 @@ def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequenc
     for side in (*axes.spines.values(), *above.spines.values()):
         side.set_visible(False)
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
+    save_figure(figure, path)
+
+
+def save_figure(figure, path: str) -> None:
+    """Write a figure of matplotlib as a PNG, whose folder is made if need be, and close it."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, format="png")
     plt.close(figure)

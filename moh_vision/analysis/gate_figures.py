@@ -7,12 +7,10 @@ import math
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
-import matplotlib
 import numpy as np
 from torch import Tensor
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+from moh_vision.analysis.figures import plt, save_figure
 
 Curve = Tuple[List[int], List[float]]  # steps, losses
 
@@ -50,7 +48,7 @@ def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, titl
     for side in axes.spines.values():
         side.set_visible(False)
     figure.colorbar(image, ax=axes, label="% of attributions")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_gate_entropy(
@@ -80,15 +78,15 @@ def draw_gate_entropy(
     axes.set_ylim(bottom=0, top=1.08 * math.log(experts))
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="lower left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def read_curves(path: str, train: str = "loss", dev: str = "loss") -> Tuple[Curve, Curve]:
+def read_curves(path: str, train: str = "loss") -> Tuple[Curve, Curve]:
     """Training and validation loss of a run, with the steps that were done by then.
 
     Args:
         path: the run's metrics.jsonl.
-        train, dev: which number of a step's line, and of its "validation".
+        train: which number of a step's line.
 
     Raises:
         ValueError: naming the file, for a line that is no JSON, or if there is no such number.
@@ -99,12 +97,12 @@ def read_curves(path: str, train: str = "loss", dev: str = "loss") -> Tuple[Curv
             entry = json.loads(line)
         except ValueError:
             raise ValueError(f"{path}, line {number}: not JSON") from None
-        judged = entry.get("validation")
-        for (steps, losses), value in zip(curves, (entry.get(train), judged.get(dev) if judged else None)):
+        validation = entry.get("validation") or {}
+        for (steps, losses), value in zip(curves, (entry.get(train), validation.get("loss"))):
             if value is not None:  # a skipped step has null
                 steps.append(entry["step"] + 1)
                 losses.append(value)
-    for (steps, _), key in zip(curves, (train, f"validation.{dev}")):
+    for (steps, _), key in zip(curves, (train, "validation.loss")):
         if not steps:
             raise ValueError(f"{path}: no line has {key}")
     return curves
@@ -115,7 +113,6 @@ def draw_learning_curves(
     path: str,
     title: str,
     train: str = "loss",
-    dev: str = "loss",
     first_step: int = 0,
     window: int = 1,
 ) -> None:
@@ -125,7 +122,7 @@ def draw_learning_curves(
         runs: metrics.jsonl of each run by the name to call it.
         path: of the PNG.
         title: above the figure.
-        train, dev: see `read_curves`; they should be the same quantity, so both with or both without smoothed labels.
+        train: see `read_curves`; it should be the same quantity as the validation's loss, which has no smoothed labels.
         first_step: what lies before is left out, so that the high losses at the start do not flatten the rest.
         window: every training loss is the mean of so many logged ones, the last of them at its step: batches of sentences
             of one length differ more than the models.
@@ -136,9 +133,9 @@ def draw_learning_curves(
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for number, (name, metrics) in enumerate(runs.items()):
         looks = (dict(linewidth=1, alpha=0.7, linestyle=":"), dict(linewidth=1.8, marker="o", markersize=3.5))
-        (logged, raw), judged = read_curves(metrics, train, dev)
+        (logged, raw), validated = read_curves(metrics, train)
         means = [float(np.mean(raw[max(0, i + 1 - window) : i + 1])) for i in range(len(raw))]
-        for (steps, losses), kind, look in zip(((logged, means), judged), ("train", "dev"), looks):
+        for (steps, losses), kind, look in zip(((logged, means), validated), ("train", "dev"), looks):
             shown = [i for i, step in enumerate(steps) if step >= first_step]
             x, y = [steps[i] for i in shown], [losses[i] for i in shown]
             axes.plot(x, y, color=f"C{number}", label=f"{name}, {kind}", **look)
@@ -147,10 +144,4 @@ def draw_learning_curves(
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=1 if len(runs) < 4 else 2)
-    _save(figure, path)
-
-
-def _save(figure, path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
+    save_figure(figure, path)

@@ -77,7 +77,7 @@ class ScoreConfig(DrawConfig):
     section = "score"
 
     def scoring(self, root: str) -> dict:
-        """Keyword arguments of `sample_scores.make_judge`; `root` is the reference if none is given."""
+        """Keyword arguments of `scores.make_scorer`; `root` is the reference if none is given."""
         return dict(
             key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
             extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,
@@ -208,7 +208,7 @@ class SampleConfig:
             )
 
     def scoring(self) -> dict:
-        """Keyword arguments of `sample_scores.make_judge`."""
+        """Keyword arguments of `scores.make_scorer`."""
         return dict(
             key="--score", reference=self.score, split=self.score_split, default_split="val",
             extractor=self.extractor or "inception", inception_weights=self.inception_weights,

@@ -93,13 +93,13 @@ class Samples:
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
-    def score(self, model: nn.Module, judge: Callable, run: Path, step: int, accelerator) -> Tuple[dict, str]:
+    def score(self, model: nn.Module, scorer: Callable, run: Path, step: int, accelerator) -> Tuple[dict, str]:
         """Scores of `images` samples that the processes share; every process calls it.
 
         A failure is counted. It does not end the training.
 
         Args:
-            judge: (ImageParts, labels, device, batch size) -> (scores, text), of `sample_scores.make_judge`.
+            scorer: (ImageParts, labels, device, batch size) -> (scores, text), of `scores.make_scorer`.
             run: folder of the run; the samples stay in its subfolder .scoring while they are scored.
             step: of the weights.
             accelerator: accelerate's Accelerator.
@@ -120,12 +120,12 @@ class Samples:
             for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
                 parts.add(batch, self.sample(model, parts.numbers(batch)))
 
-        def judge_all() -> None:
-            found.append(judge(open_parts(), labels, accelerator.device, BATCH))
+        def score_all() -> None:
+            found.append(scorer(open_parts(), labels, accelerator.device, BATCH))
 
         clear()  # a killed run may have left samples of other weights
         accelerator.wait_for_everyone()
-        problem = attempt(make_own, Exception) or attempt(judge_all, Exception)
+        problem = attempt(make_own, Exception) or attempt(score_all, Exception)
         clear()
         if problem:
             self.failed += 1

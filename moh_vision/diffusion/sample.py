@@ -22,7 +22,7 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.diffusion.scores import make_judge
+from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.image_parts import ImageParts
@@ -54,7 +54,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         claim_outputs(files, folders, config.overwrite)
         with accelerator.main_process_first():
             where = dict(index_dir=index_dir(str(run)), classes=classes)
-            judge = make_judge(**config.scoring(), **where) if config.score else None
+            scorer = make_scorer(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
         place = Path(config.out).absolute().parent if config.out else run.absolute()
@@ -79,9 +79,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
         write(config, parts, labels, classes)
-    if judge:
+    if scorer:
         with user_errors(NAME):  # what fails on one process fails on all
-            scores, text = judge(parts, labels, accelerator.device, config.batch_size)
+            scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
         if accelerator.is_main_process:
             scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
             write_json(scores_path, scores)

@@ -40,8 +40,8 @@ class ClassifierScores:
 
     def __init__(self, reference: str, extractor: str, classes: list, index_dir: str, split: str = "val"):
         self.source = open_source(reference, split, index_dir)
-        self.classifier, self.judge = from_run(extractor, "classifier")
-        if self.judge["classes"] != classes or self.source.classes != classes:
+        self.classifier, self.about = from_run(extractor, "classifier")
+        if self.about["classes"] != classes or self.source.classes != classes:
             raise ValueError(
                 f"--extractor {extractor} and --score {reference} need the classes of the run: {classes}; without them "
                 "--extractor inception or timm:NAME"
@@ -50,9 +50,9 @@ class ClassifierScores:
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples and their labels [N] -> (scores, text)."""
-        source, judge, cfg = self.source, self.judge, self.classifier.pretrained_cfg
-        img_size = judge["arguments"].get("img_size") or cfg["input_size"][-1]
-        channels = judge["arguments"].get("in_chans", 3)
+        source, about, cfg = self.source, self.about, self.classifier.pretrained_cfg
+        img_size = about["arguments"].get("img_size") or cfg["input_size"][-1]
+        channels = about["arguments"].get("in_chans", 3)
         transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
         real = evaluation_batches(LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, batch_size), 0)
         fake = (
@@ -61,7 +61,7 @@ class ClassifierScores:
         )
         scores = score_with_classifier(self.classifier.to(device), fake, real, device)
         scores.update(
-            feature_space=f"penultimate layer of {judge['weights']} ({judge['architecture']}); not Inception, not FID",
+            feature_space=f"penultimate layer of {about['weights']} ({about['architecture']}); not Inception, not FID",
             reference=self.reference,
         )
         recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
@@ -78,31 +78,19 @@ class FidelityScores:
     """`moh_vision.evaluation.fidelity.score` against a folder of images, .npz, saved statistics, or a data set.
 
     Args:
-        reference: path, or `data.root` of a data set, whose images are center-cropped to the samples' size.
-        split: of a data set.
+        reference: path of a set of images or of statistics, or `SourceImages`.
         extractor, inception_weights: see `make_extractor`.
         allow_biased: see `fidelity.score`.
         num_images: how many are going to be scored.
-        index_dir: see `open_source`.
 
     Raises:
         ValueError, FileNotFoundError: for a reference or extractor that cannot be used, or too few images for it.
     """
 
     def __init__(
-        self,
-        reference: str,
-        split: str,
-        extractor: str,
-        inception_weights: Optional[str],
-        allow_biased: bool,
-        num_images: int,
-        index_dir: str,
+        self, reference, extractor: str, inception_weights: Optional[str], allow_biased: bool, num_images: int
     ):
-        source = reference
-        if not is_image_set(reference):
-            source = SourceImages(open_source(reference, split, index_dir), f"{reference}, {split} split")
-        self.allow_biased, self.source, self.reference = allow_biased, source, Reference(source)
+        self.allow_biased, self.source, self.reference = allow_biased, reference, Reference(reference)
         self.network = make_extractor(extractor, inception_weights)  # which may be fetched, so the last to fail
         self.reference.check(self.network, num_features(self.network), num_images, allow_biased)
 
@@ -140,7 +128,7 @@ class SourceImages:
             yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
 
 
-def make_judge(
+def make_scorer(
     *,
     key: str,
     reference: str,
@@ -169,7 +157,7 @@ def make_judge(
     Raises:
         ValueError, FileNotFoundError: naming the option.
     """
-    image_set = is_image_set(reference)
+    image_set, of_split = is_image_set(reference), split or default_split
     if image_set and split is not None:
         raise ValueError(f"{key} {reference} is no data set, so a split ({split}) has no effect")
     try:
@@ -179,9 +167,11 @@ def make_judge(
                     raise ValueError(
                         f"{name} {value} has no effect with a run as extractor and a data set as reference"
                     )
-            return ClassifierScores(reference, extractor, classes, index_dir, split or default_split)
-        how = extractor, inception_weights, allow_biased, num_images, index_dir
-        return FidelityScores(reference, split or default_split, *how)
+            return ClassifierScores(reference, extractor, classes, index_dir, of_split)
+        source = reference
+        if not image_set:
+            source = SourceImages(open_source(reference, of_split, index_dir), f"{reference}, {of_split} split")
+        return FidelityScores(source, extractor, inception_weights, allow_biased, num_images)
     except (ValueError, OSError) as error:
         raise ValueError(str(error).replace("data.root", key, 1)) from None
 

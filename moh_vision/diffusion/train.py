@@ -20,7 +20,7 @@ from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
 from moh_vision.diffusion.previews import Samples
-from moh_vision.diffusion.scores import make_judge
+from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.run import Run
 from moh_vision.models.mae import mae_routers, train_only
@@ -65,7 +65,7 @@ def train(run: Run) -> None:
         for c in (config.preview, config.score)
     )
     with accelerator.main_process_first():
-        judge = make_judge(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
+        scorer = make_scorer(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     run.open(model, mae_routers(model), DataRecord(d.root, run.flags.allow_change, train=source))
 
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
             previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run.log, step)
             run.log.pause()
         if run.due(config.score.every, at_end=True):
-            scores, text = scored.score(drawn, judge, run.folder, run.done, accelerator)
+            scores, text = scored.score(drawn, scorer, run.folder, run.done, accelerator)
             run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
     if not run.stopped:
         weights = run.folder / ("ema.safetensors" if run.ema else "model.safetensors")

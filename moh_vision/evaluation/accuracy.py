@@ -32,7 +32,7 @@ def evaluate(
         totals += torch.tensor([hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels)])
     top1, top5, loss, images = reduce(totals).tolist()
     if not images:
-        raise ValueError("there are no images to judge by")
+        raise ValueError("there are no images to evaluate")
     return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
 
 

@@ -36,8 +36,7 @@ def score_with_classifier(classifier, generated: Iterable[dict], reference: Iter
             moments.add(features)  # [B, F]
             right += int((classifier.get_classifier()(features).argmax(-1).cpu() == batch["labels"]).sum())
             count += len(features)
-        covariance = moments.covariance()  # first: it also brings the mean up to date
-        return right / count, count, (moments.mean, covariance)
+        return right / count, count, moments.result()
 
     (recognised, fakes, fake), (recognised_real, reals, real) = run(generated), run(reference)
     features = len(fake[0])

@@ -219,13 +219,13 @@ def test_a_layer_without_gate_is_refused():
 def drawn(monkeypatch):
     """The figures, still open for a look at what is in them."""
     figures = []
-    save = gate_figures._save
+    save = gate_figures.save_figure
 
     def keep(figure, path):
         figures.append(figure)
         save(figure, path)
 
-    monkeypatch.setattr(gate_figures, "_save", keep)
+    monkeypatch.setattr(gate_figures, "save_figure", keep)
     return figures
 
 
@@ -299,8 +299,8 @@ def test_learning_curves(drawn, tmp_path):
 
 def test_learning_curves_of_a_wrong_file(tmp_path):
     log = log_of(tmp_path / "a.jsonl", [5], [4])
-    with pytest.raises(ValueError, match=r"^.*a\.jsonl: no line has validation\.perplexity$"):
-        read_curves(log, dev="perplexity")
+    with pytest.raises(ValueError, match=r"^.*a\.jsonl: no line has nll$"):
+        read_curves(log, train="nll")
     (tmp_path / "a.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
     with pytest.raises(ValueError, match=r"^.*a\.jsonl, line 2: not JSON$"):
         read_curves(log)

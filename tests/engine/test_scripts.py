@@ -436,7 +436,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moh_vision.diffusion.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
-    monkeypatch.setattr(train_dit, "make_judge", lambda **_: None)  # there is nothing to score
+    monkeypatch.setattr(train_dit, "make_scorer", lambda **_: None)  # there is nothing to score
     output = tmp_path / "run"
     argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
     train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
@@ -493,13 +493,13 @@ def test_a_score_that_fails_does_not_end_the_training(tmp_path, capsys, monkeypa
     """It is said and counted; samples that a killed score left are not taken for those of other weights."""
     run, drawn = tmp_path / "run", []
 
-    def judge(parts, *_):
+    def scorer(parts, *_):
         drawn.append(parts.images([0]))
         if len(drawn) == 1:
             raise RuntimeError("out of memory")
         return {}, ""
 
-    monkeypatch.setattr(train_dit, "make_judge", lambda *_, **__: judge)
+    monkeypatch.setattr(train_dit, "make_scorer", lambda *_, **__: scorer)
     argv = ["--config", "configs/quickstart/dit.yaml", *SMALL, "--output", str(run)]
     argv += "--score.every 1 --score.steps 2 --score.images 3 --score.reference digits --max-steps".split()
     train_dit.main([*argv, "2"])

@@ -195,24 +195,10 @@ def extract(
 
 def of_set(kept: SetStatistics, network: Extractor, source: str) -> Statistics:
     """The `Statistics` of a set that was read."""
-
-    def moments(m):
-        if m is None:
-            return None
-        covariance = m.covariance()  # first: it also brings the mean up to date
-        return m.mean, covariance
-
-    pooled, spatial = moments(kept.pooled), moments(kept.spatial)
     return Statistics(
-        kept.count,
-        pooled,
-        spatial,
-        kept.all_features(),
-        "features were not kept",
-        network.name,
-        network.weights_sha256,
-        source,
-    )
+        kept.count, kept.pooled.result(), kept.spatial and kept.spatial.result(), kept.all_features(),
+        "features were not kept", network.name, network.weights_sha256, source,
+    )  # fmt: skip
 
 
 def _check_same_extractor(statistics: Optional[Statistics], network: Extractor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -37,10 +37,10 @@ class Moments:
         other._flush()
         self._merge(other.count, other.mean, other.scatter)
 
-    def covariance(self) -> Tensor:
-        """[F, F], unbiased."""
+    def result(self) -> Tuple[Tensor, Tensor]:
+        """Mean [F] and unbiased covariance [F, F]."""
         self._flush()
-        return self.scatter / max(self.count - 1, 1)
+        return self.mean, self.scatter / max(self.count - 1, 1)
 
     def _flush(self) -> None:
         if self._waiting:
