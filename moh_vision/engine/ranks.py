@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Callable, List, Optional
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather, gather_object, reduce
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from moh_vision.engine.commands import MISTAKES
 
 
 def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:
-    """Do one process's part of a write and wait for the others; every process calls it.
+    """Do one process's part of a write and wait for the others.
 
     Args:
         part: the work of this process.
@@ -37,10 +37,10 @@ def by_main(part: Callable[[], None], accelerator) -> None:
         raise ValueError(problem)
 
 
-def total_over_processes(accelerator) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a tensor in main memory over all processes; every process calls it."""
+def total_over_processes(accelerator) -> Callable[[Tensor], Tensor]:
+    """A function that sums a tensor in main memory over all processes."""
 
-    def total(tensor: torch.Tensor) -> torch.Tensor:
+    def total(tensor: Tensor) -> Tensor:
         if accelerator.num_processes == 1:
             return tensor
         return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
@@ -48,20 +48,15 @@ def total_over_processes(accelerator) -> Callable[[torch.Tensor], torch.Tensor]:
     return total
 
 
-def greatest(values: torch.Tensor) -> List[float]:
-    """Elementwise maximum over all processes; every process calls it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-    return values.tolist()
+def greatest(values: Tensor) -> List[float]:
+    """Elementwise maximum over all processes, of values [N]."""
+    return gather(values[None]).amax(0).tolist()
 
 
 @torch.no_grad()
 def average_over_processes(tensors: List[Tensor]) -> None:
-    """Replace tensors by their mean over all processes, all in one message; every process calls it."""
-    if not tensors or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    torch.distributed.all_reduce(flat)
-    flat /= torch.distributed.get_world_size()
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(mean.view_as(tensor))
+    """Replace tensors by their mean over all processes, all in one message."""
+    if tensors:
+        flat = reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+            tensor.copy_(mean.view_as(tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Callable, Dict, Optional
+from typing import Dict
 
 from moh_vision.engine.checkpoint import save_training
 from moh_vision.engine.io import fsync
@@ -22,21 +22,18 @@ class Saver:
     Training goes on after a failure, because a disk that is full now may have room at the next save, and the earlier
     checkpoints are whole.
 
+    Args:
+        accelerator: holds the wrapped model and optimiser.
+        run: folder of the run.
+        keep: checkpoints that stay.
+
     Attributes:
         failed: saves that failed since the process started.
         in_a_row: of these the ones since the last that did not.
     """
 
-    def __init__(self, accelerator, run: Path, keep: int, say: Optional[Callable[[str], None]] = None):
-        """
-        Args:
-            accelerator: holds the wrapped model and optimiser.
-            run: folder of the run.
-            keep: checkpoints that stay.
-            say: told of every failure; default: printed by the main process.
-        """
+    def __init__(self, accelerator, run: Path, keep: int):
         self.accelerator, self.run, self.keep = accelerator, run, keep
-        self.say = say or accelerator.print
         self.failed = self.in_a_row = 0
 
     def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
@@ -60,7 +57,7 @@ class Saver:
         if last or self.in_a_row >= MAX_FAILED_SAVES:
             count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
             raise SaveError(f"{told}{count}; earlier checkpoints are intact, and the same command resumes from them")
-        self.say(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+        self.accelerator.print(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
         return False
 
 

@@ -87,7 +87,8 @@ def test_files_that_cannot_grow(tmp_path):
     def work():
         training = SmallTraining(width=512)
         told = []
-        saver = Saver(training.accelerator, tmp_path, 2, told.append)
+        saver = Saver(training.accelerator, tmp_path, 2)
+        training.accelerator.print = told.append
         about = (training.model, training.ema, {"name": "small"})
         training.step(1)
         assert saver.save(1, *about)
@@ -114,7 +115,8 @@ def test_files_that_cannot_grow(tmp_path):
 
 def test_three_failures_in_a_row_end_a_run(training, tmp_path):
     told = []
-    saver = Saver(training.accelerator, tmp_path, 2, told.append)
+    saver = Saver(training.accelerator, tmp_path, 2)
+    training.accelerator.print = told.append
     about = (training.model, training.ema, {})
     (tmp_path / "checkpoints").write_text("in the way")
     assert not saver.save(1, *about) and not saver.save(2, *about)
@@ -163,7 +165,8 @@ def test_a_folder_that_turns_read_only(training, readable):
     before = sums(run)
 
     def work():
-        saver = Saver(training.accelerator, run, 2, told.append)
+        saver = Saver(training.accelerator, run, 2)
+        training.accelerator.print = told.append
         about = (training.model, training.ema, {})
         assert not saver.save(2, *about) and not saver.save(3, *about)
         assert all("Permission denied" in t for t in told) and saver.failed == 2
