@@ -1,15 +1,21 @@
-"""What the processes of a run tell each other; every process calls these functions together."""
+"""What the processes of a run tell each other, and the user; every process calls these functions together."""
 
 from __future__ import annotations
 
 from typing import Callable, List, Optional
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather, gather_object, reduce
 from safetensors import SafetensorError
 from torch import Tensor
 
 from moh_vision.engine.commands import MISTAKES
+
+
+def say(text: str) -> None:
+    """Print a line, on one process of each machine."""
+    PartialState().print(text)
 
 
 def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:

@@ -29,7 +29,7 @@ from moh_vision.models.mae import mae_routers, train_only
 NAME = "train_text.py"
 
 try:
-    from moh_vision.language.data.open import open_text, tokenizer_of
+    from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import BEST, evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
@@ -50,11 +50,11 @@ def train(run: Run) -> None:
     checkpoint = run.take_up(config.max_steps)
     cache, tokenizer = str(Path(run.index_dir, "text")), tokenizer_of(config, bool(checkpoint))
     with accelerator.main_process_first():
-        text = open_text(task_for(config.model), d, cache, config.seed, tokenizer, accelerator.print)
+        text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
-    model, arguments = build_model(config, text, bool(checkpoint), accelerator.print)
+    model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if run.flags.dry_run:
         return print(describe(config.model.name, model, **text.example()))
@@ -63,7 +63,9 @@ def train(run: Run) -> None:
         text.check(Path(config.output), micro_batches)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
-        init_text(model, config.init_from, fingerprints, accelerator.print)
+        fresh = init_text(model, config.init_from, fingerprints)
+        if fresh:
+            accelerator.print(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     batches = text.batches(**run.portion())
     run.open(model, mae_routers(model))

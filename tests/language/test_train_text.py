@@ -233,7 +233,7 @@ def test_references_follow_the_case_of_the_vocabulary(tmp_path):
     argv = ["--data.lowercase", "true", "--data.source", "en", "--data.target", "de"]
     train("mt", dict(mt=folder), tmp_path / "run", 1, *argv, preset="mt_transformer_base")
     data = TextDataConfig(root=str(folder), source="en", target="de", max_length=60, max_tokens=200)
-    text = TranslationInputs(data, str(tmp_path / "cache"), 0, str(tmp_path / "run"), lambda line: None)
+    text = TranslationInputs(data, str(tmp_path / "cache"), 0, str(tmp_path / "run"))
     lines = (folder / "val.de").read_text().splitlines()
     assert text.references("val", text.val) == [line.lower() for line in lines] != lines
 

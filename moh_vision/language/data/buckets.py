@@ -11,7 +11,7 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def length_key(lengths: np.ndarray) -> np.ndarray:
-    """What pairs are sorted by: the longer side, then source, then target. lengths [n, sides] -> [n]."""
+    """Sort key of pairs: the longer side, then source, then target. lengths [n, sides] -> [n]."""
     lengths = lengths.astype(np.int64)
     key = lengths.max(1)
     for side in lengths.T:
@@ -20,8 +20,8 @@ def length_key(lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
-    """Where batches end among sentences of ascending sizes, each as large as (longest size) x (sentences) <= max_tokens
-    allows; a longer sentence is alone."""
+    """Ends of batches among sentences sorted by size; each batch is as large as (longest size) x (sentences) <= max_tokens
+    allows, and a longer sentence is alone."""
     ends = [0]
     while ends[-1] < len(sizes):
         first = ends[-1]

@@ -24,7 +24,7 @@ MAX_TOKENS = 1 << 24
 
 
 class ForeignVocabulary:
-    """Of a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
+    """Reads a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
 
     A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end. What looks
     like a special token in a text is text.
@@ -70,7 +70,7 @@ class ForeignVocabulary:
 
     @classmethod
     def load(cls, path: Path) -> ForeignVocabulary:
-        """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
+        """Read a tokenizer.json; raises ValueError, naming the file, as above, or FileNotFoundError."""
         return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:

@@ -1,36 +1,46 @@
-"""What a run on text reads, by its task: vocabularies, the batches of every step and of evaluation."""
+"""The vocabularies, training batches and evaluation batches of a run on text, for each task."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, Optional, Tuple
 
+import numpy as np
 from torch import Tensor
 
-from moh_vision.engine.io import write_whole
+from moh_vision.engine.io import run_of, write_whole
+from moh_vision.engine.ranks import say
 from moh_vision.language.data.buckets import TokenBatches, length_slices
-from moh_vision.language.data.foreign import AnyVocabulary
+from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.foreign import (
+    COMPANION,
+    AnyVocabulary,
+    NumberedVocabulary,
+    load_vocabulary,
+    write_companion,
+)
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
-from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
-from moh_vision.language.data.sources import find_lines, find_pairs
+from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
+from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens, open_tokens
 from moh_vision.language.data.stream import BlockBatches, block_slices, load_batches
 from moh_vision.language.data.token_cache import encoded
+from moh_vision.language.data.token_files import TokenFiles
+from moh_vision.language.data.token_shards import TokenShards
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import Vocabulary
+from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, Vocabulary, trained_vocabulary
 
 TOKENIZER, TARGET_TOKENIZER, RECORD = "tokenizer.json", "target_tokenizer.json", "text.json"
 
 
 class TextInputs:
-    """What the tasks share.
+    """Base class of the tasks' inputs.
 
     Args:
         data: a `TextDataConfig`.
         cache_dir: folder of caches.
         seed: of the run.
         tokenizer: run or tokenizer.json whose vocabularies are used; None: they are made from the training split.
-        say: told what is used and what is made again.
 
     Attributes:
         vocabularies: of source and target, twice the same if there is one.
@@ -44,15 +54,15 @@ class TextInputs:
     first: object  # what the data set calls its first sample
     load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
 
-    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str], say: Callable[[str], None]):
-        self.data, self.cache_dir, self.seed, self.tokenizer, self.say = data, cache_dir, seed, tokenizer, say
-        self.vocabularies = self.find_vocabularies()
+    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None):
+        self.data, self.cache_dir, self.seed, self.tokenizer = data, cache_dir, seed, tokenizer
+        self.vocabularies = self.given() or self.make_vocabularies()
         self.train = self.dataset(data.train, training=True)
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 
     def record(self, micro_batches: int) -> dict:
-        """What a run must find again to go on: its text, and where a step's size follows from it its micro-batches."""
+        """Record that a resumed run must match: the text, and for translation the micro-batches of a step."""
         return dict(train=self.fingerprint())
 
     def save(self, run: Path, micro_batches: int) -> None:
@@ -101,8 +111,8 @@ class TextInputs:
         """This rank's share of a validation or test set, every label once over all."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
-    def given(self) -> Optional[Tuple[Vocabulary, Vocabulary]]:
-        """The vocabularies of `tokenizer`."""
+    def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
+        """The vocabularies of `tokenizer`; None: they are made from the training split."""
         if not self.tokenizer:
             return None
         place = Path(self.tokenizer)
@@ -118,23 +128,31 @@ class TranslationInputs(TextInputs):
 
     first = 0
 
-    def open(self, split: str):
+    def pair(self, split: str) -> ParallelText:
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
-    def find_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
-        d = self.data
-        merges = (d.merges, d.merges if d.target_merges is None else d.target_merges)
-        return self.given() or pair_vocabularies(
-            self.open(d.train), self.cache_dir, merges, d.target_merges is None, d.lowercase, d.allow_empty, self.say
-        )
+    def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        d, pair = self.data, self.pair(self.data.train)
+
+        def make(texts, merges: int) -> Vocabulary:  # wrong pairs are found before anything is trained
+            options = dict(merges=merges, lowercase=d.lowercase)
+            return trained_vocabulary(texts, self.cache_dir, "bpe", lambda: pair.check(d.allow_empty), **options)
+
+        if d.target_merges is None:
+            joint = make(pair, d.merges)
+            return joint, joint
+        return make([pair.source], d.merges), make([pair.target], d.target_merges)
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
-        d = self.data
-        tokens = encoded_pair(self.open(split), self.vocabularies, self.cache_dir, d.allow_empty, self.say)
+        d, pair = self.data, self.pair(split)
+        source, target = (encoded(*side, self.cache_dir) for side in zip(pair, self.vocabularies))
+        # Pairs are checked only now, because encoding reads no text where both sides were encoded before.
+        if len(source) != len(target) or (np.minimum(source.lengths, target.lengths) < 2).any():
+            pair.check(d.allow_empty)
         if not training:
-            return ParallelTokens(*tokens)
-        pairs = ParallelTokens(*tokens, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share)
-        self.say(f"{d.train}: {pairs.summary()}")
+            return ParallelTokens(source, target)
+        pairs = ParallelTokens(source, target, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share)
+        say(f"{d.train}: {pairs.summary()}")
         return pairs
 
     def model_arguments(self) -> dict:
@@ -150,8 +168,8 @@ class TranslationInputs(TextInputs):
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
 
     def fingerprint(self) -> str:
-        """Of the training text."""
-        return " ".join(side.fingerprint() for side in self.open(self.data.train))
+        """Fingerprint of the training text."""
+        return " ".join(side.fingerprint() for side in self.pair(self.data.train))
 
     def record(self, micro_batches: int) -> dict:
         # How many sentences are in a step follows from its micro-batches; blocks are shared out among them instead.
@@ -159,7 +177,7 @@ class TranslationInputs(TextInputs):
 
     def references(self, split: str, pairs: ParallelTokens) -> List[str]:
         """The target's lines of a split's pairs, as they stand in the file, or in lower case if the vocabulary is."""
-        lines = list(self.open(split).target)
+        lines = list(self.pair(split).target)
         found = [lines[number] for number in pairs.numbers]
         return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
 
@@ -174,27 +192,20 @@ class BlockInputs(TextInputs):
         """The lines that a vocabulary is made from."""
         return [find_lines(self.data.root, self.data.train)]
 
-    def find_vocabularies(self) -> Tuple[AnyVocabulary, AnyVocabulary]:
-        d, given = self.data, self.given()
-        if given:
-            return given
-        texts = self.training_texts()
-        if d.words is None:
-            options = dict(merges=d.merges, mask=self.mask, lowercase=d.lowercase)
-            made = trained_vocabulary(texts, self.cache_dir, "bpe", self.say, **options)
-        else:
-            options = dict(max_words=d.words or None, mask=self.mask, lowercase=d.lowercase)
-            made = trained_vocabulary(texts, self.cache_dir, "word", self.say, **options)
+    def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+        d = self.data
+        kind, size = ("bpe", dict(merges=d.merges)) if d.words is None else ("word", dict(max_words=d.words or None))
+        options = dict(size, mask=self.mask, lowercase=d.lowercase)
+        made = trained_vocabulary(self.training_texts(), self.cache_dir, kind, **options)
         return made, made
 
     def fingerprint(self) -> str:
-        """Of the training text."""
+        """Fingerprint of the training text."""
         return find_lines(self.data.root, self.data.train).fingerprint()
 
     def tokens(self, root: str, split: str, skip_empty: bool):
         """The encoded text of a split."""
-        lines = find_lines(root, split)
-        return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty, say=self.say)
+        return encoded(find_lines(root, split), self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
 
     def batches(self, batch_size: int, **arguments) -> BlockBatches:
         """See `BlockBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
@@ -217,3 +228,142 @@ class MaskedInputs(BlockInputs):
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
         return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
+
+
+class CausalInputs(BlockInputs):
+    """For causal language models: text, or token ids; from one place, or from weighted sources."""
+
+    load = staticmethod(load_vocabulary)
+
+    def sources(self) -> List[Tuple[str, str, float]]:
+        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
+        d = self.data
+        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
+
+    def training_texts(self) -> list:
+        roots = [root for _, root, _ in self.sources()]
+        for root in roots:
+            if find_tokens(root, self.data.train):
+                raise ValueError(
+                    f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer, or "
+                    "data.vocab_size how many tokens there are"
+                )
+        return [find_lines(root, self.data.train) for root in roots]
+
+    def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
+        size = self.data.vocab_size
+        if size and not self.tokenizer:
+            return (NumberedVocabulary(size),) * 2
+        given = super().given()
+        if given and size and size < len(given[0]):
+            raise ValueError(f"data.vocab_size {size}: data.tokenizer {self.tokenizer} has {len(given[0])} tokens")
+        return given
+
+    def tokens(self, root: str, split: str, skip_empty: bool = False):
+        vocabulary = self.vocabularies[0]
+        files = find_tokens(root, split)
+        if not files:
+            return super().tokens(root, split, skip_empty)
+        tokens = open_tokens(files, self.cache_dir, self.data.bin_dtype)
+        strange = tokens.tokenizers - {vocabulary.fingerprint}
+        if strange and not isinstance(vocabulary, NumberedVocabulary):
+            raise ValueError(
+                f"{tokens.name}: made with another tokenizer.json (sha256 {min(strange)[:12]}...) than data.tokenizer "
+                f"({vocabulary.fingerprint[:12]}...)"
+            )
+        tokens.check_ids(self.size, self.cache_dir)
+        return tokens
+
+    @property
+    def size(self) -> int:
+        """Tokens of the model."""
+        return self.data.vocab_size or len(self.vocabularies[0])
+
+    def windows(self, root: str, split: str, stride: int) -> CausalWindows:
+        tokens, vocabulary = self.tokens(root, split), self.vocabularies[0]
+        eos = getattr(tokens, "eos", None) if vocabulary.eos is None else vocabulary.eos
+        return CausalWindows(tokens, self.data.block, stride, eos, self.size)
+
+    def dataset(self, split: str, training: bool = False):
+        d = self.data
+        if not training:
+            return self.windows(d.root, split, d.block - d.context)
+        if not d.mixture:
+            return self.windows(d.root, split, d.block)
+        names, roots, weights = zip(*self.sources())
+        return MixedWindows([self.windows(root, split, d.block) for root in roots], names, weights)
+
+    def batches(self, batch_size: int, **arguments):
+        """See `BlockInputs`; with data.mixture a `MixedBatches`."""
+        train = self.train
+        if not isinstance(train, MixedWindows):
+            return super().batches(batch_size, **arguments)
+        mixture = Mixture(train.weights, [len(text) for text in train.texts], self.seed)
+        made = MixedBatches(mixture, batch_size=batch_size, **arguments)
+        for name, text, share, epochs in zip(train.names, train.texts, mixture.shares, made.epochs()):
+            say(
+                f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
+                f"{epochs:.2f} times in this run"
+            )
+        return made
+
+    def fingerprint(self) -> str:
+        texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]
+        found = []
+        for (_, root, _), text in zip(self.sources(), texts, strict=True):
+            # Of ids those that are open already; of text the text, for its cache is made from it.
+            ids = isinstance(text.tokens, (TokenFiles, TokenShards))
+            found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
+        return " ".join(found)
+
+    def model_arguments(self) -> dict:
+        """Sizes that the model must have."""
+        return dict(vocab_size=self.size)
+
+    def special_tokens(self) -> dict:
+        """Ids by their names in a transformers config, of those that are known."""
+        vocabulary = self.vocabularies[0]
+        # Our own has a bos, which no text holds: eos is what stands before the first token.
+        first = vocabulary.eos if isinstance(vocabulary, Vocabulary) else vocabulary.bos
+        known = dict(bos_token_id=first, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
+        if known["eos_token_id"] is None:  # ids without a tokenizer may still say it
+            known["eos_token_id"] = getattr(self.val.tokens, "eos", None)
+        return {name: number for name, number in known.items() if number is not None}
+
+    def save(self, run: Path, micro_batches: int) -> None:
+        """Also write the tokenizer_config.json that transformers' AutoTokenizer needs."""
+        super().save(run, micro_batches)
+        if isinstance(self.vocabularies[0], Vocabulary):
+            names = dict(bos_token=SPECIALS[EOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
+            write_companion(run / COMPANION, names)
+
+
+INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # by task
+
+
+def tokenizer_of(config, resumed: bool) -> Optional[str]:
+    """Place of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder of the weights that it starts
+    from (init_from or model.pretrained); None: it is made from the text.
+
+    Args:
+        config: a `LanguageConfig`.
+        resumed: whether there is a run to go on with.
+
+    Raises:
+        ValueError: if nothing says what the tokens of model.pretrained are: a new vocabulary would number others.
+    """
+    d = config.data
+    if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
+        return config.output
+    if not d.tokenizer and config.init_from and (run_of(config.init_from) / TOKENIZER).is_file():
+        return str(run_of(config.init_from))
+    pretrained = config.model.pretrained
+    if pretrained and not d.tokenizer:
+        if Path(pretrained, TOKENIZER).is_file():
+            return pretrained
+        if not d.vocab_size:
+            raise ValueError(
+                f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
+                "(or, for text that comes as ids, data.vocab_size how many there are)"
+            )
+    return d.tokenizer

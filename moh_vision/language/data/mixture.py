@@ -5,8 +5,8 @@ A pure function of (seed, position), so resuming is arithmetic and any number of
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 from typing import List, NamedTuple, Sequence, Tuple
 
@@ -18,11 +18,11 @@ from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.causal import CausalWindows
 
 LONGEST_ROUND = 1 << 17
-KEPT = 4  # rounds and permutations at hand, of each source
+KEPT = 4  # rounds at hand, and permutations of each source
 
 
 class Draw(NamedTuple):
-    """What stands at a position."""
+    """The block at a position of the run."""
 
     source: int
     block: int
@@ -61,8 +61,8 @@ class Mixture:
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks, self.seed = list(blocks), seed
-        self._rounds: OrderedDict = OrderedDict()
-        self._orders: List[OrderedDict] = [OrderedDict() for _ in blocks]
+        self._round = lru_cache(KEPT)(self._make_round)
+        self._order = lru_cache(KEPT * len(blocks))(self._make_order)
 
     def __getitem__(self, position: int) -> Draw:
         number, place = divmod(position, self.length)
@@ -82,26 +82,19 @@ class Mixture:
         ends = [int(bound * self.length * number) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
-    def _round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
+    def _make_round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
         """(source [length], how many of that source stand before it in the round [length], `_before`)."""
+        before = self._before(number)
+        counts = np.subtract(self._before(number + 1), before)
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
+        which = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        nth = np.empty(self.length, np.int64)
+        for source, count in enumerate(counts):
+            nth[which == source] = np.arange(count)
+        return which, nth, before
 
-        def make() -> Tuple[np.ndarray, np.ndarray, List[int]]:
-            before = self._before(number)
-            counts = np.subtract(self._before(number + 1), before)
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
-            which = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-            nth = np.empty(self.length, np.int64)
-            for source, count in enumerate(counts):
-                nth[which == source] = np.arange(count)
-            return which, nth, before
-
-        return _kept(self._rounds, number, make)
-
-    def _order(self, source: int, epoch: int) -> Permutation:
-        def make() -> Permutation:
-            return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, Stream.BLOCKS))
-
-        return _kept(self._orders[source], epoch, make)
+    def _make_order(self, source: int, epoch: int) -> Permutation:
+        return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, Stream.BLOCKS))
 
 
 class MixedBatches(StepBatches):
@@ -153,14 +146,3 @@ class MixedWindows(Dataset):
         position, number = item
         source = int(np.searchsorted(self.starts, number, "right")) - 1
         return self.texts[source][position, number - int(self.starts[source])]
-
-
-def _kept(kept: OrderedDict, key: int, make):
-    """The value of a key, made where it is not among the last few."""
-    if key in kept:
-        kept.move_to_end(key)
-    else:
-        kept[key] = make()
-        if len(kept) > KEPT:
-            kept.popitem(last=False)
-    return kept[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Union
 
 from moh_vision.data.hub import PREFIX
 from moh_vision.language.data.hub import HubText, hub_column
@@ -26,26 +26,24 @@ class ParallelText(NamedTuple):
     source: Lines
     target: Lines
 
-    def pairs(self, allow_empty: bool = False) -> Iterator[Tuple[str, str]]:
-        """All pairs.
+    def check(self, allow_empty: bool = False) -> int:
+        """Read all pairs and return their number.
 
         Args:
-            allow_empty: also those with an empty side.
+            allow_empty: whether a side may be empty.
 
         Raises:
-            ValueError: at the end, with both numbers of lines if they differ, or naming the first pair with an empty
-                side and how many there are; and for what the lines raise.
+            ValueError: with both numbers of lines if they differ, or naming the first pair with an empty side and how
+                many there are; and for what the lines raise.
         """
         source_lines = target_lines = empty = 0
         for source, target in zip_longest(self.source, self.target):
             source_lines += source is not None
             target_lines += target is not None
-            if source_lines == target_lines:
-                if not (source and target) and not allow_empty:
-                    if not empty:
-                        first = f"{self.target.name if source else self.source.name}, line {source_lines}: empty"
-                    empty += 1
-                yield source, target
+            if source_lines == target_lines and not (source and target) and not allow_empty:
+                if not empty:
+                    first = f"{self.target.name if source else self.source.name}, line {source_lines}: empty"
+                empty += 1
         if source_lines != target_lines:
             raise ValueError(
                 f"{self.source.name} has {source_lines} lines, {self.target.name} has {target_lines}; a sentence and "
@@ -56,10 +54,7 @@ class ParallelText(NamedTuple):
                 f"{first} (pairs with an empty side: {empty} of {source_lines}); remove them, or leave them out "
                 "with data.allow_empty true"
             )
-
-    def check(self, allow_empty: bool = False) -> int:
-        """The number of pairs; raises as `pairs` does."""
-        return sum(1 for _ in self.pairs(allow_empty))
+        return source_lines
 
 
 def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:

@@ -11,7 +11,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterable, Optional
+from typing import Iterable, Optional
 
 import numpy as np
 from safetensors import safe_open
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import whole_file
+from moh_vision.engine.ranks import say
 from moh_vision.language.data.vocabulary import Vocabulary
 
 FORMAT = "1"
@@ -95,16 +96,13 @@ class TokenCache:
         return np.array(self.ids[self.ends[line - 1] if line else 0 : self.ends[line]], np.int64)
 
 
-def encoded(
-    lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool = False, say: Callable[[str], None] = print
-) -> TokenCache:
+def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool = False) -> TokenCache:
     """The token cache of a text, made where there is none, and made again where it is damaged.
 
     Args:
         lines: a `TextFile` or `HubText`.
         cache_dir: folder of caches. The file's name holds what it was made from, so a changed text finds none.
         skip_empty: leave empty lines out.
-        say: told of a cache that is made again.
     """
     made_by = vocabulary.fingerprint
     if vocabulary.kind == "foreign":  # whose tokenizer.json does not say which token ends a text

@@ -16,13 +16,14 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from tqdm import tqdm
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import write_whole
+from moh_vision.engine.ranks import say
 from moh_vision.language.data.token_cache import TokenCache
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -32,7 +33,7 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a fingerprint
 
 
 class About(NamedTuple):
-    """What is known of a file of ids beside its ids."""
+    """Facts about a file of ids; None: not known."""
 
     dtype: Optional[str] = None
     eos: Optional[int] = None
@@ -73,7 +74,7 @@ class TokenFiles:
     def __reduce__(self):
         return TokenFiles, (self.paths, self.dtype)  # a pickled memory map would be a copy
 
-    def check_ids(self, size: int, cache_dir: str, say: Callable[[str], None] = print) -> None:
+    def check_ids(self, size: int, cache_dir: str) -> None:
         """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens does not have.
 
         A file that does not say its largest id is read once; that is remembered by its size and time.
@@ -82,7 +83,7 @@ class TokenFiles:
             if about.largest is not None and ids.dtype.kind == "u":
                 smallest, largest = 0, about.largest
             else:
-                smallest, largest = _range(path, ids, cache_dir, say)
+                smallest, largest = _range(path, ids, cache_dir)
             refuse_ids(str(path), smallest, largest, size)
 
     def where(self, place: int) -> str:
@@ -94,7 +95,7 @@ class TokenFiles:
         raise IndexError(place)
 
     def fingerprint(self) -> str:
-        """Of sizes and of 64 pieces of every file: a file of terabytes is not read as a whole."""
+        """sha256 of sizes and of 64 pieces of every file: a file of terabytes is not read as a whole."""
         digest = hashlib.sha256()
         for path, ids in zip(self.paths, self.parts):
             digest.update(json.dumps([path.name, ids.dtype.str, len(ids)]).encode())
@@ -145,7 +146,7 @@ def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
 
 
 def read_about(path: Path) -> About:
-    """What the .json beside a file of ids says; nothing if there is none.
+    """Read the .json beside a file of ids; every field is None if there is none.
 
     Raises:
         ValueError: naming the file and key.
@@ -202,7 +203,7 @@ def _opened(path: Path, dtype: Optional[str]) -> Tuple[np.ndarray, About]:
     return ids, about
 
 
-def _range(path: Path, ids: np.ndarray, cache_dir: str, say: Callable[[str], None]) -> Tuple[int, int]:
+def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
     """(smallest, largest) id of a file; remembered in `cache_dir`."""
     stat = path.stat()
     made_from = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, ids.dtype.str])

@@ -11,7 +11,7 @@ import io
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from tqdm import tqdm
@@ -71,7 +71,7 @@ class TokenShards(Chained):
             raise ValueError(f"{self.files.paths[shard]}: cut off; {len(data)} bytes of {wanted} are there")
         return np.frombuffer(data, KINDS[kind]).astype(np.int64)
 
-    def check_ids(self, size: int, cache_dir: str = "", say: Callable[[str], None] = print) -> None:
+    def check_ids(self, size: int, cache_dir: str = "") -> None:
         """See `TokenFiles.check_ids`; the index has what it needs."""
         for name, worst in (("smallest", np.argmin), ("largest", np.argmax)):
             document = int(worst(self.arrays[name]))
@@ -87,7 +87,7 @@ class TokenShards(Chained):
         return f"{shard}, ids at byte {self.arrays['offset'][number]}"
 
     def fingerprint(self) -> str:
-        """Of the index: places, lengths and extreme ids of all documents, and the shards' names and sizes."""
+        """sha256 of the index: places, lengths and extreme ids of all documents, and the shards' names and sizes."""
         digest = hashlib.sha256(repr([stat[:2] for stat in self.files.stats]).encode())
         for name in ARRAYS:
             digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
@@ -144,7 +144,7 @@ def _document(file, size: int, where: str) -> Optional[Tuple[int, np.ndarray]]:
 
 
 def _contradiction(arrays: Dict[str, np.ndarray], samples, sizes: List[int]) -> str:
-    """What cannot be so in an index; "" if nothing."""
+    """Return what contradicts itself in an index, or ""."""
     why = wrong_columns(arrays, ARRAYS, samples, len(sizes))
     if why:
         return why

@@ -13,23 +13,23 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import numpy as np
 from tqdm import tqdm
 
 from moh_vision.engine.commands import Parser, exit_code
 from moh_vision.engine.io import sha256_of, whole_file, write_whole
-from moh_vision.language.data.documents import documents, form_of
 from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
+from moh_vision.language.data.lines import decoded, raw_lines
 from moh_vision.language.data.token_files import DTYPES
 
+FORMS = (".txt", ".jsonl", ".json")
+MAX_LINE = 1 << 28  # bytes
 DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
-def tokenise(
-    files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text", say: Callable = print
-) -> List[Path]:
+def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
     """The .bin files of some files of documents, made where they are not there yet.
 
     Args:
@@ -38,7 +38,6 @@ def tokenise(
         out: folder of the results.
         split: their name.
         key: see `documents`.
-        say: told of what is there and what is made.
 
     Raises:
         ValueError, FileNotFoundError: naming the file; if `out` holds ids of other files or another tokenizer.
@@ -60,11 +59,11 @@ def tokenise(
     for file, target in zip(files, made):
         made_from = dict(source=file.name, source_sha256=sha256_of(file), tokenizer=vocabulary.fingerprint, key=key)
         if is_finished(target, made_from):
-            say(f"{target}: there already")
+            print(f"{target}: there already", flush=True)
         else:
             about = write_ids(target, documents(file, key), vocabulary, file)
             write_whole(target.with_suffix(".json"), json.dumps({**about, **made_from}, indent=1) + "\n", shared=True)
-            say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
+            print(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens", flush=True)
     return made
 
 
@@ -118,6 +117,50 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
     )  # fmt: skip
 
 
+def form_of(path: Path) -> str:
+    """Which of `FORMS` a file is, by its name without .gz.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    form = Path(path.name.removesuffix(".gz")).suffix
+    if form not in FORMS:
+        raise ValueError(f"{path}: expected {', '.join(FORMS)}, or one of these with .gz")
+    return form
+
+
+def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
+    """(text, bytes of the file read so far) of every document that is not empty.
+
+    Args:
+        path: .txt: a document a line, without what is blank at either end; .jsonl or .json: a line is an object.
+        key: of the text in it.
+
+    Raises:
+        ValueError: naming file and line: not UTF-8, NUL characters, no JSON, no text under the key, too long, damaged gzip.
+    """
+    plain = form_of(path) == ".txt"
+    for number, line, position in raw_lines(path, MAX_LINE, "document"):
+        where = f"{path}, line {number}"
+        text = decoded(line, where).strip()
+        if text and not plain:
+            text = _text_of(text, key, where)
+        if "\0" in text:
+            raise ValueError(f"{where}: a NUL character; expected text")
+        if text:
+            yield text, position
+
+
+def _text_of(line: str, key: str, where: str) -> str:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict) or not isinstance(content.get(key), str):
+        raise ValueError(f"{where}: no text under the key {key!r}; expected an object a line that has it (--key)")
+    return content[key]
+
+
 def batched(texts: Iterator[Tuple[str, int]]) -> Iterator[Tuple[List[str], int]]:
     """(documents, position in the file), so many that memory does not grow with the file."""
     batch: List[str] = []
@@ -144,7 +187,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         )
         parser.add_argument("--split", default="train", help="name of the split (train)")
         parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
-        tokenise(**vars(parser.parse(sys.argv[1:] if argv is None else argv)), say=lambda text: print(text, flush=True))
+        tokenise(**vars(parser.parse(sys.argv[1:] if argv is None else argv)))
 
     return exit_code("tokenise", work, kept="files")
 

@@ -72,7 +72,7 @@ class ParallelTokens(Dataset):
         return len(self.numbers)
 
     def summary(self) -> str:
-        """What is used and what is not, in a line."""
+        """One line: how many pairs are used, and why others are left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
         return f"{len(self.numbers)} of {len(self.source)} pairs" + (f" (left out: {reasons})" if reasons else "")
 

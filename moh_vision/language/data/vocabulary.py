@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import write_whole
+from moh_vision.engine.ranks import say
 
 PAD, BOS, EOS, UNK, MASK = range(5)
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
 UNKNOWN = SPECIALS[UNK]
 BLANK = "\u0120"  # how byte-level BPE writes it
 MAX_BYTES = 1 << 28  # of a tokenizer.json
+FORMAT = "1"  # of cached vocabularies
 
 
 class Vocabulary:
-    """Of one tokenizer.json.
+    """Turns text into token ids and back, as one tokenizer.json says.
 
     What is read from a file is never run as it stands: kind, tokens and merges are taken from it, checked, and the
     tokenizer is built from them.
@@ -61,7 +66,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """Of a file; raises ValueError, naming it, as above, and FileNotFoundError."""
+        """Read a tokenizer.json; raises ValueError, naming the file, as above, or FileNotFoundError."""
         return cls(read_json(path), str(path))
 
     def save(self, path: Path) -> None:
@@ -142,6 +147,37 @@ def count_words(
         counts.pop(special, None)
     words = sorted(counts, key=lambda w: (-counts[w], w))
     return _written(_build("word", [*_first_tokens(mask), *words[:max_words]], [], lowercase))
+
+
+def trained_vocabulary(
+    texts: Sequence,
+    cache_dir: str,
+    kind: str,
+    before: Callable = lambda: None,
+    **options,
+) -> Vocabulary:
+    """The vocabulary of some texts, trained where there is none yet.
+
+    Args:
+        texts: `TextFile` or `HubText` of the training split; two for a joint vocabulary.
+        cache_dir: folder of caches, safe to delete; save the vocabulary with the run.
+        kind: "bpe" or "word".
+        before: called before one is trained.
+        options: of `train_bpe` (merges, mask, lowercase) or `count_words` (max_words, mask, lowercase).
+    """
+    made_from = json.dumps([FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]])
+    place = Path(cache_dir, f"{kind}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.tokenizer.json")
+    if place.exists():
+        try:
+            return Vocabulary.load(place)
+        except ValueError as error:
+            say(f"{error}; training it again")
+    before()
+    terminal = sys.stderr.isatty()
+    with tqdm(chain(*texts), desc="reading", unit="line", disable=not terminal) as lines:
+        vocabulary = train_bpe(lines, progress=terminal, **options) if kind == "bpe" else count_words(lines, **options)
+    vocabulary.save(place)
+    return vocabulary
 
 
 def _first_tokens(mask: bool) -> List[str]:

@@ -23,7 +23,7 @@ from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation import lm_harness
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, sliding_windows, summary
+from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, summary
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,18 +48,16 @@ def _parse(argv: List[str]) -> argparse.Namespace:
     add("--device", help="where the model runs (a GPU if there is one)")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
-    options = parser.parse(sys.argv[1:] if argv is None else argv)
+    options = parser.parse(argv)
     if options.list:
         return options
     if (options.tasks is None) == (options.perplexity is None):
         raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
     if options.model is None:
         raise ValueError("--model RUN is missing")
-    of_tasks = dict(num_fewshot=options.num_fewshot, include_path=options.include_path, limit=options.limit)
-    for name, value in (
-        of_tasks.items() if options.perplexity else (("context", options.context), ("stride", options.stride))
-    ):
-        if value is not None:
+    of_tasks, of_texts = ("num_fewshot", "include_path", "limit"), ("context", "stride")
+    for name in of_tasks if options.perplexity else of_texts:
+        if getattr(options, name) is not None:
             other = "--tasks" if options.perplexity else "--perplexity"
             raise ValueError(f"--{name.replace('_', '-')} belongs to {other}")
     if options.batch_size != "auto" or options.perplexity:
@@ -135,12 +133,12 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
 
 
 def _perplexity(options: argparse.Namespace, accelerator) -> dict:
-    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, longest, read_text
+    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
 
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=True)
     model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
-    most = longest(model)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # None: it does not say
     context = options.context or min(2048, most or 2048)
     stride = options.stride or max(1, context // 4)
     if most is not None and context > most:

@@ -31,7 +31,7 @@ def require_harness() -> str:
 
 
 def plan(items: Sequence[str], shots: Optional[int]) -> List[Row]:
-    """What is to be scored, each task and number of shots once.
+    """List what to score, each task and number of shots once.
 
     Args:
         items: names of suites, or of the harness' tasks, groups and tags.

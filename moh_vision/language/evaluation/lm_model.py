@@ -9,7 +9,8 @@ import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Tuple
+from types import SimpleNamespace
+from typing import Dict, Iterator, Tuple
 
 import torch
 import transformers
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.engine.commands import reason_of
+from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
@@ -131,11 +133,6 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
     return model.to(device).eval(), about
 
 
-def longest(model: nn.Module) -> Optional[int]:
-    """Tokens that a model has positions for; None if it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def read_text(path: Path, tokenizer) -> Text:
     """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a `Vocabulary`.
 
@@ -151,3 +148,34 @@ def read_text(path: Path, tokenizer) -> Text:
         ids = [first, *tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
     return Text(torch.tensor(ids, dtype=torch.int64), words, len(data), hashlib.sha256(data).hexdigest())
+
+
+def sliding_windows(
+    ids: Tensor, context: int, stride: int, batch_size: int = 1, process: int = 0, processes: int = 1
+) -> Iterator[Dict[str, Tensor]]:
+    """Batches of windows of a text for `perplexity`, see `CausalWindows`: every token but the first is a label once.
+
+    The labels of every window but the first have at least context - stride + 1 tokens before them, the one they are
+    predicted from included (Baevski and Auli 2019, section 4.3).
+
+    Args:
+        ids: int64 [n + 1]; the first is what comes before the text, such as bos.
+        context: tokens that the model sees at a time, C.
+        stride: from window to window, 1 <= S <= C; S = C are blocks side by side, S = 1 is the dearest.
+        batch_size: windows at a time.
+        process, processes: which share of the batches.
+
+    Yields:
+        dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an earlier window
+        has them.
+    """
+    n = len(ids) - 1
+    if not n:
+        return
+    text = SimpleNamespace(name="the text", ids=ids[1:].numpy())
+    windows = CausalWindows(text, min(context, n), min(stride, n), eos=int(ids[0]))
+    numbers = range(len(windows))
+    # The first window labels all that it predicts: in a batch of its own it widens the logits of no other.
+    batches = [numbers[:1], *(numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))]
+    for batch in batches[process::processes]:
+        yield windows.collate([windows[number, number] for number in batch])

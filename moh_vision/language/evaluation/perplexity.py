@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Callable, Dict, Iterable, Iterator
+from typing import Callable, Dict, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def perplexity(
     if not tokens:
         raise ValueError("there are no tokens to score")
     loss /= tokens
-    return dict(perplexity=math.exp(loss) if loss < 700 else math.inf, loss=loss, tokens=int(tokens))
+    return dict(perplexity=exp(loss), loss=loss, tokens=int(tokens))
 
 
 def summary(scores: Dict) -> str:
@@ -51,48 +51,13 @@ def summary(scores: Dict) -> str:
     return f"perplexity {scores['perplexity']:.2f}, loss {scores['loss']:.4f}, {scores['tokens']} tokens"
 
 
-def sliding_windows(
-    ids: Tensor, context: int, stride: int, batch_size: int = 1, process: int = 0, processes: int = 1
-) -> Iterator[Dict[str, Tensor]]:
-    """Windows of a text for `perplexity`: every token but the first is a label once.
-
-    Baevski and Auli 2019, section 4.3. The first window labels all it predicts; each further one is full, lies `stride` further
-    and labels only what is new, so that those labels have at least context - stride + 1 tokens before them, the one they
-    are predicted from included. The last ends with the text and labels what is left.
-
-    Args:
-        ids: int64 [n + 1]; the first is what comes before the text, such as bos.
-        context: tokens that the model sees at a time, C.
-        stride: S, 1 <= S <= C; S = C are blocks side by side, S = 1 is the dearest.
-        batch_size: windows at a time.
-        process, processes: which share of the batches.
-
-    Yields:
-        dict(input_ids, labels), int64 [B, C] ([1, min(C, n)] for the first window); labels are aligned with outputs and
-        -100 where a window before has them.
-
-    Raises:
-        ValueError: for a stride that is none.
-    """
-    if not 1 <= stride <= context:
-        raise ValueError(f"stride {stride}: allowed are 1 to the context, {context}")
-    n = len(ids) - 1
-    ends = [min(context, n), *range(context + stride, n, stride)]
-    ends += [n] if ends[-1] < n else []
-    rows = []
-    for i, end in enumerate(ends):
-        start = max(0, end - context)
-        labels = ids[start + 1 : end + 1].clone()
-        labels[: ends[i - 1] - start if i else 0] = -100
-        rows.append((ids[start:end], labels))
-    batches = [rows[:1], *(rows[i : i + batch_size] for i in range(1, len(rows), batch_size))] if n > 0 else []
-    for batch in batches[process::processes]:
-        inputs, labels = zip(*batch)
-        yield dict(input_ids=torch.stack(inputs), labels=torch.stack(labels))
+def exp(nats: float) -> float:
+    """e to this power, inf where it is too large for a float."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
-    """What `perplexity` asks of a model, for any causal language model of transformers in eval mode.
+    """The `losses` of `perplexity` for any causal language model of transformers in eval mode.
 
     Only positions from the first label on get logits, where the model knows `logits_to_keep`; they are read in float32.
     """
@@ -123,10 +88,9 @@ def per_unit(scores: Dict, words: int, size: int) -> Dict[str, float]:
         dict(word_perplexity, byte_perplexity, bits_per_byte, words, bytes).
     """
     nats = scores["loss"] * scores["tokens"]
-    word = nats / words if words else math.inf
     return dict(
-        word_perplexity=math.exp(word) if word < 700 else math.inf,
-        byte_perplexity=math.exp(nats / size) if nats / size < 700 else math.inf,
+        word_perplexity=exp(nats / words) if words else math.inf,
+        byte_perplexity=exp(nats / size),
         bits_per_byte=nats / size / math.log(2),
         words=words,
         bytes=size,

@@ -14,8 +14,7 @@ from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.sharding import load_whole, whole_weights
-from moh_vision.language.data.causal_inputs import CausalInputs
-from moh_vision.language.data.inputs import TextInputs, TranslationInputs
+from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
 from moh_vision.language.evaluation.gate_report import mean_entropies, report_gates
 from moh_vision.language.evaluation.perplexity import perplexity, summary

@@ -70,8 +70,8 @@ def score_translations(hypotheses: List[str], references: List[str], options) ->
 
 def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
     """Raise ValueError for a mode that the gates of MAE in the model's encoder do not have."""
+    routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
-        routers = mae_routers(model.encoder) if mode != "soft" and hasattr(model, "encoder") else []
         if mode != "soft" and not routers:
             raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE")
         if mode == "argmax" and any(router.out is None for router in routers):

@@ -1,4 +1,4 @@
-"""What all text models share: first weights, routing statistics, the loss per token, loading."""
+"""Base class of the text models: first weights, routing statistics, the loss per token, loading."""
 
 from typing import List, Optional, Tuple
 
@@ -69,12 +69,12 @@ class TextModel(PreTrainedModel):
 
     @property
     def checkpointer(self):
-        """What `run_block` takes to spare memory."""
+        """Checkpoint function for `run_block`, or None where all activations are kept."""
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Of every module: in models from elsewhere transformers skips those that hold no weights but in their children,
-        and attention sets the weights of its projections. What was loaded is left alone by `init`."""
+        """Initialise every module: in models from elsewhere transformers skips modules whose weights are all in their children,
+        but attention sets the weights of its projections. `init` leaves loaded weights alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class TextModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As transformers' own.
+        """Load a saved model, as transformers does.
 
         Raises:
             ValueError: in one line, if a weight of the checkpoint does not have the shape that the config asks for.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Callable, Tuple
+from typing import Tuple
 
 from torch import nn
 
-from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.foreign import NumberedVocabulary, load_vocabulary
-from moh_vision.language.data.inputs import TOKENIZER, TextInputs
+from moh_vision.language.data.inputs import TOKENIZER, CausalInputs, TextInputs
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.weights import model_as_saved, pretrained_model
 
@@ -23,7 +22,7 @@ def task_for(model) -> str:
     return "clm" if model.pretrained else task_of(model.name)
 
 
-def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], None] = print) -> Tuple[nn.Module, dict]:
+def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
     """(the model, what exported weights say of how it was made).
 
     Args:
@@ -31,7 +30,6 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
         text: whose vocabulary it has.
         resumed: a checkpoint of config.output will be loaded into it; a pre-trained model is then built from the config
             there, without its weights.
-        say: told what becomes of a pre-trained model.
 
     Raises:
         ValueError: naming the key, for what cannot be had with the model.
@@ -42,7 +40,7 @@ def build_model(config, text: TextInputs, resumed: bool, say: Callable[[str], No
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), vocab_size=size)
-        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size, say)
+        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size)
     else:
         arguments = config.model_arguments(text.model_arguments())
         model = create_text_model(m.name, **arguments)

@@ -1,4 +1,4 @@
-"""What transformers' `generate` asks of a cache, answered by the caches of the attention layers."""
+"""The cache that transformers' `generate` uses, made of the caches of the attention layers."""
 
 from torch import Tensor
 from transformers import Cache

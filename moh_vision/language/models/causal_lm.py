@@ -93,7 +93,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         return self.vocabulary.log_probs(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
-        """As everywhere; never over the whole vocabulary where it is cut into bands, so not smoothed there.
+        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no smoothing.
 
         Raises:
             ValueError: for label_smoothing with an adaptive softmax.

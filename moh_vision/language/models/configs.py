@@ -24,7 +24,7 @@ LAYER_KEYS = {
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Whether a dict describes an attention: dict(router="moa", top_k=8, experts=32, head_dim=128), say.
+    """Check a dict that describes an attention, such as dict(router="moa", top_k=8, experts=32, head_dim=128).
 
     Raises:
         ValueError: naming `where` and the key, with the nearest that exist.
@@ -46,7 +46,7 @@ def check_attention(spec: dict, where: str) -> None:
 
 
 class TextConfig(PreTrainedConfig):
-    """What all text models have.
+    """Base class of the text models' configurations.
 
     Args:
         vocab_size: V.

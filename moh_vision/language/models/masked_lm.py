@@ -95,4 +95,4 @@ class MaskedLMModel(TextModel):
             super()._init_weights(module)
 
     def _init_attention(self, attention) -> None:
-        """As they are: the linear layers inside had their turn."""
+        """Do nothing: the linear layers inside are initialised already."""

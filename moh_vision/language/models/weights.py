@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Union
+from typing import Dict, Iterator, List, Optional, Union
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import run_of
+from moh_vision.engine.ranks import say
 from moh_vision.language.models.create import MODELS
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
 from moh_vision.models.weight_files import read_safetensors, weights_file
@@ -27,7 +28,6 @@ def pretrained_model(
     source: Union[str, Path],
     convert: Optional[dict] = None,
     vocab_size: Optional[int] = None,
-    say: Callable[[str], None] = print,
 ) -> PreTrainedModel:
     """A model with its weights in float32, and as many tokens as asked for.
 
@@ -37,7 +37,6 @@ def pretrained_model(
         vocab_size: tokens that it must have. If it has fewer it grows, as transformers' `resize_token_embeddings` does it: the
             new rows of embedding and output are drawn from the normal distribution with mean and covariance of the old
             ones. If it has more it stays.
-        say: told of a vocabulary that grows.
 
     Raises:
         ValueError: in one line, naming model.pretrained or model.convert, and what is allowed.
@@ -99,21 +98,21 @@ def text_from_run(file: Path) -> nn.Module:
     run = run_of(file)
     about = AutoConfig.from_pretrained(run, trust_remote_code=False)
     model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
-    fresh: List[str] = []
-    init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"], fresh.append)
-    if fresh:
+    if init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"]):
         raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
     return model.eval()
 
 
-def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Callable[[str], None] = print) -> None:
-    """Load the weights of a run; routers start fresh where it has none.
+def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[str]:
+    """Load the weights of a run; routers stay as they are where it has none.
 
     Args:
         model: a text model.
         source: folder of a run, or its .safetensors file.
         vocabularies: fingerprints of those the model is to be used with.
-        say: told of what starts fresh.
+
+    Returns:
+        names of the tensors of routers that it does not have.
 
     Raises:
         ValueError, FileNotFoundError: naming the file, for other shapes, or another vocabulary.
@@ -139,8 +138,7 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str], say: Calla
     lost = [name for name in missing if ".router." not in name]
     if lost or unexpected:
         raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {unexpected[:5]}")
-    if missing:
-        say(f"init_from: {len(missing)} router tensors start fresh")
+    return missing
 
 
 def _config(source: Union[str, Path]):

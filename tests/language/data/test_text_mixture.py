@@ -8,7 +8,7 @@ from refusals import one_line
 
 from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
-from moh_vision.language.data.causal_inputs import CausalInputs
+from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
 from moh_vision.language.data.stream import load_batches
 
@@ -102,17 +102,16 @@ def inputs(folder, sources, **more):
     options = dict(root=str(folder), mixture=sources, block=8, vocab_size=1000, val="train")
     data = TextDataConfig(**{**options, **more})
     (folder / "train.npy").exists() or np.save(folder / "train.npy", np.arange(40))
-    said = []
-    return CausalInputs(data, str(folder / "cache"), 3, None, said.append), said
+    return CausalInputs(data, str(folder / "cache"), 3)
 
 
-def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path):
+def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path, capsys):
     weights = (dict(weight=5), dict(weight=3, name="second"), dict(weight=2))
     sources = [
         {**write_ids(tmp_path, f"s{i}", 8 * count, 100 * i), **more}
         for i, (count, more) in enumerate(zip((5, 9, 3), weights))
     ]
-    text, said = inputs(tmp_path, sources)
+    text = inputs(tmp_path, sources)
     assert text.train.names == ["s0", "second", "s2"] and len(text.train) == 17
     assert text.model_arguments() == dict(vocab_size=1000)
 
@@ -126,7 +125,9 @@ def test_a_run_on_sources_is_the_same_for_processes_workers_and_resumes(tmp_path
     rows = [row for batch in whole for row in batch]
     of = Counter(next(i for i in row if i != -100) // 100 for row in rows)
     assert of == {0: 60, 1: 36, 2: 24}
-    assert said[-3] == "source s0: 50.00 %, 40 tokens, 5 blocks; 12.00 times in this run"
+    assert (
+        capsys.readouterr().out.splitlines()[-3] == "source s0: 50.00 %, 40 tokens, 5 blocks; 12.00 times in this run"
+    )
     assert stream(workers=2, start=11) == whole[11:]
     two = [stream(rank=rank, world=2) for rank in range(2)]
     assert [a + b for a, b in zip(*two)] == whole
@@ -151,11 +152,11 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     sources = [dict(root="lines", weight=1), dict(write_ids(tmp_path, "ids", 64, 0), weight=1)]
     with pytest.raises(ValueError, match=r"ids/train.npy: token id 63, but the vocabulary has 8 tokens, 0 to 7"):
         data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="train")
-        CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
+        CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer)
     data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), vocab_size=64)
     data.val = "val"
     (tmp_path / "val.txt").write_text("a b\n" * 9)
-    text = CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer, print)
+    text = CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer)
     assert [len(window.tokens.ids) for window in text.train.texts] == [80, 64] and text.size == 64
     assert text.train[0, 0][1].tolist() == [4, 5, 6, 2, 4, 5, 6, 2]
     before = text.fingerprint()

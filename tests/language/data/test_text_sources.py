@@ -36,8 +36,8 @@ def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     root = write(
         tmp_path / "d", train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN
     )
-    assert list(find_pairs(root, "train", "de", "en").pairs()) == list(zip(DE, EN))
-    assert list(find_pairs(root, "val", "en", "de").pairs()) == list(zip(EN, DE))  # val is called dev here
+    assert list(zip(*find_pairs(root, "train", "de", "en"))) == list(zip(DE, EN))
+    assert list(zip(*find_pairs(root, "val", "en", "de"))) == list(zip(EN, DE))  # val is called dev here
     assert find_pairs(root, "odd", "de", "en").check() == 3
 
 
@@ -138,7 +138,7 @@ def hub(monkeypatch):
 
 def test_hugging_face_data_sets(hub):
     pair = find_pairs("hfds/org/wmt:de-en", "train", "en", "de")
-    assert list(pair.pairs()) == list(zip(EN, DE))
+    assert list(zip(*pair)) == list(zip(EN, DE))
     assert pair.source.fingerprint() != pair.target.fingerprint()
     assert list(find_lines("hfds/org/wiki", "val")) == ["", "= A =", "b c"]
 

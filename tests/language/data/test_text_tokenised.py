@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data import tokenise as command
 from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.causal_inputs import CausalInputs
 from moh_vision.language.data.foreign import ForeignVocabulary, NumberedVocabulary, load_vocabulary
+from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.sources import find_tokens, open_tokens
 from moh_vision.language.data.token_cache import encoded
@@ -404,7 +404,7 @@ def test_tokenise_does_not_mix_runs(tmp_path, capsys):
 
 def inputs(folder, **more):
     data = TextDataConfig(**dict(dict(root=str(folder), block=8, val="train"), **more))
-    return CausalInputs(data, str(folder / "cache"), 0, data.tokenizer, lambda line: None)
+    return CausalInputs(data, str(folder / "cache"), 0, data.tokenizer)
 
 
 def test_ids_need_a_vocabulary(tmp_path):

@@ -11,11 +11,12 @@ from refusals import one_line
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from moh_vision.language.config import TextDataConfig
+from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.prepare import encoded_pair, pair_vocabularies, trained_vocabulary
 from moh_vision.language.data.sources import find_lines, find_pairs
 from moh_vision.language.data.token_cache import TokenCache, encoded
-from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, count_words, train_bpe
+from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, count_words, train_bpe, trained_vocabulary
 
 WIKITEXT2 = Path(os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2"))
 GERMAN = [
@@ -179,28 +180,32 @@ def pair(tmp_path):
     return find_pairs(str(folder), "train", "de", "en")
 
 
-def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch):
-    cache = str(tmp_path / "cache")
-    joint = pair_vocabularies(pair, cache, (60, 60), joint=True)
-    assert joint[0] is joint[1]
-    source, target = pair_vocabularies(pair, cache, (60, 40), joint=False)
+def vocabularies(folder, cache, **options):
+    data = TextDataConfig(root=str(folder), source="de", target="en", val="train", **options)
+    return TranslationInputs(data, str(cache), 0).vocabularies
+
+
+def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch, capsys):
+    folder, cache = tmp_path / "d", tmp_path / "cache"
+    joint, same = vocabularies(folder, cache, merges=60)
+    assert joint is same
+    source, target = vocabularies(folder, cache, merges=60, target_merges=40)
     assert (len(source), len(target)) == (320, 300)
-    files = sorted((tmp_path / "cache").iterdir())
+    files = sorted(cache.glob("*.tokenizer.json"))
     assert len(files) == 3
     with monkeypatch.context() as patch:
-        patch.setattr("moh_vision.language.data.prepare.train_bpe", None)  # would fail if it were called
-        assert pair_vocabularies(pair, cache, (60, 60), joint=True)[0].fingerprint == joint[0].fingerprint
+        patch.setattr("moh_vision.language.data.vocabulary.train_bpe", None)  # would fail if it were called
+        assert vocabularies(folder, cache, merges=60)[0].fingerprint == joint.fingerprint
         with pytest.raises(TypeError):
-            pair_vocabularies(pair, cache, (61, 61), joint=True)
+            vocabularies(folder, cache, merges=61)
     # Another text, and a damaged file, are trained again.
     for path in files:
         path.write_bytes(b"{")
-    said = []
-    assert pair_vocabularies(pair, cache, (60, 60), joint=True, say=said.append)[0].fingerprint == joint[0].fingerprint
-    assert len(said) == 1 and "training it again" in said[0]
+    capsys.readouterr()
+    assert vocabularies(folder, cache, merges=60)[0].fingerprint == joint.fingerprint
+    assert capsys.readouterr().out.count("training it again") == 1
     Path(pair.source.path).write_text("\n".join(ENGLISH * 3) + "\n")
-    changed_pair = find_pairs(str(tmp_path / "d"), "train", "de", "en")
-    assert pair_vocabularies(changed_pair, cache, (60, 60), joint=True)[0].fingerprint != joint[0].fingerprint
+    assert vocabularies(folder, cache, merges=60)[0].fingerprint != joint.fingerprint
 
 
 def test_encoded_lines(pair, tmp_path):
@@ -215,8 +220,8 @@ def test_encoded_lines(pair, tmp_path):
     assert pickle.loads(pickle.dumps(tokens))[4].tolist() == expected[4]
 
 
-def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypatch):
-    cache, said = str(tmp_path / "c"), []
+def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypatch, capsys):
+    cache = str(tmp_path / "c")
     vocabulary = trained_vocabulary(pair, cache, "bpe", merges=80)
     first = encoded(pair.source, vocabulary, cache)
     with monkeypatch.context() as patch:
@@ -233,8 +238,9 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
         first.path.write_bytes(damaged)
         with one_line("not encoded text that can be read|from another text"):
             TokenCache(first.path, "")
-        encoded(pair.source, vocabulary, cache, say=said.append)
+        encoded(pair.source, vocabulary, cache)
         assert first.path.read_bytes() == whole
+    said = capsys.readouterr().out.splitlines()
     assert len(said) == len(damages) and all("making it again" in text for text in said)
     # A changed text and another vocabulary find nothing.
     Path(pair.source.path).write_text("neu\n")
@@ -267,18 +273,24 @@ def test_after_an_error_nothing_is_left(tmp_path, bpe):
 
 
 def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
+    bpe.save(tmp_path / "bpe" / "tokenizer.json")
+
+    def inputs(**options):
+        data = TextDataConfig(root=str(tmp_path / "d"), source="de", target="en", val="train", **options)
+        return TranslationInputs(data, str(tmp_path / "c"), 0, str(tmp_path / "bpe"))
+
     Path(pair.target.path).write_text("\n".join([*ENGLISH * 2, "", *ENGLISH]))
     with pytest.raises(ValueError, match="train.de has 12 lines, .*train.en has 13"):
-        encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
+        inputs()
     Path(pair.target.path).write_text("\n".join(["", *ENGLISH * 3][:12]))
-    pair = find_pairs(str(tmp_path / "d"), "train", "de", "en")
     for _ in range(2):  # also from the caches
         with pytest.raises(ValueError, match="train.en, line 1: empty"):
-            encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"))
-    source, target = encoded_pair(pair, (bpe, bpe), str(tmp_path / "c"), allow_empty=True)
-    assert len(source) == len(target) == 12 and target[0].tolist() == [EOS]
+            inputs()
+    text = inputs(allow_empty=True)
+    assert len(text.train) == 11 and len(text.train.target) == 12 and text.train.target[0].tolist() == [EOS]
     with pytest.raises(ValueError, match="line 1: empty"):
-        pair_vocabularies(pair, str(tmp_path / "c2"), (10, 10), joint=True)
+        vocabularies(tmp_path / "d", tmp_path / "c2", merges=10)
+    assert not (tmp_path / "c2").exists()
 
 
 def test_wikitext2_has_the_papers_number_of_words(tmp_path):

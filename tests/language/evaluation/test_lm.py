@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, sliding_windows
+from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,6 +19,7 @@ from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa
 
 from moh_vision.language.evaluation import lm_harness  # noqa: E402
 from moh_vision.language.evaluation.lm import main  # noqa: E402
+from moh_vision.language.evaluation.lm_model import sliding_windows  # noqa: E402
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 
