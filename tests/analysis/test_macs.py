@@ -6,38 +6,16 @@ import torch
 
 from moh_vision.analysis import describe
 from moh_vision.analysis.counting import count_macs, count_parameters
-from moh_vision.analysis.macs import count, main, report
+from moh_vision.analysis.macs import PAPERS, count, main, report
 from moh_vision.language.models.create import create_text_model
 
-# Zhang 2022, table 3 and the dense rows of table 1: parameters and MACs in millions.
-TRANSLATION = {
-    "mt_transformer_base": (61, 604),
-    "mt_transformer_big": (210, 2090),
-    "mt_moa_8K8E128D": (65, 628),
-    "mt_moa_8K8E256D": (87, 841),
-    "mt_moa_8K16E256D": (125, 841),
-    "mt_moa_8K32E64D": (83, 524),
-    "mt_moa_8K32E128D": (123, 631),
-    "mt_moa_8K32E256D": (200, 841),
-    "mt_moa_4K32E256D": (200, 654),
-    "mt_moa_16K32E256D": (200, 1220),
-}
-# Table 2: parameters in millions, MACs in billions, how near linear layers and twice the scores come to them.
-MASKED = {
-    "mlm_base": (51.34, 6.55, None),
-    "mlm_moa_8K8E128D": (52.45, 7.27, 0.0065),
-    "mlm_moa_8K8E256D": (61.89, 8.97, 0.0025),
-    "mlm_moa_8K16E256D": (78.75, 8.97, 0.0025),
-    "mlm_moa_8K32E256D": (112.47, 8.98, 0.0025),
-    "mlm_moa_8K64E256D": (179.91, 8.98, 0.0025),
-}
-# Peng 2020, table 2: MAE-7 and MAE-6 have 63M where BASE has 61M.
-MAE = {"mt_mae_7": 63, "mt_mae_6": 63, "mt_nobcd": 63}
+# Of the masked models, how near linear layers and twice the scores come to the paper's MACs.
+MASKED = {preset: 0.0065 if preset == "mlm_moa_8K8E128D" else 0.0025 for preset in PAPERS if preset.startswith("mlm_")}
 
 
-@pytest.mark.parametrize("preset", TRANSLATION)
+@pytest.mark.parametrize("preset", [p for p, (_, macs) in PAPERS.items() if p.startswith("mt_") and macs])
 def test_rows_of_the_translation_tables(preset):
-    millions, macs = TRANSLATION[preset]
+    millions, macs = PAPERS[preset]
     found = count(preset)
     assert found.parameters / 1e6 == pytest.approx(millions, rel=0.01)
     assert found.macs.linears / 1e6 == pytest.approx(macs, rel=0.005)
@@ -50,19 +28,19 @@ def parameters(preset):
 
 @pytest.mark.parametrize("preset", MASKED)
 def test_rows_of_the_masked_language_models(preset):
-    millions, billions, near = MASKED[preset]
+    millions, macs = PAPERS[preset]
     found = count(preset)
     assert found.parameters / 1e6 == pytest.approx(millions, rel=0.0005)
-    if near is None:
-        assert found.macs.linears / 1e9 == pytest.approx(billions, rel=0.005)
+    if preset == "mlm_base":
+        assert found.macs.linears / 1e6 == pytest.approx(macs, rel=0.005)
     else:
-        assert (found.macs.linears + 2 * found.macs.scores) / 1e9 == pytest.approx(billions, rel=near)
-        assert -0.12 < found.macs.linears / (billions * 1e9) - 1 < -0.08  # linear layers alone do not
+        assert (found.macs.linears + 2 * found.macs.scores) / 1e6 == pytest.approx(macs, rel=MASKED[preset])
+        assert -0.12 < found.macs.linears / (macs * 1e6) - 1 < -0.08  # linear layers alone do not
 
 
-@pytest.mark.parametrize("preset", MAE)
+@pytest.mark.parametrize("preset", ["mt_mae_7", "mt_mae_6", "mt_uni_mae_7", "mt_uni_mae_6", "mt_nobcd"])
 def test_rows_of_mae(preset):
-    assert parameters(preset) / 1e6 == pytest.approx(MAE[preset], rel=0.01)
+    assert parameters(preset) / 1e6 == pytest.approx(PAPERS[preset][0], rel=0.01)
 
 
 def test_gates_of_mae_are_its_difference_to_base():

@@ -1,6 +1,7 @@
 """Names, refusals and parameter counts of the text models."""
 
 import ast
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from refusals import one_line
 from text_tiny import TINY
 
 import moh_vision
+from moh_vision.analysis.macs import PAPERS
 from moh_vision.attention import attention_layers
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
@@ -23,42 +25,14 @@ def empty(preset, **overrides):
         return create_text_model(preset, **overrides)
 
 
-# Zhang 2022, tables 1 and 3, in millions.
-MT_ROWS = {
-    "8K8E128D": 65,
-    "8K8E256D": 87,
-    "8K16E256D": 125,
-    "8K32E64D": 83,
-    "8K32E128D": 123,
-    "8K32E256D": 200,
-    "4K32E256D": 200,
-    "16K32E256D": 200,
-}
-
-
-@pytest.mark.parametrize("name, paper", MT_ROWS.items())
-def test_moa_translation_has_the_papers_parameters(name, paper):
-    model = empty(f"mt_moa_{name}", vocab_size=37_000)
-    top_k, experts, width = (int(n) for n in name.replace("K", " ").replace("E", " ").replace("D", "").split())
+@pytest.mark.parametrize("preset", [preset for preset in PAPERS if preset.startswith("mt_moa_")])
+def test_moa_translation_has_the_papers_parameters(preset):
+    model = empty(preset, vocab_size=37_000)
+    top_k, experts, width = (int(n) for n in re.findall(r"\d+", preset))
     module = (2 * experts + 2) * width * 512 + 512 * experts  # queries and outputs, one key-value head, router
     assert millions(model) * 1e6 == 37_000 * 512 + 25_227_264 + 18 * module
     # The paper rounds to whole millions, which is up to 0.6 % of the smallest row.
-    assert millions(model) == pytest.approx(paper, rel=0.01)
-
-
-MLM_ROWS = {
-    "mlm_base": 51.34,
-    "mlm_moa_8K8E128D": 52.45,
-    "mlm_moa_8K8E256D": 61.89,
-    "mlm_moa_8K16E256D": 78.75,
-    "mlm_moa_8K32E256D": 112.47,
-    "mlm_moa_8K64E256D": 179.91,
-}
-
-
-@pytest.mark.parametrize("preset, paper", MLM_ROWS.items())
-def test_masked_language_models_have_the_papers_parameters(preset, paper):
-    assert millions(empty(preset)) == pytest.approx(paper, rel=0.0005)
+    assert millions(model) == pytest.approx(PAPERS[preset][0], rel=0.01)
 
 
 def test_mae_gates_and_what_ftg_plus_trains():
@@ -76,7 +50,7 @@ def test_mae_gates_and_what_ftg_plus_trains():
 
 
 def test_wikitext_103_base_has_247_million_parameters():
-    assert millions(empty("clm_wt103_base")) == pytest.approx(247, abs=0.5)
+    assert millions(empty("clm_wt103_base")) == pytest.approx(PAPERS["clm_wt103_base"][0], abs=0.5)
     assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
 
 
