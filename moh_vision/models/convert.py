@@ -18,7 +18,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
-from moh_vision.models.head_order import Batch, head_lengths, order_heads
+from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import registered
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
@@ -197,14 +197,6 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 def zero_router(router: nn.Module) -> None:
     """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
-    if isinstance(router, MoHRouter):
-        parameters = list(router.parameters())
-    else:
-        parameters = router.out.parameters() if isinstance(router, MAERouter) and router.out else []
-    for p in parameters:
+    deciding = router if isinstance(router, MoHRouter) else router.out if isinstance(router, MAERouter) else None
+    for p in () if deciding is None else deciding.parameters():
         nn.init.zeros_(p)
-
-
-def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
-    """`head_lengths` of a dense vision model."""
-    return head_lengths(model, dense_attentions(model), batches)

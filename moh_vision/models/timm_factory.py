@@ -41,6 +41,12 @@ def register_variants(module: str, create: Callable[..., nn.Module], variants: D
         register(variant, about, arguments)
 
 
+def image_cfg(**kwargs) -> dict:
+    """A timm configuration of weights for 224 x 224 images of ImageNet's 1000 classes; kwargs: what else it says."""
+    common = dict(num_classes=1000, input_size=(3, 224, 224), interpolation="bicubic", fixed_input_size=True)
+    return dict(common, classifier="head", license="apache-2.0", **kwargs)
+
+
 def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
     """The head budget recorded with the pretrained weights that the arguments of a timm entrypoint name.
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, generate_default_cfgs
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
-from moh_vision.models.timm_factory import register_variants
+from moh_vision.models.timm_factory import image_cfg, register_variants
 from moh_vision.models.weight_files import rename_routers
 
 STAGES = 4
@@ -154,6 +155,32 @@ class TransNeXtStage(nn.Module):
         return self.norm(x).permute(0, 3, 1, 2)
 
 
+RENAMED = (
+    (r"^module\.", ""),  # DataParallel
+    (r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample."),
+    (r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks."),
+    (r"^norm(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.norm."),
+    (r"\.dwconv\.dwconv\.", ".dwconv."),
+)
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    """Official TransNeXt and MoH-ViT names -> ours; ours pass through.
+
+    Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
+    """
+    result = {}
+    for name, tensor in rename_routers(state_dict.get("model", state_dict)).items():
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        result[name] = tensor
+    for name in [n for n in result if ".attn.q." in n]:
+        kv = name.replace(".attn.q.", ".attn.kv.")
+        if kv in result:
+            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
+    return result
+
+
 class TransNeXt(nn.Module):
     """A pyramid of cosine attention with local windows, optionally with routed heads.
 
@@ -177,6 +204,7 @@ class TransNeXt(nn.Module):
     """
 
     _model_args = RecordedArguments()
+    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # what `load_checkpoint` reads foreign layouts by
 
     def __init__(
         self,
@@ -270,10 +298,6 @@ class TransNeXt(nn.Module):
             if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         init_routers(self)
-
-    @staticmethod
-    def checkpoint_filter(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-        return checkpoint_filter_fn(state_dict, model)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """As in torch; official checkpoints fit too."""
@@ -415,32 +439,6 @@ def stage_budgets(spec, depths: Sequence[int], heads: Sequence[int], dims: Seque
     return [[budgets.pop(0) for _ in range(depth)] for depth in depths]
 
 
-RENAMED = (
-    (r"^module\.", ""),  # DataParallel
-    (r"^patch_embed(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.downsample."),
-    (r"^block(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.blocks."),
-    (r"^norm(\d)\.", lambda m: f"stages.{int(m[1]) - 1}.norm."),
-    (r"\.dwconv\.dwconv\.", ".dwconv."),
-)
-
-
-def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Official TransNeXt and MoH-ViT names -> ours; ours pass through.
-
-    Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
-    """
-    result = {}
-    for name, tensor in rename_routers(state_dict.get("model", state_dict)).items():
-        for pattern, replacement in RENAMED:
-            name = re.sub(pattern, replacement, name)
-        result[name] = tensor
-    for name in [n for n in result if ".attn.q." in n]:
-        kv = name.replace(".attn.q.", ".attn.kv.")
-        if kv in result:
-            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
-    return result
-
-
 def pretrained_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
     """`checkpoint_filter_fn` for timm's loading; the model takes the shared heads of the weights."""
     state_dict = checkpoint_filter_fn(state_dict, model)
@@ -448,43 +446,26 @@ def pretrained_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
     return state_dict
 
 
-def _cfg(**kwargs) -> dict:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (7, 7),
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "stages.0.downsample.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
-def _official(size: str) -> dict:
-    return _cfg(hf_hub_id=f"DaiShiResearch/transnext-{size}-224-1k", hf_hub_filename=f"transnext_{size}_224_1k.pth")
-
-
-def _moh(model: str, variant: str) -> dict:
-    # The file's name follows the published instructions and could not be checked against the hub.
-    return _cfg(hf_hub_id=f"Chat-UniVi/MoH-ViT-{model}", hf_hub_filename=f"moh_transnext_{variant}.pth")
-
-
+_cfg = partial(
+    image_cfg, pool_size=(7, 7), crop_pct=0.875, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
+    first_conv="stages.0.downsample.proj",
+)  # fmt: skip
+# The names of MoH's files follow the published instructions and could not be checked against the hub.
+PUBLISHED = {
+    **{
+        f"transnext_{size}": (f"DaiShiResearch/transnext-{size}-224-1k", f"transnext_{size}_224_1k.pth")
+        for size in ("micro", "tiny", "small", "base")
+    },
+    **{
+        f"moh_transnext_{size}_{share}": (
+            f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}",
+            f"moh_transnext_{size}_{share}.pth",
+        )
+        for size, share in (("small", 80), ("small", 75), ("base", 75), ("base", 50))
+    },
+}
 default_cfgs = generate_default_cfgs(
-    {
-        "transnext_micro.in1k": _official("micro"),
-        "transnext_tiny.in1k": _official("tiny"),
-        "transnext_small.in1k": _official("small"),
-        "transnext_base.in1k": _official("base"),
-        "moh_transnext_small_80.in1k": _moh("S-80", "small_80"),
-        "moh_transnext_small_75.in1k": _moh("S-75", "small_75"),
-        "moh_transnext_base_75.in1k": _moh("B-75", "base_75"),
-        "moh_transnext_base_50.in1k": _moh("B-50", "base_50"),
-    }
+    {f"{name}.in1k": _cfg(hf_hub_id=repo, hf_hub_filename=file) for name, (repo, file) in PUBLISHED.items()}
 )
 
 MICRO = dict(embed_dims=(48, 96, 192, 384), num_heads=(2, 4, 8, 16), depths=(2, 2, 15, 2))

@@ -35,7 +35,7 @@ from moh_vision.attention import (
 from moh_vision.attention.routers import MoHRouter
 from moh_vision.models.convert import convert, route_heads
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
-from moh_vision.models.timm_factory import register_variants
+from moh_vision.models.timm_factory import image_cfg, register_variants
 
 
 class MoHBlock(Block):
@@ -193,25 +193,8 @@ def checkpoint_filter_fn(
     return zero_missing_routers(state_dict, model)
 
 
-def _cfg(**kwargs) -> dict:
-    # As timm's ViTs were trained: mean and standard deviation 0.5, 90 % crop, bicubic.
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.9,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        **kwargs,
-    }
-
-
-# The weights are those of timm's plain ViTs: the paper trained none.
+# As timm's ViTs were trained. The weights are those of its plain ViTs: the paper trained none.
+_cfg = partial(image_cfg, pool_size=None, crop_pct=0.9, mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.proj")
 RECIPES = dict(tiny="augreg", small="augreg", base="augreg2", large="augreg")
 THEIRS = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
 default_cfgs = generate_default_cfgs(

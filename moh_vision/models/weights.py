@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, Optional, Tuple, Union
 
 import timm
 import torch
@@ -151,32 +151,29 @@ def _numbers(value, key: str = "") -> Iterator[Tuple[str, float]]:
         yield key, value
 
 
-def refuse_other_shapes(file, state: Dict[str, Tensor], model: nn.Module) -> None:
-    """Raise ValueError, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats."""
+def refuse_other_shapes(
+    file, state: Dict[str, Tensor], model: nn.Module, may_lack: Callable[[str], bool] = lambda name: False
+) -> None:
+    """Raise ValueError, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats.
+
+    may_lack: whether a tensor of the model need not be there.
+    """
     own = model.state_dict()
     for name, tensor in state.items():
         if name not in own:
             continue
         if tensor.shape != own[name].shape:
             raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
-        _refuse_other_kind(file, name, tensor, own[name])
-    missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
+        # Whole numbers would be taken over as if they were weights, of complex ones a half.
+        if tensor.is_floating_point() != own[name].is_floating_point() or tensor.is_complex():
+            raise ValueError(f"{file}: {name} is of {tensor.dtype}, the model needs {own[name].dtype}")
+    missing = [n for n in own if n not in state and not may_lack(n)]
+    unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # of any length in a file
     if missing or unexpected:
         raise ValueError(
             f"{file} does not fit {type(model).__name__}: "
-            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {_short(unexpected[:3])}"
+            f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
         )
-
-
-def _short(names: Iterable[str]) -> List[str]:
-    """A name from a file may be of any length."""
-    return [name if len(name) <= 100 else f"{name[:100]}..." for name in names]
-
-
-def _refuse_other_kind(file, name: str, tensor: Tensor, own: Tensor) -> None:
-    # Whole numbers would be taken over as if they were weights, of complex ones a half.
-    if tensor.is_floating_point() != own.is_floating_point() or tensor.is_complex():
-        raise ValueError(f"{file}: {name} is of {tensor.dtype}, the model needs {own.dtype}")
 
 
 def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
@@ -239,21 +236,11 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print)
         raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
     state = _translated(f"init_from {source}", state, model)
     own = model.state_dict()
-    for name in [n for n in state if n in own]:
-        _refuse_other_kind(f"init_from {source}", name, state[name], own[name])
-        if state[name].shape == own[name].shape:
-            continue
-        if not name.startswith(REMADE):
-            raise ValueError(
-                f"init_from {source}: {name} has shape {list(state[name].shape)}, the model needs {list(own[name].shape)}"
-            )
-        say(f"init_from: {name} is made anew, {list(state[name].shape)} -> {list(own[name].shape)}")
-        del state[name]
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    lost = [n for n in missing if ".router." not in n and not n.startswith(REMADE)]
-    if lost or unexpected:
-        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {_short(unexpected[:5])}")
-    routers = sum(".router." in n for n in missing)
+    for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
+        say(f"init_from: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
+    refuse_other_shapes(f"init_from {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
+    model.load_state_dict(state, strict=False)
+    routers = sum(".router." in name and name not in state for name in own)
     if routers:
         say(f"init_from: {routers} router tensors start fresh")
     return routers > 0

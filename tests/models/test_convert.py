@@ -12,7 +12,8 @@ from torch import nn
 import moh_vision
 from moh_vision.attention import HeadBudget, attention_layers, load_balance_loss
 from moh_vision.attention.budget import change_routed
-from moh_vision.models.convert import head_contributions, share_strongest_heads
+from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.head_order import head_lengths
 from moh_vision.models.weights import init_from
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
@@ -123,7 +124,7 @@ def test_calibration_puts_the_strongest_heads_first():
     proj = model.blocks[0].attn.proj.weight.data.unflatten(1, (6, 8))
     proj[:, 4] *= 30
     proj[:, 1] *= 10
-    share = head_contributions(model, [x[:4], x[4:]])
+    share = head_lengths(model, [block.attn for block in model.blocks], [x[:4], x[4:]])
     assert share[0].argsort(descending=True)[:2].tolist() == [4, 1]
     # Against the definition: each head alone through the output projection.
     attn, seen = model.blocks[0].attn, []

@@ -6,7 +6,7 @@ import torch
 from test_dit_checkpoints import DENSE, INPUT, theirs  # noqa: F401  a fixture
 
 import moh_vision
-from moh_vision.models.convert import head_contributions
+from moh_vision.models.head_order import head_lengths
 
 
 def dense(**kwargs):
@@ -50,7 +50,7 @@ def test_the_strongest_heads_are_shared():
     moh_vision.convert(model, calibrate=[INPUT, INPUT])
     torch.testing.assert_close(output(model), strong, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(strong, want)
-    shares = head_contributions(dense(), [INPUT])
+    shares = head_lengths(model, [block.attn for block in model.blocks], [INPUT])
     assert len(shares) == 3 and shares[0].shape == (4,)
     norms = [block.attn.proj.weight.unflatten(1, (4, 8)).norm(dim=(0, 2)) for block in model.blocks]
     assert all(n.argmax() == 0 for n in norms)

@@ -15,7 +15,13 @@ import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
 from moh_vision.language.models.create import create_text_model
 from moh_vision.language.models.llama.attention import MoHLlamaAttention
-from moh_vision.language.models.llama.model import head_contributions, load_moh_llama3
+from moh_vision.language.models.llama.model import load_moh_llama3
+from moh_vision.models.head_order import head_lengths
+
+
+def head_contributions(model, batches):
+    return head_lengths(model.model, [layer.self_attn for layer in model.model.layers], batches, use_cache=False)
+
 
 CLASSES = dict(llama="MoHLlamaForCausalLM", qwen2="MoHQwen2ForCausalLM", qwen3="MoHQwen3ForCausalLM")
 

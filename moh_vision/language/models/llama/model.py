@@ -38,7 +38,7 @@ from moh_vision.language.models.llama.configs import (
     layer_budgets,
 )
 from moh_vision.models.convert import zero_router
-from moh_vision.models.head_order import Batch, head_lengths, order_heads
+from moh_vision.models.head_order import Batch, order_heads
 
 __all__ = [
     "MoHLlamaConfig",
@@ -279,7 +279,7 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        order_heads(model.model, dense_attentions(model), calibrate, use_cache=False)
+        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
@@ -288,16 +288,6 @@ def convert_llama(
             module.config = routed_config
     model.__class__ = ours  # the same object as before: only a change of class leaves it so
     return model
-
-
-def dense_attentions(model: nn.Module) -> List[nn.Module]:
-    """The attention layers of a LLaMA-style model."""
-    return [layer.self_attn for layer in model.model.layers]
-
-
-def head_contributions(model: nn.Module, batches: Iterable[Batch]) -> List[Tensor]:
-    """`head_lengths` of a dense LLaMA-style model."""
-    return head_lengths(model.model, dense_attentions(model), batches, use_cache=False)
 
 
 def family_of(model: nn.Module) -> type:
