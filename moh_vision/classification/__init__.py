@@ -1,0 +1,1 @@
+"""Classification: training and validation."""

@@ -1,4 +1,4 @@
-"""Gaussian diffusion around a model that is handed in: the training loss, and sampling with diffusers' schedulers."""
+"""Diffusion: training, objectives, inputs and stored latents, sampling with diffusers' schedulers, the pipeline."""
 
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images

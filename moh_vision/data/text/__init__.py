@@ -1,0 +1,1 @@
+"""Only forwarders: data of text stand in `moh_vision.language.data`."""
