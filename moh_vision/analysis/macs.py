@@ -11,7 +11,6 @@ linear layers plus twice the attention scores.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import List, NamedTuple, Optional, Tuple
 
@@ -177,14 +176,13 @@ def _beside(counted: int, paper: Optional[float]) -> Tuple[str, str]:
     return f"{paper:,} M", f"{round(100 * (counted / (paper * 1e6) - 1), 2) + 0.0:+.2f} %"  # + 0.0: no -0.00
 
 
-def main(argv: List[str]) -> int:
+def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     parser = Parser("python -m moh_vision.analysis.macs", __doc__)
-    parser.add_argument("preset", metavar="PRESET", help="text preset, or one of our image models")
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="length of each text (10, 128 or 512, as in the papers)"
-    )
-    parser.add_argument("--vocab", type=int, metavar="V", help="words (the preset's)")
+    add = parser.add_argument
+    add("preset", metavar="PRESET", help="text preset, or one of our image models")
+    add("--tokens", type=int, metavar="N", help="length of each text (10, 128 or 512, as in the papers)")
+    add("--vocab", type=int, metavar="V", help="words (the preset's)")
 
     def work() -> None:
         options = parser.parse(argv)
@@ -194,4 +192,4 @@ def main(argv: List[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -142,20 +142,11 @@ class MoHDiTPipeline(DiffusionPipeline):
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
         transformer, config = self.transformer, self.transformer.config
-        learned_variance = config.out_channels == 2 * config.in_channels
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
-        if self.vae is None and config.in_channels not in (1, 3) and output_type != "latent":
-            raise ValueError(
-                f"{config.in_channels} channels are no image and there is no VAE; give the pipeline one, or take output_type 'latent'"
-            )
-        unknown = set(callback_on_step_end_tensor_inputs) - set(self._callback_tensor_inputs)
-        if unknown:
-            raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
+        self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         generators = _one_per_image(generator, len(labels))
-        scheduler = fit_scheduler(self.scheduler, learned_variance)
+        scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
         set_steps(scheduler, num_inference_steps)
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
@@ -189,6 +180,18 @@ class MoHDiTPipeline(DiffusionPipeline):
     def decode(self, latents: Tensor) -> Tensor:
         """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
         return latents if self.vae is None else decode(self.vae, latents)
+
+    def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
+        channels = self.transformer.config.in_channels
+        if self.vae is None and channels not in (1, 3) and output_type != "latent":
+            raise ValueError(
+                f"{channels} channels are no image and there is no VAE; give the pipeline one, or take output_type 'latent'"
+            )
+        unknown = set(callback_inputs) - set(self._callback_tensor_inputs)
+        if unknown:
+            raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
 
     def _checked_labels(self, class_labels, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes

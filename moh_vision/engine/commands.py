@@ -46,6 +46,19 @@ class Parser(argparse.ArgumentParser):
         return options
 
 
+def refuse_output(option: str, path: Optional[str]) -> None:
+    """Raise ValueError for a file that cannot be a new one: it is there, or its folder is not. None is left out."""
+    if path and os.path.exists(path):
+        raise ValueError(f"{option} {path} exists; give another path")
+    if path and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+        raise ValueError(f"{option} {path}: no such folder")
+
+
+def say(text: str) -> None:
+    """Print a line that is read at once, also through a pipe."""
+    print(text, flush=True)
+
+
 def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:
     """The allowed names that a mistyped one may mean, the likeliest first; empty if none is near."""
     allowed = list(allowed)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from typing import List
+from typing import List, Optional
 
 from moh_vision.data import shards
-from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code, say
 
 
-def _parse(argv: List[str]) -> dict:
+def _parse(argv: Optional[List[str]]) -> dict:
     parser = Parser("python -m moh_vision.data.shards", shards.__doc__)
     add = parser.add_argument
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
@@ -29,16 +28,16 @@ def _parse(argv: List[str]) -> dict:
     return vars(options)
 
 
-def main(argv: List[str]) -> int:
+def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-            shards.convert(**_parse(argv), say=lambda text: print(text, flush=True))
+            shards.convert(**_parse(argv), say=say)
 
     return exit_code("shards", work, kept="shards")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import List, Optional
 
@@ -11,10 +10,10 @@ from moh_vision.diffusion.latents.cache import DTYPES
 from moh_vision.diffusion.latents.conversion import write_latents
 from moh_vision.diffusion.latents.ranks import MistakeElsewhere, from_first, launched_ranks
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE
-from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code, say
 
 
-def _parse(argv: List[str]) -> dict:
+def _parse(argv: Optional[List[str]]) -> dict:
     parser = Parser("python -m moh_vision.diffusion.latents", latents.__doc__)
     add = parser.add_argument
     add("--vae", default=DEFAULT_VAE, metavar="NAME|FOLDER", help=f"on the hub, or a local folder ({DEFAULT_VAE})")
@@ -38,8 +37,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         with warnings.catch_warnings(), launched_ranks():
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
             write_latents(
-                **from_first(lambda: _parse(sys.argv[1:] if argv is None else argv)),
-                say=lambda text: print(text, flush=True),
+                **from_first(lambda: _parse(argv)),
+                say=say,
             )
 
     try:

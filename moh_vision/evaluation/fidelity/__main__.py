@@ -6,13 +6,12 @@ Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 import torch
 
-from moh_vision.engine.commands import Parser, exit_code, reason_of
+from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
@@ -21,7 +20,7 @@ from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 from moh_vision.evaluation.fidelity.table import table
 
 
-def _parse(argv: List[str]) -> argparse.Namespace:
+def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = Parser("python -m moh_vision.evaluation.fidelity", fidelity.__doc__)
     add = parser.add_argument
     add("generated", metavar="GENERATED", help="folder of images, or .npz with arr_0 (uint8 NHWC)")
@@ -45,11 +44,8 @@ def _parse(argv: List[str]) -> argparse.Namespace:
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
         raise ValueError(f"--device {options.device}: {reason_of(error)}") from None
-    for name, path in (("out", options.out), ("save-statistics", options.save_statistics)):
-        if path and Path(path).exists():
-            raise ValueError(f"--{name} {path} exists; give another path")
-        if path and not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"--{name} {path}: no such folder")
+    refuse_output("--out", options.out)
+    refuse_output("--save-statistics", options.save_statistics)
     if options.save_statistics and not options.save_statistics.endswith(".safetensors"):
         raise ValueError(f"--save-statistics {options.save_statistics}: expected a path that ends in .safetensors")
     return options
@@ -76,7 +72,7 @@ def _work(options: argparse.Namespace, main_process: bool) -> None:
         print(f"scores: {options.out}")
 
 
-def main(argv: List[str]) -> int:
+def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
 
     def work() -> None:
@@ -89,4 +85,4 @@ def main(argv: List[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -187,7 +187,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         )
         parser.add_argument("--split", default="train", help="name of the split (train)")
         parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
-        tokenise(**vars(parser.parse(sys.argv[1:] if argv is None else argv)))
+        tokenise(**vars(parser.parse(argv)))
 
     return exit_code("tokenise", work, kept="files")
 

@@ -11,13 +11,12 @@ Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each proce
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Dict, List, Optional
 
 import torch
 
-from moh_vision.engine.commands import Parser, exit_code, reason_of
+from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, make_accelerator
@@ -28,7 +27,7 @@ from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, p
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def _parse(argv: List[str]) -> argparse.Namespace:
+def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
     add = parser.add_argument
     add(
@@ -75,10 +74,7 @@ def _parse(argv: List[str]) -> argparse.Namespace:
         raise ValueError(f"--include-path {options.include_path}: no such folder")
     if options.perplexity and not Path(options.perplexity).is_file():
         raise ValueError(f"--perplexity {options.perplexity}: no such file")
-    if options.out and Path(options.out).exists():
-        raise ValueError(f"--out {options.out} exists; give another path")
-    if options.out and not Path(options.out).resolve().parent.is_dir():
-        raise ValueError(f"--out {options.out}: no such folder")
+    refuse_output("--out", options.out)
     return options
 
 
@@ -177,7 +173,7 @@ def _work(options: argparse.Namespace) -> None:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    return exit_code("lm", lambda: _work(_parse(sys.argv[1:] if argv is None else argv)))
+    return exit_code("lm", lambda: _work(_parse(argv)))
 
 
 if __name__ == "__main__":
