@@ -129,21 +129,18 @@ def _inside(name: str, key: str) -> bool:
 
 def _option_values(name: str, text: str, keys: Dict[str, Any], earlier: dict) -> Dict[str, Any]:
     """Dotted keys and values that one option means; texts stay for jsonargparse to read as the key's type."""
-    where = f"--{name}"
-    if name in _sections(keys):  # or jsonargparse would take the value for the name of another file
-        return _checked({name: _yaml(text, f"{where} {text}")}, keys, where)
     free = next((key for key in FREE_FORM if _inside(name, key)), None)
+    # A section as text would be taken for the name of another file, and values of any type may hold a class.
+    if not free and name not in _sections(keys) and "Any" not in str(keys.get(name)):
+        return {name: text}
+    value = _yaml(text, f"--{name} {text}")
     if free:  # --model.kwargs.NAME VALUE
-        value = dict(earlier.get(free) or {})
         *outer, last = name[len(free) + 1 :].split(".")
-        inner = value
+        inner = whole = dict(earlier.get(free) or {})
         for part in outer:
             inner[part] = inner = dict(inner.get(part) or {})
-        inner[last] = _yaml(text, f"{where} {text}")
-        return _checked({free: value}, keys, where)
-    if "Any" in str(keys.get(name)):
-        return _checked({name: _yaml(text, f"{where} {text}")}, keys, where)
-    return {name: text}
+        inner[last], value = value, whole
+    return _checked({free or name: value}, keys, f"--{name}")
 
 
 def _file_values(path: str, keys: Dict[str, Any], switches: Iterable[str]) -> Dict[str, Any]:
@@ -290,8 +287,6 @@ def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     old, new = LATER_KEYS | _flat(old), _flat(new)
-    if old.get("optim.name") == "adam":  # as earlier versions called it
-        old["optim.name"] = "adamw"
     if old.get("optim.name") == "adam":  # as earlier versions called it
         old["optim.name"] = "adamw"
     # A run of an earlier version may have saved keys that have no effect.

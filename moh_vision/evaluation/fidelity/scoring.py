@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Optional, Union
+from typing import Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -71,14 +71,14 @@ def score(
     statistics = reference.read(network, batch_size, device)
     compared = statistics.features is not None  # else no score needs features themselves
     made = extract(images, network, batch_size, device, "generated", compared)
-    told = [None]
-    if _rank() == 0:
+    told, (rank, world) = [None], _place()
+    if rank == 0:
         try:
             reference.check(network, made.pooled.dim, made.count, allow_biased)
             told = [_numbers(made, statistics, network, device)]
         except Exception as error:  # for all processes, or the others would wait
             told = [_portable(error)]
-    if _world() > 1:
+    if world > 1:
         dist.broadcast_object_list(told)
     if isinstance(told[0], Exception):
         raise told[0]
@@ -167,20 +167,21 @@ def extract(
     """
     kept, problem = SetStatistics(keep_features), None
     total = len(images) if hasattr(images, "__len__") else None
-    hidden = not sys.stderr.isatty() or _rank() > 0
+    rank, world = _place()
+    hidden = not sys.stderr.isatty() or rank > 0
     try:
         network.to(device)  # in here: one GPU may have no room for it
         with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
-            for first, batch in images.batches(batch_size, _rank(), _world()):
+            for first, batch in images.batches(batch_size, rank, world):
                 out = network(batch.to(device))
                 kept.add(first, out.pooled, out.spatial, out.logits)
-                bar.update(len(batch) * _world())
+                bar.update(len(batch) * world)
     except Exception as error:
-        if _world() == 1:
+        if world == 1:
             raise
         problem = _portable(error)
-    if _world() > 1:
-        everyone = [None] * _world()
+    if world > 1:
+        everyone = [None] * world
         dist.all_gather_object(everyone, problem or kept)
         for other in everyone:
             if isinstance(other, Exception):  # on all processes, or the others would wait
@@ -224,24 +225,21 @@ def _portable(error: Exception) -> Exception:
 def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device) -> dict:
     generated = of_set(made, network, "generated")
     missing = {}
-    values = dict(fid=frechet_distance(*generated.pooled, *reference.pooled))
-    if generated.spatial is None or reference.spatial is None:
-        values["sfid"] = None
-        missing["sfid"] = (
-            f"{network.name} has no spatial features" if generated.spatial is None else f"{reference.source} has none"
-        )
+    values = dict.fromkeys(("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall"))
+    values["fid"] = frechet_distance(*generated.pooled, *reference.pooled)
+    if generated.spatial is None:
+        missing["sfid"] = f"{network.name} has no spatial features"
+    elif reference.spatial is None:
+        missing["sfid"] = f"{reference.source} has none"
     else:
         values["sfid"] = frechet_distance(*generated.spatial, *reference.spatial)
-    values["inception_score"] = values["inception_score_std"] = None
     if made.classes is None:
         missing["inception_score"] = f"{network.name} gives no class probabilities"
     else:
         values["inception_score"], values["inception_score_std"] = made.classes.result()
-    for name in ("kid", "precision", "recall"):
-        values[name] = None
-        if reference.features is None:
-            missing[name] = reference.why_no_features
-    if reference.features is not None:
+    if reference.features is None:
+        missing.update(dict.fromkeys(("kid", "precision", "recall"), reference.why_no_features))
+    else:
         values["kid"] = kernel_distance(generated.features, reference.features)
         values["precision"], values["recall"] = precision_recall(generated.features, reference.features, device)
     label = "FID" if network.published else f"FD-{network.name}"
@@ -260,9 +258,6 @@ def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, dev
     )
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _place() -> Tuple[int, int]:
+    """(number of this process, how many there are)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
