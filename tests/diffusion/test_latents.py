@@ -191,7 +191,7 @@ def test_an_unreadable_file_is_one_line(tmp_path, vae_folder, root, capfd, monke
 
     monkeypatch.setattr(ImageFolder, "image", gone)
     assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.9, "--workers", 1) == 2
-    assert error_line(capfd) == "latents: error: disk: Input/output error"
+    assert error_line(capfd) == "latents: error: [Errno 5] Input/output error: 'disk'"
 
 
 def test_numbers_that_float16_cannot_hold_are_refused(tmp_path, vae_folder, root, capfd, monkeypatch):

@@ -26,7 +26,6 @@ from moh_vision.data.imagenet import imagenet_eval_transform
 from moh_vision.data.order import StepBatches
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.splits import open_source
-from moh_vision.diffusion.latents.images import CroppedImages
 from moh_vision.evaluation.fidelity.images import ScoredFolder
 
 
@@ -162,11 +161,12 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
     path, data = root / "train" / "cat" / "0.png", bomb()
     path.write_bytes(data)
     source = open_source(str(root), "train")
+    crop = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3, fit="crop")
     works = {
         "training": lambda: message(lambda: source.image(0)),
         "shards": lambda: message(lambda: encode_sample(data, None, 95)),
         "shards with a size": lambda: message(lambda: encode_sample(data, 256, 95)),
-        "latents": lambda: str(CroppedImages(source, 16, 3)[0][1]),
+        "latents": lambda: LabelledImages(source, crop, 0, replace=False)[0, 0]["bad"][0][1],
         "scores": lambda: message(lambda: next(ScoredFolder(path.parent).batches(4))),
     }
     found = cost(works[door])

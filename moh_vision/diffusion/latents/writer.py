@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Optional
+from typing import Callable, Dict, Iterator, List, Optional
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.shards.out_folder import write_classes
 from moh_vision.data.shards.record import BadLimit, Progress, RecordPart, ShardRecord, part_path, plan_shards
 from moh_vision.data.shards.shard_file import ShardFile
 from moh_vision.diffusion.latents.cache import LatentCache, npy_bytes, write_manifest
-from moh_vision.diffusion.latents.images import ImageBatches
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments
 
 
@@ -88,22 +88,25 @@ class LatentWriter:
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
         model = model.to(device)
-        loader = ImageBatches(self.source, self.size, model.config.in_channels, sum(batches.values(), []), workers)
+        channels, half = model.config.in_channels, [0.5] * model.config.in_channels
+        transform = image_transform("none", self.size, channels, half, half, fit="crop")
+        images = LabelledImages(self.source, transform, seed=0, replace=False)
+        stream = iter(evaluation_batches(images, sum(batches.values(), []), workers).loader)
         title = f"{self.split}, rank 0 of {state.num_processes}" if state.use_distributed else self.split
         entries, bad = [], []
         with Progress(title, sum(len(self.plan[name]) for name in own), 0, quiet=not state.is_main_process) as progress:
-            stream = iter(loader)
             for name in own:
                 shard_bad = []
                 with ShardFile(self.out, name) as shard:
-                    for _ in batches[name]:
-                        numbers, images, unreadable = next(stream)
-                        shard_bad += unreadable
-                        bad += unreadable
+                    for numbers in batches[name]:
+                        batch = _next(stream, workers)
+                        shard_bad += batch["bad"]
+                        bad += batch["bad"]
                         self._refuse_too_many_bad(bad)
-                        if numbers:
-                            self._encode(numbers, images.to(device), model, shard)
-                        progress.show(progress.done + len(numbers) + len(unreadable))
+                        good = [n for n in numbers if n not in dict(batch["bad"])]
+                        if good:
+                            self._encode(good, batch["images"].to(device), model, shard)
+                        progress.show(progress.done + len(numbers))
                     entries.append(shard.finish(shard_bad))
                 record.add(entries[-1])
         return entries
@@ -130,8 +133,7 @@ class LatentWriter:
         )
 
     def _encode(self, numbers: List[int], images: Tensor, model, shard: ShardFile) -> None:
-        """images [B, C, H, W] uint8."""
-        images = images.float().mul_(1 / 255).sub_(0.5).div_(0.5)  # to the bit as `batches.image_transform` does
+        """images [B, C, H, W] in -1 .. 1."""
         # One after the other, so that a batch is no larger than it was asked to be.
         try:
             moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
@@ -165,6 +167,15 @@ def _fingerprint(source) -> Dict[str, list]:
         digests[label].update(identity)
     counts = np.bincount(source.labels, minlength=len(digests)).tolist()
     return {name: [counts[i], digests[i].hexdigest()[:16]] for i, name in enumerate(source.classes)}
+
+
+def _next(stream: Iterator[dict], workers: int) -> dict:
+    try:
+        return next(stream)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ValueError(f"a reading process of {workers} died, of too little memory perhaps") from None
 
 
 def _chunks(numbers: List[int], size: int) -> List[List[int]]:
