@@ -22,7 +22,7 @@ from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, message_of, user_errors
 from moh_vision.engine.ema import make_ema
-from moh_vision.engine.io import LOCK, only_one
+from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.saver import SaveError, Saver, check_writable
@@ -30,7 +30,7 @@ from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker
 
-CONFIG, HIDDEN_CONFIG = "config.yaml", ".config.yaml"
+CONFIG = "config.yaml"
 
 
 class Run:
@@ -378,7 +378,11 @@ def open_run(
             )
         if data:
             data.check(folder, accelerator.print)
-    elif folder.exists() and not fresh and any(path.name not in (LOCK, HIDDEN_CONFIG) for path in folder.iterdir()):
+    elif (
+        folder.exists()
+        and not fresh
+        and any(path.name not in (LOCK, hidden_path(saved).name) for path in folder.iterdir())
+    ):
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
         )
@@ -397,9 +401,7 @@ def open_run(
             held.enter_context(only_one(folder, "--output"))
             if saved.exists():
                 raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
-        temporary = folder / HIDDEN_CONFIG
-        temporary.write_text(yaml.safe_dump(config, sort_keys=False))
-        temporary.rename(saved)
+        write_whole(saved, yaml.safe_dump(config, sort_keys=False))
         if data:
             data.save(folder)
 

@@ -53,9 +53,9 @@ def plan_shards(split: str, samples: Iterable[T], name: Callable[[T], str], most
 class ShardRecord:
     """`{split}.shards.jsonl`: a line with format, arguments and input, then a line a finished shard.
 
-    While shards are written lines are added as they finish, so that a kill loses at most the last; `close` puts them
-    in order. Where several processes write shards, each adds its lines to a `RecordPart` of its own, and they are taken
-    over here. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
+    While shards are written lines are added as they finish (`lines`), so that a kill loses at most the last; `close` puts
+    them in order. Where several processes write shards, each adds its lines to a `RecordPart` of its own, and they are
+    taken over here. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
 
     Args:
         out: folder of the shards.
@@ -126,10 +126,6 @@ class ShardRecord:
         self.lines = RecordPart(self.path)
         if todo:
             (self.out / f".{self.split}.index.safetensors").unlink(missing_ok=True)  # it would no longer fit
-
-    def add(self, entry: dict) -> None:
-        """See `RecordPart.add`."""
-        self.lines.add(entry)
 
     def close(self, entries: List[dict]) -> None:
         """Write the record anew with these entries, the final ones, and the list of bad images."""

@@ -96,7 +96,7 @@ class SplitWriter:
                     while pending:
                         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                         for entry in [future.result() for future in finished]:
-                            self.record.add(entry)
+                            self.record.lines.add(entry)
                             done[entry["shard"]] = entry
                         progress.show(before + shared.done.value)
             except BaseException as error:

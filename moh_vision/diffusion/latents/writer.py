@@ -82,9 +82,8 @@ class LatentWriter:
         state = PartialState()
         own = todo[state.process_index :: state.num_processes]
         batches = {name: _chunks(self.plan[name], batch_size) for name in own}
-        record = (
-            self.record if state.is_main_process else RecordPart(part_path(self.out, self.split, state.process_index))
-        )
+        part = part_path(self.out, self.split, state.process_index)
+        record = self.record.lines if state.is_main_process else RecordPart(part)
         gpus = torch.cuda.device_count()
         device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
         model = model.to(device)

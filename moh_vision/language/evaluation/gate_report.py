@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moh_vision.analysis.gate_figures import draw_gate_load
 from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadMixtureAttention
+from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.language.data.vocabulary import Vocabulary
 
@@ -56,7 +57,7 @@ def report_gates(
     if accelerator.is_main_process:
         load = [shares for g in groups for shares in g.statistics.load()]
         draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}")
-        (run / "gates.md").write_text(as_text(groups, hasattr(model, "encoder"), split), encoding="utf-8")
+        write_whole(run / "gates.md", as_text(groups, hasattr(model, "encoder"), split))
     return {name: round(value, 4) for name, value in entropies.items()}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
@@ -124,7 +125,7 @@ def final_scores(
             draws.append(score_translations(found, references, config.generate))
             if accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-                (run / name).write_text("".join(line + "\n" for line in found), encoding="utf-8")
+                write_whole(run / name, "".join(line + "\n" for line in found))
         results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
         for form in results["bleu"][mode].values():
