@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from processes import on_two_ranks
 from torch import nn
 
 from moh_vision.attention.routers.gate_norm import GateNorm, moments
@@ -83,9 +84,8 @@ def test_conversion_to_sync_batch_norm_leaves_it_alone():
     assert nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))[0] is norm
 
 
-def rank_of_two(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def rank_of_two(rank):
+    torch.distributed.init_process_group("gloo")
     try:
         torch.manual_seed(0)
         ours, theirs = pair()
@@ -116,5 +116,5 @@ def rank_of_two(rank, folder):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_batch(tmp_path):
-    torch.multiprocessing.spawn(rank_of_two, args=(str(tmp_path),), nprocs=2)
+def test_two_processes_are_one_batch():
+    on_two_ranks(rank_of_two)

@@ -1,5 +1,6 @@
 """sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT
 from diffusers import AutoencoderKL
 from PIL import Image
+from processes import on_two_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_vae import save_tiny_vae
@@ -312,18 +314,18 @@ def test_bfloat16_is_close(tmp_path):
     assert not np.array_equal(a, b) and np.abs(a.astype(int) - b).mean() < 12
 
 
+def call_on_a_rank(rank, run, *more):
+    with open(run / f"said.{rank}", "w") as file, contextlib.redirect_stdout(file):
+        call(run, *more)
+
+
 def test_two_processes_draw_the_images_of_one(tmp_path):
     run = run_of(tmp_path, 3)
     call(run, "--out", tmp_path / "one.npz", "--num-images", "11")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29671"]
-    argv = (
-        f"sample.py --checkpoint {run} --num-images 11 --batch-size 3 --steps 4 --cfg-scale 2 --out {tmp_path}/two.npz "
-        f"--head-usage {tmp_path}/two.png"
-    )
-    env = dict(os.environ, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    done = subprocess.run([*command, *argv.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("11 images, ddpm 4 steps") == 1
+    more = ["--out", tmp_path / "two.npz", "--num-images", "11", "--head-usage", tmp_path / "two.png"]
+    on_two_ranks(call_on_a_rank, run, *more)
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert "11 images, ddpm 4 steps" in said[0] and said[1] == ""
     (one, labels), (two, again) = drawn(tmp_path / "one.npz"), drawn(tmp_path / "two.npz")
     assert np.array_equal(labels, again) and np.abs(one.astype(int) - two).max() <= 1  # threads differ
 
@@ -520,7 +522,7 @@ def test_mistakes_in_scoring(tmp_path, capsys):
         "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
         f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
         f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
-        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x with extractor",
+        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
         assert words in refused(capsys, run, *argv.split())
     assert "extractor 'cls' needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")

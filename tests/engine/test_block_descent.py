@@ -2,9 +2,7 @@
 
 import copy
 import itertools
-import json
 import math
-import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,8 +11,9 @@ import timm
 import torch
 from accelerate import Accelerator
 from pictures import write_folder
+from processes import on_two_ranks
 from safetensors.torch import load_file
-from small_runs import arguments, logged, outcome
+from small_runs import arguments, entries, logged, outcome, results, same
 
 from moh_vision.classification import train as train_cls
 from moh_vision.classification.task import ClassificationTask
@@ -243,7 +242,7 @@ def test_a_model_without_gates_has_one_plain_phase():
         torch.manual_seed(seed(0, micro, 0, WEIGHTS))
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values()))
+    assert same(model, twin)
     assert training.descent.values() == {} == training.descent.about()
     with pytest.raises(ValueError, match="train_only gates: the model has no gates of MAE; it needs router mae"):
         train_only(model, "gates")
@@ -304,7 +303,7 @@ def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
     before, batches = snapshot(training.model), micro_batches(1)
     batches[0]["images"][0, 0, 0, 0] = value
     assert training.step(1, 0, batches) == [False, False]
-    assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
+    assert same(training.model, before)
     assert training.update.skipped == training.update.in_a_row == 1  # one step, though two phases
     assert training.step(2, 0, micro_batches(2)) == [True, True]
     assert training.update.in_a_row == 0 and training.update.skipped == 1
@@ -396,17 +395,14 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, kind):
     gates = torch.load(tmp_path / "parts/checkpoints/step_6/optimizer_1.bin", weights_only=True)
     assert [(group["lr"], group["momentum"], group["weight_decay"]) for group in gates["param_groups"]] == [(1, 0, 0)]
     lines = logged(tmp_path / "parts")
-    assert [(e["step"], "gate_grad_norm" in e) for e in lines] == list(
-        enumerate([True, True, False, False, True, True])
-    )
+    assert [e["step"] for e in lines if "gate_grad_norm" in e] == [0, 1, 4, 5] and len(lines) == 6
     # From step 3 to 4 the gates stand still but for their batch statistics, from 4 to 6 they do not.
     states = [load_file(tmp_path / "parts" / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
     gates = [name for name in states[0] if ".router." in name]
     assert gates and all(not torch.equal(states[0][name], states[1][name]) for name in gates)
     if kind == "cls":
-        trained = json.loads((tmp_path / "parts" / "results.json").read_text())["trained_parameters"]
-        first = json.loads((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()[0])
-        assert first == dict(step=0, trained_parameters=trained)
+        trained = results(tmp_path / "parts")["trained_parameters"]
+        assert entries(tmp_path / "parts")[0] == dict(step=0, trained_parameters=trained)
 
 
 def test_a_run_of_a_model_without_gates_saves_one_optimiser_and_says_nothing_of_gates(tmp_path):
@@ -414,7 +410,7 @@ def test_a_run_of_a_model_without_gates_saves_one_optimiser_and_says_nothing_of_
     names = {path.name for path in (tmp_path / "checkpoints" / "step_2").iterdir()}
     assert names == {"model.safetensors", "ema.safetensors", "optimizer.bin", "manifest.json"}
     assert not any("gate" in key or "trained" in key for entry in logged(tmp_path) for key in entry)
-    assert "trained_parameters" not in json.loads((tmp_path / "results.json").read_text())
+    assert "trained_parameters" not in results(tmp_path)
 
 
 def test_fine_tuning_a_run(tmp_path, capsys):
@@ -422,13 +418,11 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     train_cls.main(arguments("cls", tmp_path / "one", 1, 1, *small))
     more = ["--init-from", str(tmp_path / "one"), "--train_only", "gates_and_outputs"]
     train_cls.main(arguments("cls", tmp_path / "two", 2, 1, *small, *more))
-    before, after = (
-        load_file(tmp_path / name / f"checkpoints/step_{n}/model.safetensors") for name, n in (("one", 1), ("two", 2))
-    )
+    ends = (tmp_path / "one/checkpoints/step_1", tmp_path / "two/checkpoints/step_2")
+    before, after = (load_file(folder / "model.safetensors") for folder in ends)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if ".router." in name or name.endswith("attn.proj.weight")}
-    results = json.loads((tmp_path / "two" / "results.json").read_text())
-    assert results["trained_parameters"] == 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
+    assert results(tmp_path / "two")["trained_parameters"] == 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         train_cls.main(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
@@ -450,13 +444,9 @@ def remember(states, model, phase):
     states.append(copy.deepcopy(model))
 
 
-def train_with_another(rank, folder):
+def train_with_another(rank):
     """Both phases against the mean over both processes' micro-batches, each with its own draws, by hand."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true"
-    )
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
     training = Training(vit())
     assert type(training.task).__name__ == "DistributedDataParallel"
     gates, weights = split(training.model)
@@ -482,7 +472,7 @@ def train_with_another(rank, folder):
     before, batch = snapshot(training.model), micro_batches(99)
     batch[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
     assert training.step(4, 0, batch) == [False, False] and training.update.skipped == 1
-    assert all(torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
+    assert same(training.model, before)
     for value in training.model.state_dict().values():  # batch statistics are those of all
         other = [torch.empty_like(value) for _ in range(2)]
         torch.distributed.all_gather(other, value.contiguous())
@@ -497,8 +487,8 @@ def train_with_another(rank, folder):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(train_with_another, args=(tmp_path,), nprocs=2)
+def test_two_processes():
+    on_two_ranks(train_with_another)
 
 
 @pytest.mark.slow

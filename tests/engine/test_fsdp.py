@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.distributed as dist
 from PIL import Image
+from processes import on_two_ranks
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -31,8 +32,7 @@ VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_cl
 
 
 def train_sharded(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     whole = ClassificationTask(timm.create_model("moh_vit_tiny_patch16_224", **VIT), 0.01)
     copied = copy.deepcopy(whole)
@@ -75,7 +75,7 @@ def train_sharded(rank, folder):
 
 @pytest.mark.slow
 def test_training_validation_and_export_of_a_sharded_task(tmp_path):
-    torch.multiprocessing.spawn(train_sharded, args=(tmp_path,), nprocs=2)
+    on_two_ranks(train_sharded, tmp_path)
 
 
 class HalfUnreadable:
@@ -92,10 +92,8 @@ class HalfUnreadable:
         return Image.new("RGB", (16, 16), (20 * i, 0, 0))
 
 
-def validate_sharded(rank, folder):
-    torch.set_num_threads(1)
-    patient = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=patient)
+def validate_sharded(rank):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     data = SimpleNamespace(eval_batch_size=2, max_bad_fraction=0.5, workers=0)
     accelerator = SimpleNamespace(
         unwrap_model=lambda task: task, num_processes=2, process_index=rank, device="cpu", autocast=contextlib.nullcontext,
@@ -118,6 +116,6 @@ def validate_sharded(rank, folder):
 
 
 @pytest.mark.slow
-def test_validation_where_one_process_can_read_nothing(tmp_path):
+def test_validation_where_one_process_can_read_nothing():
     """Forwards of a sharded task wait for each other; a process that makes fewer blocked the others."""
-    torch.multiprocessing.spawn(validate_sharded, args=(tmp_path,), nprocs=2)
+    on_two_ranks(validate_sharded)

@@ -14,7 +14,10 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from processes import Command
+from refusals import refused
 from safetensors.torch import load_file
+from small_runs import entries, logged, results, same
 
 import moh_vision
 from moh_vision.classification import train as train_cls
@@ -38,24 +41,19 @@ MORE = {
 }
 
 
+def arguments(kind, output, *more):
+    argv = ["--config", f"configs/quickstart/{kind}.yaml", "--output", str(output), "--max-steps", str(STEPS)]
+    return [*argv, *SMALL, *MORE[kind], *more]
+
+
 def start(kind, output, *more):
-    command = [
-        sys.executable,
-        f"train_{kind}.py",
-        "--config",
-        f"configs/quickstart/{kind}.yaml",
-        "--output",
-        str(output),
-    ]
-    command += ["--max-steps", str(STEPS), *SMALL, *MORE[kind], *more]
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    main = dict(cls=train_cls, dit=train_dit)[kind].main
+    return Command(main, arguments(kind, output, *more), output.with_suffix(".log"))
 
 
-def finish(process):
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    return out
+def finish(command):
+    assert command.wait(300) == 0, command.said()
+    return command.said()
 
 
 def kill_after(steps, processes):
@@ -70,26 +68,24 @@ def kill_after(steps, processes):
                 process.kill()
         time.sleep(0.005)
     for process in processes.values():
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Each training undisturbed, and killed between checkpoints and started again by the same command.
 
-    The killed one first has a loader process, then none: that may not matter either.
+    The first is started as a user does, the others are forks of a process that has imported everything. The killed one first has a loader process, then none: that may not matter either.
     """
     folder = tmp_path_factory.mktemp("runs")
-    whole = {kind: start(kind, folder / kind) for kind in MORE}
-    printed = {kind: finish(process) for kind, process in whole.items()}
+    command = [sys.executable, "train_cls.py", *arguments("cls", folder / "cls")]
+    how = dict(cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true"), timeout=300)
+    dit, cls = start("dit", folder / "dit"), subprocess.run(command, **how, capture_output=True, text=True)
+    assert cls.returncode == 0, cls.stderr
+    printed = dict(cls=cls.stdout, dit=finish(dit))
     kill_after(11, {folder / f"{k}2": start(k, folder / f"{k}2", "--data.workers", "1") for k in MORE})
     again = {kind: start(kind, folder / f"{kind}2", "--data.workers", "0") for kind in MORE}
     return folder, printed, {kind: finish(process) for kind, process in again.items()}
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
@@ -99,7 +95,7 @@ def test_training_writes_what_it_promises(runs, kind):
     promised = {"config.yaml", "metrics.jsonl", "model.safetensors", "ema.safetensors", "checkpoints"}
     assert promised <= {p.name for p in run.iterdir()}
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_28", "step_30"]
-    steps = [e for e in lines(run) if "loss" in e]
+    steps = logged(run)
     assert [e["step"] for e in steps] == list(range(STEPS))
     for e in steps:
         assert e["loss"] == pytest.approx(e["task_loss"] + 0.01 * e["balance_loss"], abs=1e-4)
@@ -116,32 +112,22 @@ def test_killed_and_run_again_gives_the_same_bits(runs, kind):
     folder, _, resumed = runs
     assert "resuming" in resumed[kind]
     for name in ("model.safetensors", "ema.safetensors"):
-        whole, parts = load_file(folder / kind / name), load_file(folder / f"{kind}2" / name)
-        assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
-    losses = [[e["loss"] for e in lines(folder / k) if "loss" in e] for k in (kind, f"{kind}2")]
+        assert same(folder / kind / name, folder / f"{kind}2" / name)
+    losses = [[e["loss"] for e in logged(folder / name)] for name in (kind, f"{kind}2")]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
 def test_validation_is_reported(runs):
     run = runs[0] / "cls"
-    results = json.loads((run / "results.json").read_text())
-    assert results["images"] == 355 and 0 <= results["top1"] <= results["top5"] <= 100
+    found = results(run)
+    assert found["images"] == 355 and 0 <= found["top1"] <= found["top5"] <= 100
     assert Image.open(run / "head_usage.png").size[0] > 300
-
-
-def refused(capsys, main, *argv):
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in argv])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "error: " in error, error
-    return error
 
 
 def test_a_changed_configuration_is_refused(runs, capsys):
     config = ROOT / "configs" / "quickstart" / "cls.yaml"
-    error = refused(
-        capsys, train_cls.main, "--config", config, "--output", runs[0] / "cls", *SMALL, "--optim.lr", "0.5"
-    )
+    argv = ["--config", config, "--output", runs[0] / "cls", *SMALL, "--optim.lr", "0.5"]
+    error = refused(capsys, train_cls.main, *argv)
     assert "another configuration" in error and "optim.lr: 0.003 -> 0.5" in error and "--allow-change" in error
 
 
@@ -155,10 +141,7 @@ def test_a_changed_configuration_is_refused(runs, capsys):
         (["--model.name", "moh_vit_smal"], "'moh_vit_smal' is not a registered model, did you mean moh_vit_"),
         (["--model.name", "resnet18"], "resnet18"),
         (["--model.kwargs", "{headz: 3}"], "headz"),
-        (
-            ["--optim.batch_size", "7", "--optim.accumulation", "2"],
-            "optim.batch_size 7 is not a multiple of accumulation 2",
-        ),
+        (["--optim.batch_size", "7", "--optim.accumulation", "2"], "batch_size 7 is not a multiple of accumulation 2"),
         (["--init-from", "moh_vit"], "init_from moh_vit: No pretrained weights"),
         (["--calibrate_images", "8"], "calibrate_images 8 needs init_from"),
         (["--model.name", "moh_dit_small_patch2_75", "--model.kwargs", "null"], "is a diffusion model, a classifier"),
@@ -268,15 +251,7 @@ def test_scores_are_not_overwritten_and_a_folder_is_emptied(runs, tmp_path, caps
     sample.main([*argv, "5"])
     sample.main([*argv, "2"])
     assert len(list((tmp_path / "out").iterdir())) == 2
-    scored = [
-        *argv[:6],
-        "--score-file",
-        str(tmp_path / "s.json"),
-        "--score",
-        "digits",
-        "--extractor",
-        str(runs[0] / "cls"),
-    ]
+    scored = [*argv[:6], *f"--score-file {tmp_path}/s.json --score digits --extractor {runs[0]}/cls".split()]
     sample.main(scored)
     assert "s.json exists; give another path" in refused(capsys, sample.main, *scored)
 
@@ -310,9 +285,8 @@ def test_sampling_mistakes(runs, tmp_path, capsys):
     assert "is a classifier model, a diffusion model is needed" in error
     (tmp_path / "taken").write_text("precious")
     checkpoint = ["--checkpoint", folder / "dit"]
-    assert "is a file, expected a folder" in refused(
-        capsys, sample.main, *checkpoint, "--out", tmp_path / "taken", "--overwrite", "true"
-    )
+    taken = ["--out", tmp_path / "taken", "--overwrite", "true"]
+    assert "is a file, expected a folder" in refused(capsys, sample.main, *checkpoint, *taken)
     assert "a path that ends in .png" in refused(capsys, sample.main, *checkpoint, "--grid", tmp_path / "grid")
     assert (tmp_path / "taken").read_text() == "precious"
     (tmp_path / "torn.safetensors").write_bytes((folder / "dit" / "ema.safetensors").read_bytes()[:1000])
@@ -323,23 +297,21 @@ def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
     from moh_vision.models.weights import create, from_run, init_from
 
     source, about = from_run(str(runs[0] / "cls"), "classifier")
-    model = create(about["architecture"], "classifier", **{**about["arguments"], "num_classes": 7, "img_size": 12})
+
+    def other(**changes):
+        return create(about["architecture"], "classifier", **{**about["arguments"], **changes})
+
+    model = other(num_classes=7, img_size=12)
     init_from(model, str(runs[0] / "cls"))
     out = capsys.readouterr().out
     assert "head.weight is made anew, [10, 64] -> [7, 64]" in out
     assert torch.equal(model.blocks[1].mlp.fc1.weight, source.blocks[1].mlp.fc1.weight)
     assert model.pos_embed.shape == (1, 37, 64) and model(torch.zeros(1, 1, 12, 12)).shape == (1, 7)
 
-    dense = create(
-        about["architecture"], "classifier", **{**about["arguments"], "head_budget": None, "router": "dense"}
-    )
     with pytest.raises(ValueError, match="does not fit .* are unexpected .*router"):
-        init_from(dense, str(runs[0] / "cls"))
+        init_from(other(head_budget=None, router="dense"), str(runs[0] / "cls"))
     with pytest.raises(ValueError, match="has shape .*, the model needs"):
-        init_from(
-            create(about["architecture"], "classifier", **{**about["arguments"], "embed_dim": 128}),
-            str(runs[0] / "cls"),
-        )
+        init_from(other(embed_dim=128), str(runs[0] / "cls"))
 
 
 def same_weights(model, file, prefix=""):
@@ -386,12 +358,9 @@ def test_two_processes_train_the_same_model(tmp_path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29533"]
         args = [f"train_{kind}.py", "--config", f"configs/quickstart/{kind}.yaml", "--max-steps", "5", *SMALL]
         env = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
-        subprocess.run(
-            [*torchrun, *args, "--output", str(tmp_path / f"{kind}2")], cwd=ROOT, env=env, check=True, timeout=300
-        )
-        subprocess.run(
-            [sys.executable, *args, "--output", str(tmp_path / kind)], cwd=ROOT, env=env, check=True, timeout=300
-        )
+        how = dict(cwd=ROOT, env=env, check=True, timeout=300)
+        subprocess.run([*torchrun, *args, "--output", str(tmp_path / f"{kind}2")], **how)
+        subprocess.run([sys.executable, *args, "--output", str(tmp_path / kind)], **how)
         one, two = (load_file(tmp_path / k / "model.safetensors") for k in (kind, f"{kind}2"))
         for name in one:
             torch.testing.assert_close(two[name], one[name], rtol=0, atol=2e-4, msg=name)
@@ -404,7 +373,7 @@ def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, kind):
         [sys.executable, f"train_{kind}.py", "--config", f"configs/{kind}/cifar10_small_cpu.yaml", "--data.root", cifar10, "--output", str(tmp_path / "run")],
         cwd=ROOT, check=True, timeout=900,
     )  # fmt: skip
-    losses = [e["task_loss"] for e in lines(tmp_path / "run") if "loss" in e]
+    losses = [e["task_loss"] for e in logged(tmp_path / "run")]
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
 
 
@@ -415,8 +384,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
     train_dit.main([*common, "--output", str(tmp_path / "plain")])
     train_dit.main([*common, "--output", str(tmp_path / "drawn"), *drawn])
     for name in ("model", "ema"):
-        plain, with_pictures = (load_file(tmp_path / run / f"{name}.safetensors") for run in ("plain", "drawn"))
-        assert all(torch.equal(plain[k], with_pictures[k]) for k in plain)
+        assert same(*(tmp_path / run / f"{name}.safetensors" for run in ("plain", "drawn")))
     pictures = [np.asarray(Image.open(tmp_path / "drawn" / "previews" / f"step_{n}.png")) for n in (2, 4)]
     assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
 
@@ -440,8 +408,8 @@ def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, m
     output = tmp_path / "run"
     argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
     train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
-    assert [e["failed_previews"] for e in lines(output) if "loss" in e] == [0, 1, 2]
-    assert lines(output)[-1]["scores"] == dict(error="after decoding: 1 of 1 images hold NaN or infinity")
+    assert [e["failed_previews"] for e in logged(output) if "loss" in e] == [0, 1, 2]
+    assert entries(output)[-1]["scores"] == dict(error="after decoding: 1 of 1 images hold NaN or infinity")
     said = capsys.readouterr().out
     assert said.count("could not be drawn: after decoding: 1 of 1 images hold NaN") == 3
     assert (output / "ema.safetensors").exists() and not (output / ".scoring").exists()
@@ -449,17 +417,15 @@ def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, m
 
 @pytest.mark.parametrize("section", ["preview", "score"])
 def test_steps_that_a_sampler_cannot_take_are_refused_before_training(tmp_path, capsys, section):
-    with pytest.raises(SystemExit, match="2"):
-        argv = [f"--{section}.every", "5", f"--{section}.steps", "600"]
-        train_dit.main(["--config", "configs/quickstart/dit.yaml", "--output", str(tmp_path / "run"), *argv])
-    assert f"{section}.steps 600: the steps of DDIMScheduler would begin at" in capsys.readouterr().err
+    argv = ["--output", tmp_path / "run", f"--{section}.every", "5", f"--{section}.steps", "600"]
+    error = refused(capsys, train_dit.main, "--config", "configs/quickstart/dit.yaml", *argv)
+    assert f"{section}.steps 600: the steps of DDIMScheduler would begin at" in error
     assert not list(tmp_path.iterdir())
 
 
 def test_guided_previews_need_dropped_labels(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        train_dit.main(["--output", str(tmp_path / "run"), "--preview.every", "5", "--label_drop", "0"])
-    assert "preview.cfg_scale 1.5 needs label_drop above 0" in capsys.readouterr().err
+    argv = ["--output", tmp_path / "run", "--preview.every", "5", "--label_drop", "0"]
+    assert "preview.cfg_scale 1.5 needs label_drop above 0" in refused(capsys, train_dit.main, *argv)
 
 
 def test_scores_while_training(tmp_path, runs, capsys):
@@ -470,20 +436,18 @@ def test_scores_while_training(tmp_path, runs, capsys):
     train_dit.main([*common, "--output", str(tmp_path / "plain")])
     train_dit.main([*common, "--output", str(tmp_path / "run"), *argv])
     assert "scores after 4 steps" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    scores = [line["scores"] for line in lines if "scores" in line]
+    scores = [line["scores"] for line in entries(tmp_path / "run") if "scores" in line]
     assert len(scores) == 2 and scores[0]["fd"] != scores[1]["fd"] and scores[0]["num_generated"] == 70
     assert scores[0]["num_reference"] == 355 and scores[0]["label"].startswith("FD-moh_vit_tiny")
     assert not list((tmp_path / "run").glob(".samples-*"))
-    plain, scored = (load_file(tmp_path / run / "ema.safetensors") for run in ("plain", "run"))
-    assert all(torch.equal(plain[k], scored[k]) for k in plain)
+    assert same(tmp_path / "plain" / "ema.safetensors", tmp_path / "run" / "ema.safetensors")
     # Too few for the features, and other mistakes: before a step is made.
     for more, words in {
         "--score.images 20": "20 generated images for 64 features",
         "--score.reference nowhere": "score.reference nowhere: no such folder",
         "--score.reference x.npz": "score.reference x.npz is no data set, so a split (val) has no effect",
         "--score.extractor timm:vit": "extractor 'timm:vit': timm has no model",
-        "--score.inception_weights x": "inception_weights x with extractor",
+        "--score.inception_weights x": "inception_weights x has no effect with extractor",
     }.items():
         assert words in refused(capsys, train_dit.main, *common, "--output", tmp_path / "none", *argv, *more.split())
     assert not (tmp_path / "none").exists()
@@ -504,7 +468,7 @@ def test_a_score_that_fails_does_not_end_the_training(tmp_path, capsys, monkeypa
     argv += "--score.every 1 --score.steps 2 --score.images 3 --score.reference digits --max-steps".split()
     train_dit.main([*argv, "2"])
     assert "no scores: out of memory" in capsys.readouterr().out
-    assert [e["failed_scores"] for e in lines(run) if "loss" in e] == [0, 1]
+    assert [e["failed_scores"] for e in logged(run) if "loss" in e] == [0, 1]
     ImageParts(run / ".scoring", 3, 32, dict(step=3)).add(0, torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
     train_dit.main([*argv, "3"])
     assert len(drawn) == 3 and drawn[2].float().std() > 1 and not (run / ".scoring").exists()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from processes import on_two_ranks
 from scipy.linalg import sqrtm
 
 from moh_vision.evaluation.fidelity import Extracted, Extractor, load_statistics, score
@@ -367,8 +368,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def score_on_a_rank(rank, folder):
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     result = score(folder / "a", folder / "b", extractor=Tiny(), batch_size=8)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     try:
@@ -389,7 +389,7 @@ def score_on_a_rank(rank, folder):
 
 def test_two_processes_give_the_result_of_one(tmp_path):
     write_folder(tmp_path / "a", images(61)), write_folder(tmp_path / "b", images(50, 1))
-    torch.multiprocessing.spawn(score_on_a_rank, args=(tmp_path,), nprocs=2)
+    on_two_ranks(score_on_a_rank, tmp_path)
     want = score(tmp_path / "a", tmp_path / "b", extractor=Tiny(), batch_size=8)
     for rank in range(2):
         got = json.loads((tmp_path / f"{rank}.json").read_text())

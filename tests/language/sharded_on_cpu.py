@@ -3,8 +3,7 @@
 import contextlib
 import os
 
-import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,19 +35,12 @@ def sharding(make, policy, folder):
     return made
 
 
-def run(rank, port, argvs, folder, policy):
-    """Call train_text.main with each of some argument lists, as one of two processes; standard error goes to a file."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", ACCELERATE_USE_FSDP="true",
-    )  # fmt: skip
+def run(rank, argv, folder, policy):
+    """Call train_text.main as one of two processes; standard error goes to a file."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
     from moh_vision.engine import run as engine_run
     from moh_vision.language import train as train_text
 
     engine_run.make_accelerator = sharding(engine_run.make_accelerator, policy, folder)
     with open(folder / f"stderr.{rank}", "w") as file, contextlib.redirect_stderr(file):
-        for argv in argvs:
-            train_text.main(argv)
-            AcceleratorState._reset_state(reset_partial_state=True)
-            PartialState._reset_state()
+        train_text.main(argv)

@@ -1,10 +1,9 @@
 """train_text.py with sharded weights (FSDP2), on two gloo processes."""
 
-import socket
-
 import pytest
 import sharded_on_cpu
 import torch
+from processes import on_two_ranks
 from safetensors.torch import load_file
 from small_runs import entries, logged, results
 from small_text import write_pairs, write_plain
@@ -33,10 +32,7 @@ def arguments(kind, data, run, steps, *more):
 
 
 def sharded(folder, argv, policy="no_wrap"):
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torch.multiprocessing.spawn(sharded_on_cpu.run, args=(port, [argv], folder, policy), nprocs=2)
+    on_two_ranks(sharded_on_cpu.run, argv, folder, policy)
 
 
 def test_a_causal_model(tmp_path):
@@ -105,12 +101,12 @@ def test_the_best_weights_are_scored_at_the_end(tmp_path):
     assert found["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
-@pytest.mark.parametrize("preset, mode", [("mt_moh_50", "bcd"), ("mt_nobcd", "joint")])
+@pytest.mark.parametrize("preset, mode", [("mt_moh_50", []), ("mt_nobcd", ["--block_descent.mode", "joint"])])
 def test_a_translation_model_with_tied_weights(tmp_path, preset, mode):
     """mt_nobcd has gates beside the main optimiser's weights; the second start reads what the first one saved."""
     data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
     for steps in (2, 3):
-        more = ["--model.name", preset, "--data.test", "test", "--block_descent.mode", mode]
+        more = ["--model.name", preset, "--data.test", "test", *mode]
         argv = arguments(MT, data, tmp_path / "run", steps, *more)
         sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
     assert (tmp_path / "units").read_text() == "1"

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from fork_server import ForkServer
+from recorded_runs import Runs
 from repeat import cases
 from small_runs import arguments, checkpoint_steps, logged, losses, outcome
 
@@ -13,21 +13,16 @@ from moh_vision.classification import train as train_cls
 from moh_vision.engine.saver import Saver
 
 
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
+@pytest.fixture
+def runs():
+    with Runs() as runs:
+        yield runs
 
 
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
-def finished(server, kind, folder, argv):
-    status = server.wait(server.start(kind, argv, folder), within=600)
-    assert status == 0, (folder / f"{kind}.log").read_text()[-3000:]
-
-
-def disturbed(server, tmp_path, kind, signals, ahead, save_every):
+def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
     """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
 
     SIGKILL comes at any time from the start of the process to when it will have done about `ahead` steps, by the pace of
@@ -38,10 +33,10 @@ def disturbed(server, tmp_path, kind, signals, ahead, save_every):
     whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
     begin = time.monotonic()
-    pid = server.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
-    assert server.until(pid, lambda: losses(whole, kind)), (whole / f"{kind}.log").read_text()[-3000:]
+    command = runs.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
+    assert command.until(lambda: losses(whole, kind)), command.said()[-3000:]
     first = time.monotonic()
-    assert server.wait(pid, within=1200) == 0, (whole / f"{kind}.log").read_text()[-3000:]
+    assert command.wait(within=1200) == 0, command.said()[-3000:]
     beyond = ahead * (time.monotonic() - first) / steps
     argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
     for count, number in enumerate(signals):
@@ -50,28 +45,29 @@ def disturbed(server, tmp_path, kind, signals, ahead, save_every):
         def more(before=before):
             return len(losses(folder, kind)) - len(before)
 
-        pid = server.start(kind, argv, folder)
+        command = runs.start(kind, argv, folder)
         if number != signal.SIGKILL:
-            assert server.until(pid, more), (folder / f"{kind}.log").read_text()[-3000:]
+            assert command.until(more), command.said()[-3000:]
         instant = time.monotonic() + random.uniform(0, beyond + (first - begin if number == signal.SIGKILL else 0))
-        runs = server.until(pid, lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
-        assert runs, (folder / f"{kind}.log").read_text()[-3000:]
-        os.kill(pid, number)
-        status, made = server.wait(pid), losses(folder, kind)[len(before) :]
-        assert status == CODES[number], f"signal {count}: {status}\n{(folder / f'{kind}.log').read_text()[-3000:]}"
+        there = command.until(lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
+        assert there, command.said()[-3000:]
+        os.kill(command.pid, number)
+        status, made = command.wait(), losses(folder, kind)[len(before) :]
+        assert status == CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
         if before and made:
             assert made[0][0] >= before[-1][0] + 1 - save_every, "more than save_every steps were lost"
         if number != signal.SIGKILL:
             assert checkpoint_steps(folder / "run")[-1] == made[-1][0] + 1, "not the step it was at"
         in_training += bool(made)
-    finished(server, kind, folder, argv)
+    command = runs.start(kind, argv, folder)
+    assert command.wait(within=600) == 0, command.said()[-3000:]
 
     expected, made = dict(losses(whole, kind)), losses(folder, kind)
     assert len(expected) == steps and all(expected[step] == value for step, value in made)
     assert {step for step, _ in made} == set(expected)
     assert outcome(folder / "run") == outcome(whole / "run")
     assert [e["step"] for e in logged(folder / "run")] == sorted(expected)  # in metrics.jsonl each step once
-    text = (folder / f"{kind}.log").read_text()
+    text = command.said()
     noted = [number for number in signals if number != signal.SIGKILL]
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
     twice = len(made) - steps
@@ -80,44 +76,44 @@ def disturbed(server, tmp_path, kind, signals, ahead, save_every):
     return twice
 
 
-def test_a_kill_and_a_signal(server, tmp_path):
-    disturbed(server, tmp_path, "cls", [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
+def test_a_kill_and_a_signal(runs, tmp_path):
+    disturbed(runs, tmp_path, "cls", [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind, kills", [("cls", 50), ("dit", 50), ("text", 20)])
-def test_many_kills(server, tmp_path, kind, kills):
+def test_many_kills(runs, tmp_path, kind, kills):
     kills = int(os.environ.get("KILLS", kills))
-    disturbed(server, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
+    disturbed(runs, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind", ["cls", "dit", "text"])
-def test_many_signals(server, tmp_path, kind):
+def test_many_signals(runs, tmp_path, kind):
     signals = [signal.SIGTERM, signal.SIGINT] * 10
     # Nothing but what a signal saves is saved, so that no step is done twice.
-    assert disturbed(server, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
+    assert disturbed(runs, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
 
 
-def test_a_signal_before_the_first_step_leaves_nothing(server, tmp_path):
-    pid = server.start("dit", arguments("dit", tmp_path / "run", 10, 5), tmp_path)
-    os.kill(pid, signal.SIGTERM)
-    assert server.wait(pid) in (143, -signal.SIGTERM)
+def test_a_signal_before_the_first_step_leaves_nothing(runs, tmp_path):
+    command = runs.start("dit", arguments("dit", tmp_path / "run", 10, 5), tmp_path)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() in (143, -signal.SIGTERM)
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_second_signal_leaves_at_once(server, tmp_path):
+def test_a_second_signal_leaves_at_once(runs, tmp_path):
     argv = arguments("dit", tmp_path / "run", 10**6, 10**6)
-    pid = server.start("dit", argv, tmp_path, slow_save=60)
-    assert server.until(pid, lambda: len(losses(tmp_path, "dit")) >= 3)
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGTERM)  # the same one, passed on by a launcher
+    command = runs.start("dit", argv, tmp_path, slow_save=60)
+    assert command.until(lambda: len(losses(tmp_path, "dit")) >= 3)
+    os.kill(command.pid, signal.SIGTERM)
+    os.kill(command.pid, signal.SIGTERM)  # the same one, passed on by a launcher
     time.sleep(1.2)
-    assert "again" not in (tmp_path / "dit.log").read_text()
+    assert "again" not in command.said()
     begin = time.monotonic()
-    os.kill(pid, signal.SIGTERM)
-    assert server.wait(pid) == 143 and time.monotonic() - begin < 10
-    assert "SIGTERM again: left without saving" in (tmp_path / "dit.log").read_text()
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 143 and time.monotonic() - begin < 10
+    assert "SIGTERM again: left without saving" in command.said()
     assert not list(tmp_path.glob("run/checkpoints/step_*"))
 
 

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from processes import on_two_ranks
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.classification.task import ClassificationTask
@@ -118,8 +119,7 @@ def test_accumulation_is_the_mean_of_its_micro_batches(kind):
 
 
 def on_a_rank(rank, kind, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     task = torch.nn.parallel.DistributedDataParallel(make_task(kind))
     result = gradients(task, make_batch(kind, slice(4 * rank, 4 * rank + 4)))
     torch.save(result, folder / f"{kind}{rank}.pt")
@@ -132,13 +132,10 @@ def on_a_rank(rank, kind, folder):
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_two_processes(kind, tmp_path):
     """Averaged by DistributedDataParallel: the one big batch, because counts of heads are summed over processes."""
-    torch.multiprocessing.spawn(on_a_rank, args=(kind, tmp_path), nprocs=2)
+    on_two_ranks(on_a_rank, kind, tmp_path)
     task = make_task(kind)
     ranks = [torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True) for rank in range(2)]
     loss, grads = gradients(task, make_batch(kind))
     for one in ranks:
-        close(
-            (loss, grads),
-            ((ranks[0][0] + ranks[1][0]) / 2, {k.removeprefix("module."): v for k, v in one[1].items()}),
-            1e-10,
-        )
+        mean = (ranks[0][0] + ranks[1][0]) / 2
+        close((loss, grads), (mean, {k.removeprefix("module."): v for k, v in one[1].items()}), 1e-10)
