@@ -13,7 +13,37 @@ from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
 
 
-class TextModel(PreTrainedModel):
+class RoutedLoss:
+    """The loss of language models with routed heads.
+
+    Subclasses have `states_and_stats(**inputs)`, the last layer's output and the statistics of every attention layer, and
+    `token_losses(hidden, labels, label_smoothing)`.
+    """
+
+    def routed_loss(
+        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
+    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
+        """Losses per token, for a task that averages them and adds those of the routers.
+
+        Logits are computed where labels are, and nowhere else.
+
+        Args:
+            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
+            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
+                vocabulary.
+            **inputs: as for forward.
+
+        Returns:
+            (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
+        """
+        hidden, stats = self.states_and_stats(**inputs)
+        where = (labels != -100).nonzero(as_tuple=True)
+        loss, nll = self.token_losses(hidden[where], labels[where], label_smoothing)  # [T]
+        zeros = loss.new_zeros(labels.shape)
+        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
+
+
+class TextModel(RoutedLoss, PreTrainedModel):
     """A transformers model whose attention is `HeadMixtureAttention`.
 
     Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs(hidden)`.
@@ -27,30 +57,12 @@ class TextModel(PreTrainedModel):
     def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         """As forward: log-probabilities [B, N, V], which serve as logits, and the statistics of every attention layer
         in the order of `modules()`."""
-        stats: List[RoutingStats] = []
-        hidden = self.hidden_states(stats=stats, **inputs)
+        hidden, stats = self.states_and_stats(**inputs)
         return self.log_probs(hidden), stats
 
-    def routed_loss(
-        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
-    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
-        """Losses per token, for a task that averages them and adds those of the routers.
-
-        Args:
-            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
-            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
-                vocabulary.
-            **inputs: as for forward.
-
-        Returns:
-            (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
-        """
+    def states_and_stats(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         stats: List[RoutingStats] = []
-        hidden = self.hidden_states(stats=stats, **inputs)
-        where = (labels != -100).nonzero(as_tuple=True)
-        loss, nll = self.token_losses(hidden[where], labels[where], label_smoothing)  # [T]
-        zeros = loss.new_zeros(labels.shape)
-        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
+        return self.hidden_states(stats=stats, **inputs), stats
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T]."""

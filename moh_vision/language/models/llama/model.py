@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from moh_vision.attention import BudgetSpec, RoutingStats
+from moh_vision.language.models.base import RoutedLoss
 from moh_vision.language.models.llama.attention import (
     MoHLlamaAttention,
     MoHQwen2Attention,
@@ -80,7 +81,7 @@ class Collected:
         return found
 
 
-class RoutedCausalLM:
+class RoutedCausalLM(RoutedLoss):
     """What these models have beside transformers' methods; to be mixed in before one of its classes.
 
     `forward`, `generate`, `save_pretrained` and `from_pretrained` are transformers' own. The loss of
@@ -117,40 +118,20 @@ class RoutedCausalLM:
         """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`.
 
         Raises:
-            ValueError: see `hidden_states`.
+            ValueError: see `states_and_stats`.
         """
-        hidden, stats = self.hidden_states(**inputs)
+        hidden, stats = self.states_and_stats(**inputs)
         return self.lm_head(hidden), stats
 
-    def routed_loss(
-        self, labels: Tensor, label_smoothing: float = 0.0, **inputs
-    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
-        """Losses per token, for a task that averages them and adds those of the routers.
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+        """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
+        logits = self.lm_head(hidden).float()  # [T, V]
+        nll = F.cross_entropy(logits, labels, reduction="none")
+        if not label_smoothing:
+            return nll, nll
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing), nll
 
-        Logits are computed where labels are, and nowhere else.
-
-        Args:
-            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
-            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
-                vocabulary.
-            **inputs: as for forward.
-
-        Returns:
-            (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
-
-        Raises:
-            ValueError: see `hidden_states`.
-        """
-        hidden, stats = self.hidden_states(**inputs)
-        where = (labels != -100).nonzero(as_tuple=True)
-        logits, wanted = self.lm_head(hidden[where]).float(), labels[where]  # [T, V], [T]
-        loss = nll = F.cross_entropy(logits, wanted, reduction="none")
-        if label_smoothing:
-            loss = F.cross_entropy(logits, wanted, reduction="none", label_smoothing=label_smoothing)
-        zeros = loss.new_zeros(labels.shape)
-        return zeros.index_put(where, loss), zeros.index_put(where, nll), stats
-
-    def hidden_states(self, attention_mask: Optional[Tensor] = None, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+    def states_and_stats(self, attention_mask: Optional[Tensor] = None, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         """The last layer's output [B, N, C] behind its norm, and the statistics of every layer, without padding.
 
         Args:
