@@ -7,10 +7,13 @@ heads of one width in their three parts, which the paper does not say; the sum o
 
 from typing import Optional
 
+from huggingface_hub import hf_hub_download
 from timm.models import generate_default_cfgs, resolve_pretrained_cfg
+from timm.models._hub import download_cached_file
 
 from moh_vision.attention import runs_all_heads
 from moh_vision.models.timm_factory import register_variants
+from moh_vision.models.weights import load_checkpoint
 
 SIZES = {
     "small": dict(embed_dim=384, depth=12, num_heads=6),
@@ -93,8 +96,7 @@ def _create_dit(
         TypeError: for an argument that does not exist.
         RuntimeError: if no weights are named.
     """
-    from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
-    from moh_vision.models.weights import load_checkpoint
+    from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel  # imports diffusers
 
     cfg = resolve_pretrained_cfg(variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay)
     if pretrained and not (cfg.file or cfg.url or cfg.hf_hub_id):
@@ -129,9 +131,6 @@ def _create_dit(
 
 def _weights(cfg, cache_dir) -> str:
     """The file that a configuration names, fetched if it is elsewhere."""
-    from huggingface_hub import hf_hub_download
-    from timm.models._hub import download_cached_file
-
     if cfg.file:
         return cfg.file
     if cfg.hf_hub_id:

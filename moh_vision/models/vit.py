@@ -8,6 +8,7 @@ from functools import partial
 from typing import Dict, List, Optional, Tuple
 
 import torch
+from timm.layers import to_2tuple
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -150,8 +151,7 @@ class MoHVisionTransformer(VisionTransformer):
 
 def check_image_size(img_size, patch_size) -> None:
     """Raise ValueError unless `img_size` (a number or a pair) is cut into whole patches."""
-    sizes = img_size if isinstance(img_size, (tuple, list)) else (img_size, img_size)
-    patches = patch_size if isinstance(patch_size, (tuple, list)) else (patch_size, patch_size)
+    sizes, patches = to_2tuple(img_size), to_2tuple(patch_size)
     if any(p < 1 for p in patches):
         raise ValueError(f"patch_size {patch_size} must be at least 1")
     if any(s < p or s % p for s, p in zip(sizes, patches)):
