@@ -5,9 +5,9 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_vision.attention import EXECUTORS, HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import choose
@@ -166,7 +166,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             k, v = cache.update(k, v, self.layer_idx)
         if hasattr(self, "sliding_window"):
             kwargs["sliding_window"] = self.sliding_window
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.eager_forward)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         o, matrix = interface(
             self,
             q,
@@ -184,12 +184,12 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def rotated(
         self, x: Tensor, queries: Optional[Tensor], rotary: Tuple[Tensor, Tensor]
     ) -> Tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' own functions."""
+        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions: Qwen's are copies of LLaMA's."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
-        return *self.rotate_pair(q, k, *rotary), v
+        return *apply_rotary_pos_emb(q, k, *rotary), v
 
     def executor_of(
         self, x: Tensor, routing: Routing, mask: Optional[Tensor], rotary: Tuple[Tensor, Tensor], past, **kwargs
@@ -229,22 +229,13 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         return None if (name == "masked" and not rows) or (name == "decode" and not one) else (name, call)
 
 
-class MoHLlamaAttention(RoutedAttention, modeling_llama.LlamaAttention):
+class MoHLlamaAttention(RoutedAttention, LlamaAttention):
     """LLaMA's. It is a LlamaAttention too, by which transformers finds the layers whose attention matrices it records."""
 
-    eager_forward = staticmethod(modeling_llama.eager_attention_forward)
-    rotate_pair = staticmethod(modeling_llama.apply_rotary_pos_emb)
 
-
-class MoHQwen2Attention(RoutedAttention, modeling_qwen2.Qwen2Attention):
+class MoHQwen2Attention(RoutedAttention, Qwen2Attention):
     """Qwen2's."""
 
-    eager_forward = staticmethod(modeling_qwen2.eager_attention_forward)
-    rotate_pair = staticmethod(modeling_qwen2.apply_rotary_pos_emb)
 
-
-class MoHQwen3Attention(RoutedAttention, modeling_qwen3.Qwen3Attention):
+class MoHQwen3Attention(RoutedAttention, Qwen3Attention):
     """Qwen3's."""
-
-    eager_forward = staticmethod(modeling_qwen3.eager_attention_forward)
-    rotate_pair = staticmethod(modeling_qwen3.apply_rotary_pos_emb)

@@ -81,24 +81,27 @@ def layer_budgets(config: PreTrainedConfig) -> List[HeadBudget]:
     return [HeadBudget(heads, width, *pair) for pair in pairs]
 
 
-def finish(config: PreTrainedConfig) -> None:
-    """Check the sizes and complete the field `moh`."""
-    for name in SIZES:
-        value = getattr(config, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_key_value_heads={config.num_key_value_heads} does not divide "
-            f"num_attention_heads={config.num_attention_heads}"
-        )
-    if getattr(config, "head_dim", None) is None:  # Qwen2's has none
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    if config.moh is not None:
-        config.moh = checked_moh(config.moh, config)
+class RoutedConfig:
+    """Checks the sizes of a config and completes its field `moh`; to be mixed in before transformers' class."""
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        for name in SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if getattr(self, "head_dim", None) is None:  # Qwen2's has none
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.moh is not None:
+            self.moh = checked_moh(self.moh, self)
 
 
-class MoHLlamaConfig(LlamaConfig):
+class MoHLlamaConfig(RoutedConfig, LlamaConfig):
     """transformers' LlamaConfig and `moh`.
 
     Args:
@@ -118,27 +121,18 @@ class MoHLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        finish(self)
         self.validate_architecture()  # LLaMA's own check, which a subclass is not put to
 
 
-class MoHQwen2Config(Qwen2Config):
+class MoHQwen2Config(RoutedConfig, Qwen2Config):
     """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
 
     model_type = "moh_qwen2"
     moh: Optional[dict] = None
 
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        finish(self)
 
-
-class MoHQwen3Config(Qwen3Config):
+class MoHQwen3Config(RoutedConfig, Qwen3Config):
     """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
 
     model_type = "moh_qwen3"
     moh: Optional[dict] = None
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        finish(self)
