@@ -6,9 +6,20 @@ import socket
 import time
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from moh_vision.engine import io
-from moh_vision.engine.io import only_one, run_of, step_of
+from moh_vision.engine.io import (
+    hidden_path,
+    only_one,
+    run_of,
+    sha256_of,
+    step_of,
+    whole_file,
+    write_tensors,
+    write_whole,
+)
 
 
 @pytest.fixture
@@ -82,3 +93,35 @@ def test_the_run_of_a_path(tmp_path, monkeypatch):
     ):
         assert run_of(place) == run
     assert step_of(step) == step_of(tmp_path / "link") == 20 and step_of(run) is None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_file_is_there_whole_or_not_at_all(tmp_path, shared):
+    place = tmp_path / "new" / "file"
+    with whole_file(place, shared) as file:
+        file.write(b"one")
+        assert os.listdir(place.parent) == [hidden_path(place, shared).name] and hidden_path(place, shared) != place
+    assert place.read_bytes() == b"one" and len(sha256_of(place)) == 64
+    with pytest.raises(OSError) as full, whole_file(place, shared) as file:
+        file.write(b"two")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert full.value.filename == str(place)
+    with pytest.raises(KeyError), whole_file(place, shared):
+        raise KeyError
+    before = place.stat().st_mtime_ns
+    write_whole(place, "one", shared)
+    assert place.read_bytes() == b"one" and place.stat().st_mtime_ns == before
+    write_whole(place, b"\xff", shared)
+    assert place.read_bytes() == b"\xff" and os.listdir(place.parent) == ["file"]
+
+
+def test_tensors_with_metadata(tmp_path):
+    place = tmp_path / "new" / "file.safetensors"
+    for value in (1.0, 2.0):
+        write_tensors(place, {"x": torch.full((2,), value)}, dict(step=3, names=["a", "b"]))
+        with safe_open(place, "pt") as file:
+            assert file.metadata() == {"format": "pt", "step": "3", "names": '["a", "b"]'}
+            assert file.get_tensor("x").tolist() == [value, value]
+    with pytest.raises(TypeError):
+        write_tensors(place, {}, dict(odd=object()))
+    assert place.stat().st_mode & 0o777 == 0o644 and os.listdir(place.parent) == [place.name]
