@@ -133,6 +133,10 @@ class StepBatches:
                 first = step * self.batch_size + (m * self.world + self.rank) * micro
                 yield [(p, self.sample(p)) for p in range(first, first + micro)]
 
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, of a step's first sample."""
+        return step * self.batch_size // sum(self.shard_sizes)
+
     def sample(self, position: int) -> int:
         """The sample number at a position."""
         step, slot = divmod(position, self.batch_size)

@@ -9,6 +9,7 @@ from typing import Dict, Iterable, Iterator, List, Optional, Tuple
 import numpy as np
 from torch import Tensor
 
+from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.buckets import TokenBatches, length_slices
@@ -20,10 +21,10 @@ from moh_vision.language.data.foreign import (
     load_vocabulary,
     write_companion,
 )
+from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens, open_tokens
-from moh_vision.language.data.stream import BlockBatches, block_slices, load_batches
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.token_files import TokenFiles
 from moh_vision.language.data.token_shards import TokenShards
@@ -207,12 +208,13 @@ class BlockInputs(TextInputs):
         """The encoded text of a split."""
         return encoded(find_lines(root, split), self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
 
-    def batches(self, batch_size: int, **arguments) -> BlockBatches:
-        """See `BlockBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
-        return BlockBatches(len(self.train), batch_size=batch_size, seed=self.seed, **arguments)
+    def batches(self, batch_size: int, **arguments) -> StepBatches:
+        """See `StepBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
+        return StepBatches([len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments)
 
     def slices(self, dataset, rank: int, world: int) -> List[list]:
-        return block_slices(len(dataset), self.data.eval_batch_size, rank, world)
+        batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
+        return [[(number, number) for number in batch] for batch in batches]  # a validation mask has no other position
 
 
 class MaskedInputs(BlockInputs):

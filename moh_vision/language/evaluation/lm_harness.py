@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
@@ -63,21 +62,8 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
     return f"--tasks: no suite or task is named {name}; {hint}"
 
 
-@dataclass
-class Tasks:
-    """What `load_tasks` loaded.
-
-    Attributes:
-        objects: row -> the harness' tasks and groups.
-        manager: its TaskManager, which is dear to make.
-    """
-
-    objects: Dict[Row, list]
-    manager: object
-
-
-def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks:
-    """The harness' objects of rows, with their data: all of it is fetched before anything is scored.
+def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple[Dict[Row, list], object]:
+    """(row -> the harness' tasks and groups, its TaskManager): all data are fetched before anything is scored.
 
     Args:
         rows: of `plan`.
@@ -107,17 +93,17 @@ def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tasks
                 raise ValueError(f"task {name}: its data set ({data}) cannot be loaded: {reason}") from None
             group = loaded.get("groups", {}).get(name)
             opened[row] += [group] if group is not None else list(loaded["tasks"].values())
-    return Tasks(opened, manager)
+    return opened, manager
 
 
 def evaluate_rows(
-    tasks: Tasks,
+    tasks: Tuple[Dict[Row, list], object],
     model: nn.Module,
     tokenizer,
     *,
-    batch_size: Union[int, str] = 1,
-    limit: Optional[float] = None,
-    accelerator=None,
+    batch_size: Union[int, str],
+    limit: Optional[float],
+    accelerator,
 ) -> Optional[Tuple[List[dict], dict]]:
     """Score a model; every process calls it, each takes a share of the questions.
 
@@ -126,8 +112,8 @@ def evaluate_rows(
         model: a transformers causal language model, in eval mode on its device.
         tokenizer: transformers' kind.
         batch_size: questions at a time on each process, or "auto".
-        limit: the first so many questions of each task; below 1 a share of them.
-        accelerator: accelerate's; None: one process.
+        limit: the first so many questions of each task; below 1 a share of them; None: all.
+        accelerator: accelerate's Accelerator.
 
     Returns:
         On the main process (rows as dicts, versions of tasks): each row has title, tasks, shots, metric, value in percent (None where it is no
@@ -144,19 +130,20 @@ def evaluate_rows(
     logger.setLevel(logging.ERROR)  # it warns of a model that is loaded already
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     logger.setLevel(level)
-    processes = 1 if accelerator is None else accelerator.num_processes
+    processes = accelerator.num_processes
     if limit is not None and 1 <= limit < processes:
         raise ValueError(f"--limit {limit:g}: fewer questions than processes ({processes})")
     if processes > 1:  # HFLM does so itself only when it loads the model, and only on GPUs
         harness.accelerator = accelerator
         harness._rank, harness._world_size = accelerator.process_index, processes
     found, versions = [], {}
-    for row, objects in tasks.objects.items():
+    rows, manager = tasks
+    for row, objects in rows.items():
         shots = None if row.shots < 0 else row.shots
         result = simple_evaluate(
             model=harness,
             tasks=objects,
-            task_manager=tasks.manager,
+            task_manager=manager,
             num_fewshot=shots,
             batch_size=batch_size,
             limit=limit,
@@ -176,7 +163,7 @@ def evaluate_rows(
             dict(title=row.title, tasks=list(row.tasks), shots=shots, used_shots=used, metric=row.metric or None,
                  value=value, metrics=metrics, samples=counts)
         )  # fmt: skip
-    return (found, versions) if processes == 1 or accelerator.is_main_process else None
+    return (found, versions) if accelerator.is_main_process else None
 
 
 def metrics_table(rows: Sequence[dict]) -> str:

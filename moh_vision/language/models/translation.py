@@ -167,12 +167,7 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, checkpoint=self.checkpointer)
         hidden = self.hidden_states(
-            None,
-            attention_mask=attention_mask,
-            decoder_input_ids=decoder_input_ids,
-            decoder_attention_mask=decoder_attention_mask,
-            encoder_outputs=encoder_outputs,
-            past_key_values=past_key_values,
+            None, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
         )
         return Seq2SeqLMOutput(
             loss=self.mean_loss(hidden, labels),
@@ -196,15 +191,8 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
             encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
         if decoder_attention_mask is None and past_key_values is None:
             decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
-        return self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs[0],
-            attention_mask,
-            past_key_values,
-            stats,
-            self.checkpointer,
-        )
+        target, source = (decoder_input_ids, decoder_attention_mask), (encoder_outputs[0], attention_mask)
+        return self.decoder(*target, *source, past_key_values, stats, self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return log_softmax(self.output(hidden))

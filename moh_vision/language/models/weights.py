@@ -20,6 +20,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.language.models.create import MODELS
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
 from moh_vision.models.weight_files import read_safetensors, weights_file
+from moh_vision.models.weights import refuse_other_shapes
 
 CONVERT_KEYS = ("head_budget", "router", "executor", "router_kwargs", "group")
 
@@ -60,7 +61,7 @@ def pretrained_model(
         if config.moh is not None:
             raise ValueError(f"model.convert: model.pretrained {source} has routed heads already; leave it out")
         try:
-            convert_llama(model, **{key: _pairs(value) for key, value in convert.items()})
+            convert_llama(model, **convert)
         except (ValueError, TypeError) as error:
             raise ValueError(f"model.convert: {error}") from None
     had = model.get_input_embeddings().num_embeddings
@@ -119,26 +120,15 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[st
     """
     file = weights_file(source)
     state, about = read_safetensors(file)
-    theirs = about.get("vocabularies")
-    if theirs is not None and theirs != vocabularies:
+    if about.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
             f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run"
         )
-    own = model.state_dict()
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        n for n, _ in model.named_parameters()
-    }
-    for name, tensor in state.items():
-        if name in own and own[name].shape != tensor.shape:
-            raise ValueError(
-                f"init_from {source}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}"
-            )
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    missing = [name for name in missing if name not in tied]
-    lost = [name for name in missing if ".router." not in name]
-    if lost or unexpected:
-        raise ValueError(f"init_from {source} does not fit: missing {lost[:5]}, unexpected {unexpected[:5]}")
-    return missing
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = every - {name for name, _ in model.named_parameters()}
+    refuse_other_shapes(f"init_from {source}", state, model, lambda name: ".router." in name or name in tied)
+    model.load_state_dict(state, strict=False)
+    return [name for name in model.state_dict() if name not in state and name not in tied]
 
 
 def _config(source: Union[str, Path]):
@@ -179,8 +169,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _pairs(value):
-    """Lists of YAML as convert takes them."""
-    return [tuple(pair) if isinstance(pair, list) else pair for pair in value] if isinstance(value, list) else value

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
-from moh_vision.language.data.stream import BlockBatches, block_slices, load_batches
 from moh_vision.language.data.token_cache import TokenCache, write_tokens
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 
@@ -26,7 +27,7 @@ def some_lines(count, seed=0):
 
 def block_batches(blocks, **kwargs):
     defaults = dict(batch_size=4, seed=1, accumulation=1, rank=0, world=1, start=0, stop=20)
-    return BlockBatches(blocks, **{**defaults, **kwargs})
+    return StepBatches([blocks], group=1, **{**defaults, **kwargs})
 
 
 # ---------------------------------------------------------------- masking
@@ -143,7 +144,7 @@ def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
     for batch_size, world in ((4, 1), (3, 2)):
         rows = {}
         for rank in range(world):
-            slices = block_slices(len(validation), batch_size, rank, world)
+            slices = [[(n, n) for n in batch] for batch in rank_slice(len(validation), rank, world, batch_size)]
             for items, batch in zip(slices, load_batches(validation, slices), strict=True):
                 for (_, number), row in zip(items, batch["labels"].tolist(), strict=True):
                     assert number not in rows

@@ -9,8 +9,8 @@ from refusals import one_line
 from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import CausalInputs
+from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
-from moh_vision.language.data.stream import load_batches
 
 TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moh_vision.language.data.buckets import TokenBatches, length_slices
-from moh_vision.language.data.stream import load_batches
+from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.token_cache import TokenCache, write_tokens
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
