@@ -214,7 +214,7 @@ class BlockInputs(TextInputs):
 
     def slices(self, dataset, rank: int, world: int) -> List[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
-        return [[(number, number) for number in batch] for batch in batches]  # a validation mask has no other position
+        return [[(number, number) for number in batch] for batch in batches]  # masks are drawn by the block's number
 
 
 class MaskedInputs(BlockInputs):

@@ -150,11 +150,7 @@ def count_words(
 
 
 def trained_vocabulary(
-    texts: Sequence,
-    cache_dir: str,
-    kind: str,
-    before: Callable = lambda: None,
-    **options,
+    texts: Sequence, cache_dir: str, kind: str, before: Callable = lambda: None, **options
 ) -> Vocabulary:
     """The vocabulary of some texts, trained where there is none yet.
 

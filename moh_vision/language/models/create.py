@@ -57,16 +57,7 @@ MAE = {
     "nobcd": {"router": "mae", "leave_out": 1},
 }
 # The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
-MOA_TRANSLATION = (
-    "8K8E128D",
-    "8K8E256D",
-    "8K16E256D",
-    "8K32E64D",
-    "8K32E128D",
-    "8K32E256D",
-    "4K32E256D",
-    "16K32E256D",
-)
+MOA_TRANSLATION = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E64D", "8K32E128D", "8K32E256D", "4K32E256D", "16K32E256D")
 MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
 MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 

@@ -102,19 +102,10 @@ def test_the_suites_tasks_and_metrics_are_in_the_harness():
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
-    where = [
-        "sciq",
-        "piqa",
-        "winogrande",
-        "openbookqa",
-        "logiqa",
-        "truthfulqa",
-        "mmlu/default",
-        "ceval",
-        "cmmlu",
-        "gsm8k",
-    ]
-    where += ["hellaswag", "super_glue/boolq", "lambada", "nq_open", "arc"]
+    where = (
+        "sciq piqa winogrande openbookqa logiqa truthfulqa mmlu/default ceval cmmlu gsm8k hellaswag super_glue/boolq"
+    )
+    where = [*where.split(), "lambada", "nq_open", "arc"]
     root = lm_eval.tasks.__path__[0]
     manager = TaskManager(include_path=[f"{root}/{folder}" for folder in where], include_defaults=False)
     for row in {row for suite in SUITES.values() for row in suite.rows}:
