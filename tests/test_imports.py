@@ -1,6 +1,7 @@
 """The map of the design: wings import the ground floor, the ground floor imports no wing."""
 
 import ast
+import graphlib
 import runpy
 import sys
 
@@ -58,6 +59,24 @@ def test_arrows():
             assert target in {room, *ALLOWED[room]}, f"{inside} imports {target}"
             seen += 1
     assert seen > 20 and forwarders
+
+
+def test_no_files_import_one_another_in_a_circle():
+    """Imports inside functions count too."""
+    files = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    arrows = {}
+    for name, path in files.items():
+        arrows[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                arrows[name] |= files.keys() & {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                members = files.keys() & {f"{node.module}.{alias.name}" for alias in node.names}
+                arrows[name] |= members or files.keys() & {node.module}
+    list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the files
 
 
 def test_a_forwarder_is_known_by_its_form():
