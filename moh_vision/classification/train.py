@@ -67,13 +67,13 @@ def train(run: Run) -> None:
     elif config.init_from:
         config.check_calibration(init_from(model, config.init_from, accelerator.print))
     train_only(model, config.train_only)
+    run.take_model(model, mae_routers(model))
+    order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
+    batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
     if config.calibrate_images and not checkpoint:
         share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
-
-    order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
-    batches = StepBatches(source.shard_sizes, **order, **run.portion())
-    run.open(model, mae_routers(model), record)
+    run.open(record)
 
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
@@ -125,7 +125,7 @@ def train(run: Run) -> None:
 
 def main(argv: Optional[List[str]] = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    rest = [a for a in argv if a.replace("_", "-") != "--validate-only"]
+    rest = [a for a in argv if a.replace("_", "-") not in ("--validate-only", "--validate-only=true")]
     if len(rest) < len(argv):
         return validation.main(rest, NAME)
     with Run(NAME, ClsConfig, argv) as run:

@@ -26,6 +26,7 @@ from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.sharding import whole_weights
+from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import to_validate
@@ -145,12 +146,13 @@ def report(config, flags, accelerator) -> None:
 
 
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
-    with user_errors(name):
-        config, flags = parse_config(ClsConfig, argv, name, to_validate=True)
-        accelerator = make_accelerator(config.mixed_precision, config.tf32)
-    with user_errors(name), user_errors(name, (BadData,), every_rank=True):
-        report(config, flags, accelerator)
-    finish(accelerator)
+    with StopSignals():
+        with user_errors(name):
+            config, flags = parse_config(ClsConfig, argv, name, to_validate=True)
+            accelerator = make_accelerator(config.mixed_precision, config.tf32)
+        with user_errors(name), user_errors(name, (BadData,), every_rank=True):
+            report(config, flags, accelerator)
+        finish(accelerator)
 
 
 if __name__ == "__main__":

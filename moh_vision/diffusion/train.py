@@ -54,6 +54,7 @@ def train(run: Run) -> None:
     elif config.init_from:
         init_from(model, config.init_from, accelerator.print)
     train_only(model, config.train_only)
+    run.take_model(model, mae_routers(model))
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
     draws = config.preview.every or config.score.every
@@ -67,7 +68,7 @@ def train(run: Run) -> None:
     with accelerator.main_process_first():
         scorer = make_scorer(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
-    run.open(model, mae_routers(model), DataRecord(d.root, run.flags.allow_change, train=source))
+    run.open(DataRecord(d.root, run.flags.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())

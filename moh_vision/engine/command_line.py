@@ -29,6 +29,8 @@ RUN_FLAGS = (
     ("allow_change", List[str], [], "KEY: resume although it has changed; may be given several times"),
 )
 VALIDATION_FLAGS = (("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),)
+# What --print_config writes beside the keys, now or in an earlier version.
+PRINTED = ("config", "print_config", "help", "validate_only", *(name for name, *_ in RUN_FLAGS + VALIDATION_FLAGS))
 
 
 def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool = False):
@@ -68,7 +70,7 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     values: Dict[str, Any] = {}
     for name, text in options:
         if name == "config":
-            values.update(_file_values(text, keys, switches))
+            values.update(_file_values(text, keys))
         elif name == "allow_change":
             values[name] = [*values.get(name, []), text]
         elif name != "print_config":
@@ -143,7 +145,7 @@ def _option_values(name: str, text: str, keys: Dict[str, Any], earlier: dict) ->
     return _checked({free or name: value}, keys, f"--{name}")
 
 
-def _file_values(path: str, keys: Dict[str, Any], switches: Iterable[str]) -> Dict[str, Any]:
+def _file_values(path: str, keys: Dict[str, Any]) -> Dict[str, Any]:
     """Dotted keys and values of a YAML file."""
     if not os.path.isfile(path):
         raise ValueError(f"--config {path}: no such file")
@@ -156,8 +158,9 @@ def _file_values(path: str, keys: Dict[str, Any], switches: Iterable[str]) -> Di
     tree = _yaml(text, f"--config {path}")
     if not isinstance(tree, (dict, type(None))):
         raise ValueError(f"--config {path}: expected keys and values, found {type(tree).__name__}")
-    # --print_config writes the switches too.
-    return _checked({key: value for key, value in (tree or {}).items() if key not in switches}, keys, path)
+    return _checked(
+        {key: value for key, value in (tree or {}).items() if key in keys or key not in PRINTED}, keys, path
+    )
 
 
 def _yaml(text: str, where: str):

@@ -58,7 +58,7 @@ class ImageParts:
         self._write(self._path(batch), images)
 
     def _write(self, path: Path, values: Tensor) -> None:
-        with whole_file(path) as file:
+        with whole_file(path, shared=True) as file:  # a process of a run that was killed may not have ended yet
             save = np.save if path.suffix == ".npy" else np.savez_compressed
             save(file, values.cpu().numpy())
 

@@ -116,7 +116,8 @@ def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         give_name(hidden, place)
     except OSError as error:
-        error.filename = error.filename or str(place)  # that of a full disk names no file
+        if error.errno and not error.filename:  # that of a full disk names no file
+            error.filename = str(place)
         raise
     finally:
         with contextlib.suppress(OSError):
@@ -160,7 +161,8 @@ def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, obj
 
 def hidden_path(place: Path, shared: bool = False) -> Path:
     """Where a file or folder is until it is whole; see `whole_file`."""
-    return place.with_name(f".{place.name}.{os.getpid()}.tmp" if shared else f".{place.name}.tmp")
+    own = f".{socket.gethostname()}.{os.getpid()}" if shared else ""  # containers often have equal process numbers
+    return place.with_name(f".{place.name}{own}.tmp")
 
 
 def give_name(hidden: Path, place: Path) -> None:

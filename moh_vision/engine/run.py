@@ -30,7 +30,7 @@ from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker
 
-CONFIG = "config.yaml"
+CONFIG, EARLIER = "config.yaml", ".config.yaml"  # the second: what a killed run of an earlier version may have left
 
 
 class Run:
@@ -38,7 +38,8 @@ class Run:
 
         with Run("train_dit.py", DitConfig, argv) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
-            run.open(model, routers, data)          the end of the set-up: from here on the folder is the run's
+            run.take_model(model, routers)          refuse what cannot be trained
+            run.open(data)                          the end of the set-up: from here on the folder is the run's
             run.prepare(task, optimizer, ...)       wrap, resume, open the log
             for step in run.steps():
                 run.step(batches, epoch)            forward, backward, update
@@ -121,22 +122,32 @@ class Run:
         sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
         return dict(sizes, start=self.start, stop=self.stop)
 
-    def open(self, model: nn.Module, routers: List[nn.Module], data=None) -> None:
-        """Open the folder; the last thing that a user's mistake can prevent.
+    def take_model(self, model: nn.Module, routers: List[nn.Module]) -> None:
+        """Take the model that is trained, and refuse what cannot be.
 
         Args:
             model: those of its parameters that require a gradient are trained.
-            routers: MAE's in it, see `BlockDescent`.
+            routers: MAE's in it.
+
+        Raises:
+            ValueError: see `BlockDescent`.
+        """
+        c, self.model = self.config, model
+        self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
+
+    def open(self, data=None) -> None:
+        """Open the folder, at the end of the set-up: a mistake until now leaves nothing behind.
+
+        Args:
             data: a `DataRecord`, see `open_run`.
 
         Raises:
-            ValueError: see `BlockDescent` and `open_run`.
+            ValueError: see `open_run`.
         """
         c = self.config
-        self.model = model
-        self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
         changed = partial(changed_keys, allowed=self.flags.allow_change)
         self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, data)
+        self.setting_up = False
 
     def prepare(
         self,
@@ -175,7 +186,8 @@ class Run:
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
         if checkpoint:
-            load_training(accelerator, checkpoint, self.model, self.ema, accelerator.print)
+            with self.errors():
+                load_training(accelerator, checkpoint, self.model, self.ema, accelerator.print)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
         self.metadata = dict(metadata, architecture=c.model.name, config=c.tree())
@@ -186,7 +198,6 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
-        self.setting_up = False
         self.signals.begin()
         while self.done < self.stop and not self._step.stop and not self._ends:
             yield self.done
@@ -379,9 +390,7 @@ def open_run(
         if data:
             data.check(folder, accelerator.print)
     elif (
-        folder.exists()
-        and not fresh
-        and any(path.name not in (LOCK, hidden_path(saved).name) for path in folder.iterdir())
+        folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name, EARLIER}
     ):
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"

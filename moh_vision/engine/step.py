@@ -75,6 +75,7 @@ class Step:
                 with contextlib.nullcontext() if micro == last else accelerator.no_sync(self.descent.task):
                     self.losses.append(self.descent.task(**batch, **more))
                     accelerator.backward(self.losses[-1]["loss"] / self.accumulation)
+            assert len(self.losses) == self.accumulation, "the batches ended within a step"
             self.norm, updated = self.descent.update(number, self.losses)
         return updated
 

@@ -67,8 +67,9 @@ def train(run: Run) -> None:
         if fresh:
             accelerator.print(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
+    run.take_model(model, mae_routers(model))
     batches = text.batches(**run.portion())
-    run.open(model, mae_routers(model))
+    run.open()
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
         save_configs(model, run.folder)  # with model.safetensors what from_pretrained reads

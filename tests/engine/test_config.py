@@ -426,6 +426,15 @@ def test_validation_reads_the_runs_configuration(tmp_path):
             parse(*argv, to_validate=True)
 
 
+def test_what_print_config_writes_is_read_by_both_scripts(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse("--print_config", "--seed", "3")
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out + "validate_only: false\n")  # as earlier versions wrote it
+    assert parse("--config", str(file))[0].seed == 3
+    assert parse("--config", str(file), "--checkpoint", "x", to_validate=True)[1].checkpoint == "x"
+
+
 def test_configurations_are_found_by_name(tmp_path, monkeypatch):
     by_path = parse("--config", str(ROOT / "configs" / "cls" / "moh_vit_small_patch16_224.yaml"))[0]
     monkeypatch.chdir(tmp_path)
