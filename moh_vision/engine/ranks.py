@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional
+from typing import Callable, List, Optional, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather, gather_object, reduce
+from accelerate.utils import broadcast_object_list, gather, gather_object, reduce
 from safetensors import SafetensorError
 from torch import Tensor
 
 from moh_vision.engine.commands import MISTAKES
+
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
@@ -41,6 +43,30 @@ def by_main(part: Callable[[], None], accelerator) -> None:
     problem = attempt(part if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)
+
+
+class MistakeElsewhere(Exception):
+    """The main process met a mistake, and has said which."""
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """make() on the main process, its result on every one; a mistake there ends all."""
+    told: list = [False, None]
+    try:
+        if PartialState().is_main_process:
+            told = [True, make()]
+    finally:
+        broadcast_object_list(told)
+    if not told[0]:
+        raise MistakeElsewhere
+    return told[1]
+
+
+def first(make: Callable[[], T]) -> T:
+    """make() on every process, on the main one first; a mistake there ends all."""
+    made: list = []
+    from_first(lambda: made.append(make()))
+    return made[0] if made else make()
 
 
 def total_over_processes(accelerator) -> Callable[[Tensor], Tensor]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import os
 import warnings
-from typing import List, Optional
+from typing import Iterator, List, Optional
 
+from accelerate import PartialState
+
+from moh_vision.data.shards.worker import watch_parent
 from moh_vision.diffusion import latents
 from moh_vision.diffusion.latents.cache import DTYPES
 from moh_vision.diffusion.latents.conversion import write_latents
-from moh_vision.diffusion.latents.ranks import MistakeElsewhere, from_first, launched_ranks
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE
 from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.engine.ranks import MistakeElsewhere, from_first
 
 
 def _parse(argv: Optional[List[str]]) -> dict:
@@ -30,16 +36,29 @@ def _parse(argv: Optional[List[str]]) -> dict:
     return vars(parser.parse(argv))
 
 
+@contextlib.contextmanager
+def launched_ranks() -> Iterator[None]:
+    """Connect the ranks that the environment speaks of, if there are several (see accelerate's PartialState)."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several:
+        # An orphan would write on beside the run that is started next.
+        watch_parent(os.getppid())
+        # A rank waits until the slowest has written its last shard.
+        PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
+    try:
+        yield
+    finally:
+        if several:
+            PartialState().destroy_process_group()
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
         with warnings.catch_warnings(), launched_ranks():
             warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-            write_latents(
-                **from_first(lambda: _parse(argv)),
-                say=say,
-            )
+            write_latents(**from_first(lambda: _parse(argv)), say=say)
 
     try:
         return exit_code("latents", work, kept="shards")

@@ -12,10 +12,10 @@ from accelerate.utils import gather_object
 from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.latents.cache import DTYPES
-from moh_vision.diffusion.latents.ranks import first, from_first
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, load_vae
 from moh_vision.diffusion.latents.writer import LatentWriter
 from moh_vision.engine.io import only_one
+from moh_vision.engine.ranks import first, from_first
 
 
 def write_latents(
