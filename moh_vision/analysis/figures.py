@@ -16,6 +16,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
 from moh_vision.engine.io import hidden_path, whole_file
 
@@ -23,12 +24,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
 NAME_LENGTH = 24  # characters of a name beside a row of images
-
-
-def as_pil(image: Tensor) -> Image.Image:
-    """uint8 [C, h, w] -> PIL, grey for one channel."""
-    array = image.permute(1, 2, 0).numpy()
-    return Image.fromarray(array if array.shape[2] == 3 else array[..., 0])
 
 
 def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
@@ -51,7 +46,7 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
     number = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for batch in batches:
-            list(pool.map(lambda i, x: as_pil(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
+            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
             number += len(batch)
     if out.exists():
         for stale in out.glob("*.png"):
@@ -100,7 +95,7 @@ def draw_image_grid(
     size = (margin + columns * (width + gap) + gap, rows * (height + gap) + gap)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
-        enlarged = as_pil(image).resize((width, height), Image.Resampling.BICUBIC)
+        enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
         canvas.paste(enlarged, (margin + gap + (i % columns) * (width + gap), gap + (i // columns) * (height + gap)))
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from moh_vision.analysis.figures import as_pil
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.crop import center_crop
 from moh_vision.data.order import rank_slice
@@ -56,7 +55,10 @@ class ClassifierScores:
         transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
         real = evaluation_batches(LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, batch_size), 0)
         fake = (
-            dict(images=torch.stack([transform(as_pil(x)) for x in batch]), labels=labels[first : first + len(batch)])
+            dict(
+                images=torch.stack([transform(v2.functional.to_pil_image(x)) for x in batch]),
+                labels=labels[first : first + len(batch)],
+            )
             for first, batch in parts.batches()
         )
         scores = score_with_classifier(self.classifier.to(device), fake, real, device)
