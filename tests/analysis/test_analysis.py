@@ -10,9 +10,8 @@ from moh_vision.analysis.figures import draw_head_usage, draw_image_grid
 
 
 def test_head_load_by_class():
-    model = timm.create_model(
-        "moh_vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3
-    ).eval()
+    sizes = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
+    model = timm.create_model("moh_vit_tiny_patch16_224", **sizes).eval()
     load = HeadLoad([6, 6], 3)
     x, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 2, 2, 0, 2])
     for part in (slice(0, 2), slice(2, 5)):
@@ -30,32 +29,14 @@ def test_head_load_by_class():
 
 def test_describe_counts_by_hand():
     """One block of width 8, 2 heads, 4 patches and a class token; router rows: 1 routed candidate of 2, 2 for balance."""
-    model = timm.create_model(
-        "moh_vit_tiny_patch16_224",
-        img_size=4,
-        patch_size=2,
-        in_chans=1,
-        embed_dim=8,
-        depth=1,
-        num_heads=2,
-        num_classes=3,
-        head_budget=[(1, 1)],
-    )
+    sizes = dict(img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=1, num_heads=2, num_classes=3)
+    model = timm.create_model("moh_vit_tiny_patch16_224", head_budget=[(1, 1)], **sizes)
     text = describe("tiny", model, torch.zeros(1, 1, 4, 4))
     n, c = 5, 8
     macs = 4 * 4 * c + n * c * 3 * c + 2 * n * n * c + n * c * c + 2 * n * c * 4 * c + n * c * (1 + 2) + c * 3
     assert f"MACs:         {macs:,} " in text
-    parameters = (
-        (4 * c + c)
-        + c
-        + n * c
-        + 2 * c * 3
-        + (c * 3 * c + 3 * c)
-        + (c * c + c)
-        + (c * 4 * c + 4 * c + 4 * c * c + c)
-        + 3 * c
-        + (3 * c + 3)
-    )
+    block = 2 * c * 2 + (c * 3 * c + 3 * c) + (c * c + c) + 3 * c + (c * 4 * c + 4 * c + 4 * c * c + c)
+    parameters = (4 * c + c) + c + n * c + block + 2 * c + (3 * c + 3)  # patches, class token, positions; norm, head
     assert f"parameters:   {parameters:,}" in text
     assert "active heads: 2 of 2 (100.0 %)" in text
 
@@ -92,10 +73,8 @@ def test_head_usage_figure_has_a_column_per_head(tmp_path):
 
 def test_a_head_usage_figure_has_a_bounded_size(tmp_path):
     """1,000 classes and 588 heads, as MoH-TransNeXt-B on ImageNet: every cell has pixels of its own."""
-    path, share = (
-        tmp_path / "usage.png",
-        [torch.zeros(1000, heads) for heads in [4] * 5 + [8] * 5 + [16] * 23 + [32] * 5],
-    )
+    path = tmp_path / "usage.png"
+    share = [torch.zeros(1000, heads) for heads in [4] * 5 + [8] * 5 + [16] * 23 + [32] * 5]
     share[20][500:] = 1
     draw_head_usage(share, [2] * 38, [f"class {i} with a long name" for i in range(1000)], str(path), "title")
     with Image.open(path) as figure:

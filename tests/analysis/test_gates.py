@@ -32,9 +32,8 @@ def moa(E=5, k=2):
 
 
 def mae(leave_out=1, pool="sequence"):
-    layer = HeadMixtureAttention(
-        16, HeadBudget(4, 4, 4, 0), router="mae", router_kwargs=dict(leave_out=leave_out, pool=pool)
-    )
+    gates = dict(leave_out=leave_out, pool=pool)
+    layer = HeadMixtureAttention(16, HeadBudget(4, 4, 4, 0), router="mae", router_kwargs=gates)
     torch.nn.init.normal_(layer.router.hidden.weight)
     torch.nn.init.normal_(layer.router.out.weight)
     return layer.eval()

@@ -19,9 +19,8 @@ SELF = {
 }
 MAE = ["mae running", "mae window"]
 PADDING = torch.arange(N) >= torch.tensor([[7], [5]])
-HOLES = torch.tensor(
-    [[1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 1]]
-).bool()  # a prompt and an answer, each padded
+# A prompt and an answer, each padded.
+HOLES = torch.tensor([[1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 1]]).bool()
 
 
 def build(budget, **kwargs):

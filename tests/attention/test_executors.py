@@ -501,10 +501,8 @@ def test_auto_leaves_replaced_projections_alone():
     layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
     layer.proj = nn.Sequential(layer.proj)
     x = torch.randn(8, 197, 768)
-    assert choose(Call(layer, x, layer.router(x))) == (
-        "masked",
-        "the projections carry hooks or are not plain linear layers",
-    )
+    reason = "the projections carry hooks or are not plain linear layers"
+    assert choose(Call(layer, x, layer.router(x))) == ("masked", reason)
     assert layer(x)[0].shape == x.shape
 
 

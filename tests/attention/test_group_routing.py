@@ -26,9 +26,8 @@ def routed(group=GROUP, padding=None, train=False):
     x = torch.randn(B, N, C, dtype=torch.float64)
     wide = q.unflatten(1, (H // group, group)).permute(0, 1, 3, 2, 4).flatten(3)  # [B, H/g, N, g*D]
     grouped = QueryNormRouter(C, BUDGET, group=group).train(train)
-    single = QueryNormRouter(
-        C, HeadBudget(H // group, D * group, BUDGET.shared // group, BUDGET.routed // group)
-    ).train(train)
+    budget = HeadBudget(H // group, D * group, BUDGET.shared // group, BUDGET.routed // group)
+    single = QueryNormRouter(C, budget).train(train)
     return q, grouped(x, q, padding), single(x, wide, padding)
 
 
@@ -85,9 +84,8 @@ def test_balance_loss_at_balance_is_the_number_of_routed_heads():
 @pytest.mark.parametrize("executor", ["masked", "packed", "auto", "decode"])
 def test_layers_with_groups(executor):
     """Output and gradients of grouped-query attention; queries of the heads that are off have their gradient (eq. 10)."""
-    layer = HeadMixtureAttention(
-        C, BUDGET, "query_norm", kv_heads=H // GROUP, router_kwargs=dict(group=GROUP), dtype=torch.float64
-    )
+    options = dict(kv_heads=H // GROUP, router_kwargs=dict(group=GROUP), dtype=torch.float64)
+    layer = HeadMixtureAttention(C, BUDGET, "query_norm", **options)
     x = torch.randn(B, N, C, dtype=torch.float64)
     results = {}
     for name in ("reference", executor):
@@ -178,10 +176,7 @@ def test_changing_the_budget_of_a_model():
             lambda: set_routed_heads(model(), [(4, 4), (4, 2)]),
             r"layer 1: \(4, 2\) is not a pair of multiples of group=4",
         ),
-        (
-            lambda: set_routed_heads(model(), 0.25),
-            r"head_budget 0.25: .* \(counted in groups of 4 heads\)",
-        ),
+        (lambda: set_routed_heads(model(), 0.25), r"head_budget 0.25: .* \(counted in groups of 4 heads\)"),
         (lambda: model(group=2), "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"),
     ],
 )

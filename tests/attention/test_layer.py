@@ -9,6 +9,7 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_budget, 
 
 B, N, M, C = 2, 7, 9, 24
 BUDGETS = [(2, 2), (0, 3), (1, 2), (6, 0), (2, 4)]
+OPTIONAL = "context attn_mask padding_mask rotary cache condition context_padding"
 
 
 def layer(shared=2, routed=2, **kwargs):
@@ -19,14 +20,8 @@ def test_dense_is_multi_head_attention():
     """Against torch's own module."""
     ours = layer(6, 0, router="dense")
     theirs = torch.nn.MultiheadAttention(C, 6, batch_first=True)
-    theirs.load_state_dict(
-        {
-            "in_proj_weight": ours.qkv.weight,
-            "in_proj_bias": ours.qkv.bias,
-            "out_proj.weight": ours.proj.weight,
-            "out_proj.bias": ours.proj.bias,
-        }
-    )
+    state = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
+    theirs.load_state_dict({**state, "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias})
     x = torch.randn(B, N, C)
     torch.testing.assert_close(ours(x)[0], theirs(x, x, x, need_weights=False)[0], rtol=1e-5, atol=1e-6)
 
@@ -71,19 +66,7 @@ def test_script_trace_and_compile(shared, routed):
     y, stats = module(x)
     for other in (
         torch.jit.script(module),
-        torch.fx.symbolic_trace(
-            module,
-            concrete_args=dict(
-                context=None,
-                attn_mask=None,
-                is_causal=False,
-                padding_mask=None,
-                rotary=None,
-                cache=None,
-                condition=None,
-                context_padding=None,
-            ),
-        ),
+        torch.fx.symbolic_trace(module, concrete_args=dict.fromkeys(OPTIONAL.split()) | dict(is_causal=False)),
         torch.compile(module, fullgraph=True, backend="aot_eager"),
     ):
         y2, stats2 = other(x)
@@ -124,9 +107,8 @@ def test_balance_loss_alone_trains_the_router_under_checkpointing():
     """The failure that a list filled inside a reentrant checkpoint has: a gradient of exactly 0, without an error."""
     block = Block()
     stats = []
-    run_block(
-        block, torch.randn(B, N, C, requires_grad=True), stats=stats, checkpoint=partial(checkpoint, use_reentrant=True)
-    )
+    x, reentrant = torch.randn(B, N, C, requires_grad=True), partial(checkpoint, use_reentrant=True)
+    run_block(block, x, stats=stats, checkpoint=reentrant)
     load_balance_loss(stats).backward()
     assert block.attn.router.routed.weight.grad.norm() > 1e-6
 

@@ -20,9 +20,8 @@ def test_perfect_balance_gives_k():
 def test_collapse_gives_k_times_more():
     probs = torch.zeros(1, 4, 4)
     probs[..., 0] = 1.0
-    torch.testing.assert_close(
-        load_balance_loss([stats_of(probs, probs, shared=2)]), torch.tensor(4.0)
-    )  # E instead of k = 1
+    loss = load_balance_loss([stats_of(probs, probs, shared=2)])
+    torch.testing.assert_close(loss, torch.tensor(4.0))  # E instead of k = 1
 
 
 def test_is_equation_7_scaled_by_the_candidates():
@@ -68,9 +67,8 @@ def test_padding_does_not_count():
     x = torch.randn(2, 6, 16)
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[:, 4:] = True
-    torch.testing.assert_close(
-        load_balance_loss([router(x, padding_mask=padding).stats]), load_balance_loss([router(x[:, :4]).stats])
-    )
+    padded, short = router(x, padding_mask=padding), router(x[:, :4])
+    torch.testing.assert_close(load_balance_loss([padded.stats]), load_balance_loss([short.stats]))
 
 
 def test_head_usage():

@@ -54,12 +54,7 @@ def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
 
 @pytest.mark.parametrize(
     "shared, routed, names",
-    [
-        (0, 3, {"routed"}),
-        (1, 3, {"routed", "balance"}),
-        (2, 3, {"shared", "routed", "balance"}),
-        (6, 0, {"shared"}),
-    ],
+    [(0, 3, {"routed"}), (1, 3, {"routed", "balance"}), (2, 3, {"shared", "routed", "balance"}), (6, 0, {"shared"})],
 )
 def test_only_the_needed_linears_exist(shared, routed, names):
     router = MoHRouter(C, HeadBudget(6, 8, shared, routed))

@@ -165,9 +165,8 @@ def test_micro_batches_average_their_auxiliary_losses():
 @pytest.mark.parametrize("leave_out, mode", [(1, "soft"), (1, "sampled"), (2, "sampled")])
 def test_usage_of_maes_heads(leave_out, mode):
     """MAE-6 has more experts than heads, and no head that always runs."""
-    model = timm.create_model(
-        "moh_vit_tiny_patch16_224", **VIT, router="mae", router_kwargs=dict(leave_out=leave_out, mode=mode)
-    )
+    gates = dict(leave_out=leave_out, mode=mode)
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT, router="mae", router_kwargs=gates)
     losses = ClassificationTask(model, 0.01)(torch.randn(64, 3, 16, 16), torch.zeros(64, dtype=torch.long))
     for runs in losses["head_runs"]:
         usage = runs[:-1] / runs[-1]

@@ -35,9 +35,8 @@ def loader(root, workers=0, bad=None, mixing=None, **order):
 
 
 def test_augmentation_depends_on_seed_and_position_alone(tmp_path):
-    data = LabelledImages(
-        open_source(str(write_folder(tmp_path)), "train"), imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=4
-    )
+    source = open_source(str(write_folder(tmp_path)), "train")
+    data = LabelledImages(source, imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=4)
     views = []
     for noise in (1, 2):
         random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)

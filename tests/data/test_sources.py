@@ -19,9 +19,8 @@ def write_shards(folder, count=23, per_shard=10, classes=3, split="train", exten
     folder.mkdir(exist_ok=True)
     with webdataset.ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as sink:
         for i in range(count):
-            sink.write(
-                {"__key__": f"{i:04d}", extension: Image.new("RGB", (6, 4), (i, 0, 255 - i)), "cls": i % classes}
-            )
+            image = Image.new("RGB", (6, 4), (i, 0, 255 - i))
+            sink.write({"__key__": f"{i:04d}", extension: image, "cls": i % classes})
     return folder
 
 

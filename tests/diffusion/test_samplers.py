@@ -27,15 +27,9 @@ def bent(x, t, labels):
 def trajectory(scheduler, labels, predict=bent):
     """x after every step, in float32."""
     states = []
-    sample_images(
-        predict,
-        scheduler,
-        labels,
-        SHAPE,
-        list(range(len(labels))),
-        null_label=2,
-        on_step=lambda step, t, x: states.append(x),
-    )
+    seeds = list(range(len(labels)))
+    keep = dict(null_label=2, on_step=lambda step, t, x: states.append(x))
+    sample_images(predict, scheduler, labels, SHAPE, seeds, **keep)
     assert all(x.dtype == torch.float32 for x in states)
     return torch.stack(states)
 
@@ -43,9 +37,8 @@ def trajectory(scheduler, labels, predict=bent):
 def noise_streams(images, steps):
     """[steps + 1, images, *SHAPE]: what the seeds 0, 1, ... give, first the start, then one draw a step."""
     generators = [torch.Generator().manual_seed(s) for s in range(images)]
-    return torch.stack(
-        [torch.stack([torch.randn(SHAPE, generator=g) for g in generators]) for _ in range(steps + 1)]
-    ).double()
+    draws = [[torch.randn(SHAPE, generator=g) for g in generators] for _ in range(steps + 1)]
+    return torch.stack([torch.stack(step) for step in draws]).double()
 
 
 def ancestral_sampling(steps, labels, clip):

@@ -70,9 +70,8 @@ def test_guidance_interval():
     guided = [t for t, labels in calls if labels == [0, 0, 1, 1]]
     plain = [t for t, labels in calls if labels == [0, 0]]
     assert guided == [500, 400, 300, 200] and plain == [900, 800, 700, 600, 100, 0]
-    nowhere = sample_images(
-        points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1, Guidance(3.0, interval=(0.99, 1))
-    )
+    guidance = Guidance(3.0, interval=(0.99, 1))
+    nowhere = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1, guidance)
     without = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1)
     assert torch.equal(nowhere, without)
 

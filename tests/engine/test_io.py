@@ -82,15 +82,8 @@ def test_the_run_of_a_path(tmp_path, monkeypatch):
     (run / "config.yaml").write_text("")
     (tmp_path / "link").symlink_to(step)
     monkeypatch.chdir(step)
-    for place in (
-        run,
-        run / "model.safetensors",
-        step,
-        step / "ema.safetensors",
-        ".",
-        "ema.safetensors",
-        tmp_path / "link",
-    ):
+    places = [run, run / "model.safetensors", step, step / "ema.safetensors", ".", "ema.safetensors", tmp_path / "link"]
+    for place in places:
         assert run_of(place) == run
     assert step_of(step) == step_of(tmp_path / "link") == 20 and step_of(run) is None
 

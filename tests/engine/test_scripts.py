@@ -202,15 +202,7 @@ def test_diffusion_mistakes(tmp_path, capsys, cifar10):
 
 @pytest.mark.parametrize("main, config", [(train_cls.main, "cls"), (train_dit.main, "dit")])
 def test_dry_run_prints_and_stops(tmp_path, capsys, main, config):
-    main(
-        [
-            "--config",
-            str(ROOT / "configs" / "quickstart" / f"{config}.yaml"),
-            "--output",
-            str(tmp_path / "run"),
-            "--dry-run",
-        ]
-    )
+    main(f"--config {ROOT}/configs/quickstart/{config}.yaml --output {tmp_path}/run --dry-run".split())
     out = capsys.readouterr().out
     assert "active heads: 24 of 32 (75.0 %)" in out and "parameters:" in out and "MACs:" in out
     assert not (tmp_path / "run").exists()

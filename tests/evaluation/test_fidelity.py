@@ -42,9 +42,8 @@ def images(n, seed=0, shift=0):
 
 
 def oracle(generated, reference, extractor):
-    (p1, s1, l1), (p2, s2, _) = (
-        tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference)
-    )
+    one, two = (tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference))
+    (p1, s1, l1), (p2, s2, _) = one, two
 
     def frechet(x, y):
         c1, c2 = np.cov(x.T), np.cov(y.T)

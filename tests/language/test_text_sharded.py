@@ -25,10 +25,8 @@ MT = WIDTH + (
 
 
 def arguments(kind, data, run, steps, *more):
-    common = (
-        f"--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5 --max-steps {steps} --output {run} --data.root {data}"
-    )
-    return [*kind.split(), *common.split(), *map(str, more)]
+    common = f"--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5 --max-steps {steps} --output {run}"
+    return [*kind.split(), *common.split(), "--data.root", str(data), *map(str, more)]
 
 
 def sharded(folder, argv, policy="no_wrap"):
@@ -110,10 +108,8 @@ def test_a_translation_model_with_tied_weights(tmp_path, preset, mode):
         argv = arguments(MT, data, tmp_path / "run", steps, *more)
         sharded(tmp_path, argv, "transformer_based_wrap")  # which is for other models
     assert (tmp_path / "units").read_text() == "1"
-    assert (
-        results(tmp_path / "run")["bleu_pairs"] == 4
-        and len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
-    )
+    assert results(tmp_path / "run")["bleu_pairs"] == 4
+    assert len((tmp_path / "run" / "translations.txt").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(

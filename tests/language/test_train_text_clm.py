@@ -176,9 +176,8 @@ def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
     options += ["--model.pretrained", place / "llama"]
     train(tmp_path / "run", 2, *options)
     np.save(tmp_path / "d" / "train.npy", np.arange(400)[::-1] % 20)
-    error = refusals.refused(
-        capsys, train_text.main, *FAST.split(), "--max-steps", 4, "--output", tmp_path / "run", *options
-    )
+    argv = [*FAST.split(), "--max-steps", 4, "--output", tmp_path / "run", *options]
+    error = refusals.refused(capsys, train_text.main, *argv)
     assert "the text of train is not the one that" in error
 
 
@@ -246,7 +245,6 @@ def test_an_eos_that_is_no_token(place, tmp_path, capsys):
         np.full(400, 5).astype("<u2").tofile(tmp_path / f"{split}.bin")
         (tmp_path / f"{split}.json").write_text('{"dtype": "uint16", "eos": 70000}')
     argv = ["--data.root", tmp_path, "--data.vocab_size", 20, *CLM, "--model.pretrained", place / "llama"]
-    error = refusals.refused(
-        capsys, train_text.main, *FAST.split(), "--max-steps", 2, "--output", tmp_path / "run", *argv
-    )
+    argv += [*FAST.split(), "--max-steps", 2, "--output", tmp_path / "run"]
+    error = refusals.refused(capsys, train_text.main, *argv)
     assert "eos is token 70000, but the vocabulary has 20" in error

@@ -132,9 +132,8 @@ def test_calibration_puts_the_strongest_heads_first():
     with torch.no_grad():
         want = model(x)
     hook.remove()
-    alone = [
-        nn.functional.linear(seen[0][..., 8 * h : 8 * h + 8], attn.proj.weight[:, 8 * h : 8 * h + 8]) for h in range(6)
-    ]
+    heads = [slice(8 * h, 8 * h + 8) for h in range(6)]
+    alone = [nn.functional.linear(seen[0][..., own], attn.proj.weight[:, own]) for own in heads]
     lengths = torch.stack([a.norm(dim=-1).mean() for a in alone])
     torch.testing.assert_close(share[0], lengths, rtol=1e-4, atol=0)
 
@@ -269,10 +268,8 @@ def test_dense_vit_files(tmp_path):
     model, x = dense(), images()
     want = model(x)
     save_file(model.state_dict(), tmp_path / "vit.safetensors", metadata={"format": "pt", "note": "not JSON"})
-    wrapped = {
-        "state_dict": {f"module.{k}": v for k, v in model.state_dict().items()},
-        "args": argparse.Namespace(lr=1),
-    }
+    state = {f"module.{k}": v for k, v in model.state_dict().items()}
+    wrapped = {"state_dict": state, "args": argparse.Namespace(lr=1)}
     torch.save(wrapped, tmp_path / "vit.pth")
     for name in ("vit.safetensors", "vit.pth"):
         file = str(tmp_path / name)

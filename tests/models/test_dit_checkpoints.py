@@ -19,11 +19,8 @@ BUDGET = [(2, 0), (2, 1), (3, 2)]
 SHAPE = dict(img_size=8, in_chans=4, num_classes=CLASSES, embed_dim=C, depth=3)
 MOH = dict(SHAPE, num_heads=HEADS, head_dim=D, head_budget=BUDGET)
 DENSE = dict(SHAPE, num_heads=4)
-INPUT = (
-    torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1)),
-    torch.tensor([0, 417, 999]),
-    torch.tensor([0, 3, 5]),
-)
+NOISE = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+INPUT = (NOISE, torch.tensor([0, 417, 999]), torch.tensor([0, 3, 5]))
 
 
 def sincos():
@@ -65,10 +62,7 @@ def official_weights(heads, head_dim, routed=None, seed=0):
                 state[f"blocks.{i}.attn.wg.weight"] = 3 * r(h - shared, C)
                 state[f"blocks.{i}.attn.wg_0.weight"] = 3 * r(2, C)
     state |= {"final_layer.linear.weight": r(32, C), "final_layer.linear.bias": r(32)}
-    state |= {
-        "final_layer.adaLN_modulation.1.weight": r(2 * C, C),
-        "final_layer.adaLN_modulation.1.bias": r(2 * C),
-    }
+    state |= {"final_layer.adaLN_modulation.1.weight": r(2 * C, C), "final_layer.adaLN_modulation.1.bias": r(2 * C)}
     return state
 
 

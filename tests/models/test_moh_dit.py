@@ -74,17 +74,10 @@ def test_official_parameter_names():
         names = {n for n, _ in timm.create_model("dit_small_patch2").named_parameters()}
     block = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
     layers = [f"blocks.{i}.{m}" for i in range(12) for m in block]
-    layers += [
-        "x_embedder.proj",
-        "t_embedder.mlp.0",
-        "t_embedder.mlp.2",
-        "final_layer.linear",
-        "final_layer.adaLN_modulation.1",
-    ]
-    assert names == {f"{m}.{w}" for m in layers for w in ("weight", "bias")} | {
-        "pos_embed",
-        "y_embedder.embedding_table.weight",
-    }
+    layers += "x_embedder.proj t_embedder.mlp.0 t_embedder.mlp.2".split()
+    layers += ["final_layer.linear", "final_layer.adaLN_modulation.1"]
+    weights = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
+    assert names == weights | {"pos_embed", "y_embedder.embedding_table.weight"}
 
 
 def test_a_new_model_outputs_zero_and_its_blocks_are_the_identity():

@@ -134,8 +134,7 @@ def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):
 def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, workers):
     source = open_source(str(write_shards(tmp_path / "d", count=3, per_shard=3)), "train")
     images = LabelledImages(source, image_transform("none", 4, 3, [0.5] * 3, [0.5] * 3), 0)
-    order = StepBatches(
-        source.shard_sizes, group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3
-    )
+    how = dict(group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3)
+    order = StepBatches(source.shard_sizes, **how)
     seen = np.concatenate([batch["labels"].numpy() for batch in training_batches(images, order, workers)])
     assert len(seen) == 21 and np.bincount(seen).tolist() == [7, 7, 7]  # epochs follow each other inside a batch

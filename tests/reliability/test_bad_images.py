@@ -132,9 +132,8 @@ def test_a_run_ends_with_one_bad_image_too_many(tmp_path, extra):
         (root / "train" / "cat" / f"{3 * i}.png").write_bytes(b"bad")
     source = open_source(str(root), "train")
     counted = BadSamples(100, 0.29)
-    order = StepBatches(
-        source.shard_sizes, group=1, seed=0, batch_size=20, accumulation=1, rank=0, world=1, start=0, stop=5
-    )
+    how = dict(group=1, seed=0, batch_size=20, accumulation=1, rank=0, world=1, start=0, stop=5)
+    order = StepBatches(source.shard_sizes, **how)
     images = LabelledImages(source, image_transform("none", 8, 3, [0.5] * 3, [0.5] * 3), 0)
     stream = training_batches(images, order, 0, counted)
     if extra:

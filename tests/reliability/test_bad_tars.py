@@ -45,9 +45,8 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
     rng = cases(100, f"cuts of {layout}")
     # Ends of members and of headers are where a cut is hardest to see.
     edges = [k for k in range(0, end + 1, 512)]
-    places = (
-        rng.sample(edges, 30) + [end, end + 1, end + 511, end + 512] + [rng.randrange(len(data)) for _ in range(66)]
-    )
+    places = [*rng.sample(edges, 30), end, end + 1, end + 511, end + 512]
+    places += [rng.randrange(len(data)) for _ in range(66)]
     folder, refused = tmp_path / "cut", 0
     folder.mkdir()
     for place in places:

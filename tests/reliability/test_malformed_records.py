@@ -23,14 +23,8 @@ def world(tmp_path_factory):
 
 
 def write(folder):
-    write_latents(
-        str(folder / "images"),
-        str(folder / "latents"),
-        vae=str(folder / "vae"),
-        size=8,
-        workers=0,
-        say=lambda text: None,
-    )
+    how = dict(vae=str(folder / "vae"), size=8, workers=0, say=lambda text: None)
+    write_latents(str(folder / "images"), str(folder / "latents"), **how)
 
 
 JUNK = [None, 5, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, 2**70, ""]
@@ -106,28 +100,12 @@ def test_records_that_are_damaged(world, what):
         latents=lambda: write(world),
         shards=lambda: convert(str(world / "images"), str(world / "shards"), workers=1, say=lambda text: None),
     )[what]
-    texts = [
-        "null\n",
-        "5\n",
-        "{}\n",
-        "[]\n",
-        "[" * 100_000 + "\n",
-        f"{header}\nnull\n",
-        f"{header}\n{{}}\n",
-        f"{header}\n5\n",
-        b"\xff\xfe\n",
-    ]
+    texts = [f"{text}\n" for text in ("null", "5", "{}", "[]", "[" * 100_000)]
+    texts += [*(f"{header}\n{text}\n" for text in ("null", "{}", "5")), b"\xff\xfe\n"]
     for place in ("classes", "format", "seed"):
         texts += [json.dumps(dict(json.loads(header), **{place: value})) + "\n" for value in (None, "x", [1])]
-    for place, value in (
-        ("shard", 5),
-        ("samples", "x"),
-        ("sha256", None),
-        ("bad", 5),
-        ("bad", [[1]]),
-        ("bad", [["a", 1]]),
-    ):
-        texts.append(f"{header}\n{json.dumps(dict(json.loads(entries[0]), **{place: value}))}\n")
+    wrong = (("shard", 5), ("samples", "x"), ("sha256", None), ("bad", 5), ("bad", [[1]]), ("bad", [["a", 1]]))
+    texts += [f"{header}\n{json.dumps({**json.loads(entries[0]), place: value})}\n" for place, value in wrong]
     try:
         for text in texts:
             assert check(file, start, text), text

@@ -13,6 +13,7 @@ import torch
 from refusals import one_line
 from repeat import cases
 from safetensors.torch import save, save_file
+from small_runs import same
 
 import moh_vision
 from moh_vision.evaluation.fidelity import load_statistics, score
@@ -73,11 +74,12 @@ def named(header: dict, rng) -> dict:
     return header[rng.choice(sorted(k for k in header if k != "__metadata__"))]
 
 
+DAMAGES = ("bytes", "header bytes", "cut", "length", "insert", "offsets", "dtype", "shape", "name", "about")
+
+
 def mutate(data: bytes, rng) -> bytes:
     """One of the ways in which a file can be wrong."""
-    kind = rng.choice(
-        ["bytes", "header bytes", "cut", "length", "insert", "offsets", "dtype", "shape", "name", "about"]
-    )
+    kind = rng.choice([*DAMAGES])
     damaged = bytearray(data)
     safetensors = data[8:9] == b"{"
     if kind == "cut":
@@ -89,10 +91,9 @@ def mutate(data: bytes, rng) -> bytes:
         for _ in range(rng.choice((1, 3, 50))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         if not safetensors:  # the pickle and the directory, where most of the meaning is
+            near = min(3000, len(data))
             for _ in range(5):
-                damaged[
-                    rng.choice((rng.randrange(min(3000, len(data))), -1 - rng.randrange(min(3000, len(data)))))
-                ] ^= 1 << rng.randrange(8)
+                damaged[rng.choice((rng.randrange(near), -1 - rng.randrange(near)))] ^= 1 << rng.randrange(8)
         return bytes(damaged)
     (length,) = struct.unpack("<Q", data[:8])
     if kind == "header bytes":
@@ -100,23 +101,20 @@ def mutate(data: bytes, rng) -> bytes:
             damaged[8 + rng.randrange(length)] = rng.randrange(32, 127)
         return bytes(damaged)
     if kind == "length":
-        return (
-            struct.pack("<Q", rng.choice((2**62, 2**64 - 1, 2**31, 0, 1, length - 1, length + 1, len(data)))) + data[8:]
-        )
+        lengths = (2**62, 2**64 - 1, 2**31, 0, 1, length - 1, length + 1, len(data))
+        return struct.pack("<Q", rng.choice(lengths)) + data[8:]
 
     def change(header):
         entry = named(header, rng)
         if kind == "offsets":
             a, b = entry["data_offsets"]
-            entry["data_offsets"] = rng.choice(
-                ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
-            )
+            offsets = ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
+            entry["data_offsets"] = rng.choice(offsets)
         elif kind == "dtype":
             entry["dtype"] = rng.choice(("I64", "BOOL", "F8_E4M3", "F4", "U8", "C64", "evil", "", None, 3))
         elif kind == "shape":
-            entry["shape"] = rng.choice(
-                ([], [2**62], [-1], [2**31, 2**31, 2**31], entry["shape"] + [1], "x", [[1]], [0])
-            )
+            shapes = ([], [2**62], [-1], [2**31, 2**31, 2**31], entry["shape"] + [1], "x", [[1]], [0])
+            entry["shape"] = rng.choice(shapes)
         elif kind == "name":
             old = rng.choice(sorted(k for k in header if k != "__metadata__"))
             header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(old)
@@ -162,11 +160,8 @@ def attack(tmp_path, vit, dit, count):
         try:
             read(file)
         except (ValueError, FileNotFoundError) as error:
-            assert str(file) in str(error) and "\n" not in str(error) and len(str(error)) < 1500, (
-                i,
-                name,
-                str(error)[:2000],
-            )
+            text = str(error)
+            assert str(file) in text and "\n" not in text and len(text) < 1500, (i, name, text[:2000])
             refused += 1
         # What is read all the same has changed numbers, or metadata that nobody asks for.
         slowest = max(slowest, time.monotonic() - since)
@@ -226,12 +221,9 @@ HEADERS = {
 def test_safetensors_that_are_wrong(tmp_path, vit, case):
     file = tmp_path / "w.safetensors"
     file.write_bytes(HEADERS[case](vit.state_dict()))
-    for read in (
-        lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
-        lambda: init_from(copy.deepcopy(vit), str(file)),
-    ):
+    for read in (moh_vision.load_checkpoint, init_from):
         with one_line() as error:
-            read()
+            read(copy.deepcopy(vit), str(file))
         assert str(file) in str(error.value) and len(str(error.value)) < 1000
 
 
@@ -252,12 +244,9 @@ PICKLES = {
 def test_pickled_states_that_are_wrong(tmp_path, vit, case):
     file = tmp_path / "w.pth"
     torch.save(PICKLES[case], file)
-    for read in (
-        lambda: moh_vision.load_checkpoint(copy.deepcopy(vit), file),
-        lambda: init_from(copy.deepcopy(vit), str(file)),
-    ):
+    for read in (moh_vision.load_checkpoint, init_from):
         with one_line("w.pth"):
-            read()
+            read(copy.deepcopy(vit), str(file))
 
 
 @pytest.mark.parametrize("end", [".pth", ".npz"])
@@ -273,12 +262,11 @@ def test_a_zip_that_unpacks_to_gigabytes_is_refused(tmp_path, vit, end):
 def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
     file = tmp_path / "w.npz"
     model = copy.deepcopy(vit)
-    np.savez(
-        file, **{"embedding/kernel": np.ones((16, 16, 3, 32), np.float32), "embedding/bias": np.ones(32, np.float32)}
-    )
+    kernel, bias = np.ones((16, 16, 3, 32), np.float32), np.ones(32, np.float32)
+    np.savez(file, **{"embedding/kernel": kernel, "embedding/bias": bias})
     with pytest.raises(ValueError, match="w.npz: not the weights of such a ViT"):
         moh_vision.load_checkpoint(model, file)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), vit.state_dict().values()))
+    assert same(model, vit)
     file.write_bytes(file.read_bytes()[:-30])
     with pytest.raises(ValueError, match="w.npz: not"):
         moh_vision.load_checkpoint(model, file)

@@ -28,15 +28,16 @@ def roots(tmp_path_factory):
     return {"folder": folder / "folder", "shards": folder / "shards"}
 
 
+def step_batches(source, **where):
+    return StepBatches(source.shard_sizes, group=2, seed=3, batch_size=BATCH, accumulation=1, **where)
+
+
 def seen(root, start, workers, world=1, stop=STEPS):
     """Numbers of the images of every step, [stop - start, BATCH], over `world` ranks."""
     source = open_source(str(root), "train", str(root.parent / "index"))
     ranks = []
     for rank in range(world):
-        batches = StepBatches(
-            source.shard_sizes, group=2, seed=3, batch_size=BATCH, accumulation=1, rank=rank, world=world,
-            start=start, stop=stop,
-        )  # fmt: skip
+        batches = step_batches(source, rank=rank, world=world, start=start, stop=stop)
         stream = training_batches(LabelledImages(source, pil_to_tensor, 3), batches, workers)
         ranks.append([batch["images"][:, 0, 0, 0].tolist() for batch in stream])
     return [sum(parts, []) for parts in zip(*ranks)]
@@ -77,8 +78,6 @@ def test_bits_of_augmentation_do_not_depend_on_workers(roots):
     source = open_source(str(roots["folder"]), "train", str(roots["folder"].parent / "index"))
     streams = []
     for workers, start in ((0, 0), (2, 9)):
-        batches = StepBatches(
-            source.shard_sizes, group=2, seed=3, batch_size=BATCH, accumulation=1, rank=0, world=1, start=start, stop=12
-        )
+        batches = step_batches(source, rank=0, world=1, start=start, stop=12)
         streams.append([b["images"] for b in training_batches(LabelledImages(source, noisy, 3), batches, workers)])
     assert all(torch.equal(a, b) for a, b in zip(streams[0][9:], streams[1], strict=True))

@@ -33,9 +33,8 @@ def message(call):
 
 def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     crlf = "\ufeff" + "".join(f"  {line} \r\n" for line in EN)
-    root = write(
-        tmp_path / "d", train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN
-    )
+    files = dict(train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN)
+    root = write(tmp_path / "d", **files)
     assert list(zip(*find_pairs(root, "train", "de", "en"))) == list(zip(DE, EN))
     assert list(zip(*find_pairs(root, "val", "en", "de"))) == list(zip(EN, DE))  # val is called dev here
     assert find_pairs(root, "odd", "de", "en").check() == 3
@@ -131,9 +130,8 @@ def hub(monkeypatch):
         return sets[name, config]
 
     exceptions = types.SimpleNamespace(DatasetsError=RuntimeError)
-    monkeypatch.setitem(
-        sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=exceptions)
-    )
+    library = types.SimpleNamespace(load_dataset=load_dataset, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "datasets", library)
 
 
 def test_hugging_face_data_sets(hub):

@@ -324,11 +324,8 @@ def test_tokenise(tmp_path, capsys):
     assert run(*argv) == 0
     tokens = read(tmp_path / "o")
     assert np.asarray(tokens.ids[0:99]).tolist() == [0, 3, 4, 1, 0, 5, 1, 0, 6, 7, 8, 1]
-    assert (
-        tokens.eos == 1
-        and tokens.words == 9
-        and tokens.tokenizers == {load_vocabulary(tokenizer / "tokenizer.json").fingerprint}
-    )
+    assert tokens.eos == 1 and tokens.words == 9
+    assert tokens.tokenizers == {load_vocabulary(tokenizer / "tokenizer.json").fingerprint}
     about = json.loads((tmp_path / "o" / "train-00001.json").read_text())
     assert about["documents"] == 1 and about["largest"] == 8 and about["dtype"] == "uint16"
     # What is finished stays; what a kill has cut off, which has no .json yet, is made again.

@@ -2,20 +2,12 @@
 
 import torch
 from torch.nn import functional as F
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 WORDS, DEPTH, HEADS, GROUPS = 40, 2, 8, 4
-SIZES = dict(
-    vocab_size=WORDS, hidden_size=32, intermediate_size=24, num_hidden_layers=DEPTH, max_position_embeddings=64
-)
-SIZES.update(num_attention_heads=HEADS, num_key_value_heads=GROUPS, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+SIZES = dict(vocab_size=WORDS, hidden_size=32, intermediate_size=24, num_hidden_layers=DEPTH)
+SIZES.update(num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=64)
+SIZES.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),

@@ -28,9 +28,8 @@ def routed(family="llama", pairs=PAIRS, executor="auto", dtype=torch.float64, **
 
 
 def generated(model, inputs, **options):
-    out = model.generate(
-        **inputs, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
-    )
+    how = dict(max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    out = model.generate(**inputs, **how, **options)
     return out.sequences, torch.stack(out.logits)
 
 

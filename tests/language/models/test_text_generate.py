@@ -139,9 +139,8 @@ def test_words_one_by_one_equal_the_whole(attention):
     encoded = model.encoder(source, mask)
     cache, parts = model.new_cache(), []
     for n in range(9):
-        out = model(
-            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids[:, n : n + 1], past_key_values=cache
-        )
+        inputs = dict(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids[:, n : n + 1])
+        out = model(**inputs, past_key_values=cache)
         parts.append(out.logits)
     whole = model(input_ids=source, attention_mask=mask, decoder_input_ids=ids).logits
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
@@ -161,9 +160,8 @@ def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
     out = model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True)
     for layer in out.past_key_values.layers:
-        assert (
-            layer.self_attention._keys[:, :, :5].shape == layer.self_attention._values[:, :, :5].shape == (2, 1, 5, 6)
-        )
+        kept = layer.self_attention
+        assert kept._keys[:, :, :5].shape == kept._values[:, :, :5].shape == (2, 1, 5, 6)
         assert layer.cross_attention.keys.shape == layer.cross_attention.values.shape == (2, 1, 7, 6)
 
 
@@ -208,12 +206,8 @@ def test_rows_of_a_cache_of_translations_change_places_with_their_sources(attent
     model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target[:, :3], past_key_values=cache)
     rows = torch.tensor([2, 0])
     cache.batch_select_indices(rows)
-    rest = model(
-        encoder_outputs=(encoded[0][rows],),
-        attention_mask=mask[rows],
-        decoder_input_ids=target[rows, 3:],
-        past_key_values=cache,
-    )
+    inputs = dict(encoder_outputs=(encoded[0][rows],), attention_mask=mask[rows], decoder_input_ids=target[rows, 3:])
+    rest = model(**inputs, past_key_values=cache)
     torch.testing.assert_close(rest.logits, whole[rows, 3:], rtol=0, atol=1e-10)
 
 

@@ -91,11 +91,8 @@ def test_any_moa_name_and_attention_per_kind():
         encoder_attention={"router": "moh", "head_budget": 0.5},
         cross_attention={"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4},
     )
-    assert [type(layer.router).__name__ for layer in attention_layers(model)] == [
-        "MoHRouter",
-        "DenseRouter",
-        "MoARouter",
-    ]
+    routers = [type(layer.router).__name__ for layer in attention_layers(model)]
+    assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
 
 
 @pytest.mark.parametrize(

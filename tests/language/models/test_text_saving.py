@@ -79,9 +79,8 @@ def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
     save_file(kept, file, metadata={"format": "pt"})
     loaded = MaskedLMModel.from_pretrained(tmp_path)
     router = loaded.layers[0].self_attn.router
-    assert torch.equal(router.norm.running_var, torch.ones(32)) and torch.equal(
-        router.norm.running_mean, torch.zeros(32)
-    )
+    assert torch.equal(router.norm.running_var, torch.ones(32))
+    assert torch.equal(router.norm.running_mean, torch.zeros(32))
     assert torch.equal(router.norm.weight, torch.ones(32)) and router.norm.num_batches_tracked == 0
     assert torch.equal(router.hidden.bias, torch.zeros(256)) and 0 < router.hidden.weight.std() < 0.1
     assert torch.equal(loaded.embedding.weight, model.embedding.weight)
