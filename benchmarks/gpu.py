@@ -97,9 +97,10 @@ COMPILER = "inductor"
 class Given(nn.Module):
     """A router that answers with a routing computed before, whose weights are its parameter."""
 
-    def __init__(self, routing):
+    def __init__(self, routing, budget):
         super().__init__()
         self.weights, self.active, self.stats = nn.Parameter(routing.weights.float()), routing.active, routing.stats
+        self.budget = budget
 
     def forward(self, x, q=None, padding_mask=None):
         return Routing(self.weights * self.active, self.active, self.stats)
@@ -216,7 +217,7 @@ def numerics(run, shape_name, shape, dtype_name, share):
             otherwise = (routing.active != here.active).any(-1).double().mean().item()
             run.report["routers"].append(dict(about, tokens_routed_otherwise=otherwise))
             for module in (oracle, layer, *contestants.values()):
-                module.router = Given(routing)
+                module.router = Given(routing, module.budget)
         oracle.double().executor = "reference"
         want = results(oracle, x.double(), causal, dy)
         for name, module in contestants.items():
