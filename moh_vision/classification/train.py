@@ -86,7 +86,7 @@ def train(run: Run) -> None:
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=source.classes)
-    run.prepare(task, optimizer, metadata, checkpoint, "classification", schedule, config.ema, unreadable)
+    run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
 
     def evaluate() -> Tuple[dict, HeadLoad]:
         """Validate the EMA weights where there are any, else the model."""

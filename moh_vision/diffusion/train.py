@@ -75,7 +75,7 @@ def train(run: Run) -> None:
     optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=classes, vae=inputs.about_vae())
-    run.prepare(task, optimizer, metadata, checkpoint, "diffusion", ema=config.ema, unreadable=unreadable)
+    run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:

@@ -60,6 +60,7 @@ class Run:
         config, flags: of the command line, see `parse_config`.
         accelerator: accelerate's Accelerator.
         folder: of the run.
+        checkpoint: the folder that the run goes on from, or None.
         start, stop: first step, and number of all steps.
         done: steps that are done.
         stopped: number of the signal that stopped the run, or 0.
@@ -112,9 +113,9 @@ class Run:
         """
         c, f = self.config, self.flags
         found = take_up(c.output, steps, f.fresh, self.accelerator, self._held, lock=not f.dry_run)
-        self.start, checkpoint = found or (0, None)
+        self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start
-        return checkpoint
+        return self.checkpoint
 
     def portion(self) -> dict:
         """Which samples this process takes: what a `StepBatches` and the like need to know of the run."""
@@ -154,20 +155,18 @@ class Run:
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
         metadata: Dict[str, object],
-        checkpoint: Optional[Path],
         title: str,
         schedule: Optional[dict] = None,
         ema=None,
         unreadable=None,
         **log_options,
     ) -> None:
-        """Wrap the task, restore the checkpoint, open the log.
+        """Wrap the task, restore the checkpoint that `take_up` found, open the log.
 
         Args:
             task: a `RoutedTask` around the model.
             optimizer: of the model's parameters.
             metadata: what exported weights say of the model, beside its name and the configuration.
-            checkpoint: what `take_up` returned.
             title: of the log.
             schedule: arguments of `learning_rate` that are not those of config.optim.
             ema: an `EmaConfig`, or None.
@@ -177,17 +176,18 @@ class Run:
         c, accelerator = self.config, self.accelerator
         if c.compile:
             task.compile()
-        o, later = c.optim, dict(warmup_lr=getattr(c.optim, "warmup_lr", 0.0), **(schedule or {}))
-        schedule = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr) | later
         # Before the model may be sharded.
         self.ema = make_ema(self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device)
-        lr = partial(learning_rate, peak=o.lr, **schedule)
+        o = c.optim
+        usual = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr)
+        usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # not every configuration has one
+        lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
         self._step = Step(accelerator, self.descent, task, optimizer, lr, c, self.signals, unreadable)
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
-        if checkpoint:
+        if self.checkpoint:
             with self.errors():
-                load_training(accelerator, checkpoint, self.model, self.ema, accelerator.print)
+                load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
         self.metadata = dict(metadata, architecture=c.model.name, config=c.tree())

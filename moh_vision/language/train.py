@@ -85,7 +85,7 @@ def train(run: Run) -> None:
     patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
     log = dict(title=config.model.name, unit="tokens", ends_with_validation=False)
-    run.prepare(task, optimizer, metadata, checkpoint, **log)
+    run.prepare(task, optimizer, metadata, **log)
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
