@@ -18,12 +18,10 @@ import timm
 import torch
 from torch import nn
 
-import moh_vision.models  # noqa: F401  registers those of images
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
 from moh_vision.engine.commands import Parser, exit_code
 from moh_vision.models.registry import registered
-
-IMAGE_MODULES = ("vit", "transnext", "dit")
+from moh_vision.models.weights import FAMILIES
 
 # (parameters, MACs) in millions as the papers print them: Zhang 2022, tables 1 to 3; Peng 2020, tables 2 and 4; Jin 2024,
 # appendix A.
@@ -97,7 +95,7 @@ def count(preset: str, tokens: Optional[int] = None, vocab: Optional[int] = None
 
 
 def _image_models() -> List[str]:
-    return [name for module in IMAGE_MODULES for name in timm.list_models(module=module)]
+    return [name for modules in FAMILIES.values() for module in modules for name in timm.list_models(module=module)]
 
 
 def _image_model(name: str) -> Tuple[nn.Module, List[torch.Tensor]]:
