@@ -86,7 +86,7 @@ def test_a_forwarder_is_known_by_its_form():
 
 
 def test_the_core_needs_torch_only():
-    allowed = set("torch moh_vision typing math dataclasses itertools functools logging __future__".split())
+    allowed = {"torch", "moh_vision", *sys.stdlib_module_names}
     for path in (PACKAGE / "attention").rglob("*.py"):
         for name in modules(ast.parse(path.read_text())):
             assert name.split(".")[0] in allowed, f"{path}: {name}"

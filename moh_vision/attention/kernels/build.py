@@ -1,0 +1,211 @@
+"""Compile, publish, find and load the C++ operators, and say which path runs.
+
+The operators are compiled once on the user's machine by `python -m moh_vision.attention.kernels` and kept in the user's
+cache folder. They are never required: without them plain PyTorch does the same work, only slower.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import List, Optional
+
+import torch
+
+log = logging.getLogger("moh_vision.attention")
+
+COMMAND = "python -m moh_vision.attention.kernels"
+VARIABLE = "MOH_VISION_KERNELS"
+SOURCES = Path(__file__).with_name("csrc")
+# The instruction set that torch's own kernels use decides; ATEN_CPU_CAPABILITY=avx2 asks both for a smaller one.
+ISA = {"AVX512": "avx512", "AVX2": "avx2"}
+ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
+
+_used: Optional[str] = None  # what `use` was given
+_loaded = False
+
+
+def path() -> str:
+    """The path of this process: "cpp", the compiled operators, or "torch", the same functions in plain PyTorch.
+
+    Without `use` it is "cpp" if a library is found that loads. The choice is made at the first call, which logs it at
+    level INFO of `moh_vision.attention`, and stays: a library built meanwhile does not change a process that runs.
+
+    Raises:
+        ValueError: the environment variable MOH_VISION_KERNELS is neither "auto" nor "off".
+    """
+    return _used or _found()
+
+
+def use(path: Optional[str]) -> None:
+    """Set the path of this process, whatever the environment variable says.
+
+    Args:
+        path: "cpp", "torch", or None: back to what `path` finds.
+
+    Raises:
+        ValueError: another name, or "cpp" where no library is found that loads.
+    """
+    global _used
+    if path not in ("cpp", "torch", None):
+        raise ValueError(f"the operators' path is 'cpp', 'torch' or None, not {path!r}")
+    if path == "cpp" and not load():
+        raise ValueError(f"the C++ operators are not built for this torch and processor; `{COMMAND}` builds them")
+    _used = path
+
+
+@torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
+def _found() -> str:
+    return _find()
+
+
+@functools.cache
+def _find() -> str:
+    """Choose once, and log which path runs and how to get the other."""
+    wish = os.environ.get(VARIABLE, "") or "auto"
+    if wish not in ("auto", "off"):
+        raise ValueError(f"{VARIABLE}={wish}: only auto (take the C++ operators if they are built) and off (skip them)")
+    if wish == "off":
+        log.info(
+            f"attention runs in plain PyTorch because of {VARIABLE}=off; without it, C++ operators that were built"
+        )
+        return "torch"
+    if load():
+        log.info(f"attention runs on the C++ operators; {VARIABLE}=off skips them")
+        return "cpp"
+    log.info(f"attention runs in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU")
+    return "torch"
+
+
+def load() -> bool:
+    """Load the library if it is there; returns whether its operators are in this process. It never raises.
+
+    A library that cannot be loaded counts as absent, and a WARNING names the file and the error.
+    """
+    global _loaded
+    place = library_path()
+    if not _loaded and os.path.isfile(place):
+        try:
+            torch.ops.load_library(place)
+            _loaded = True
+        except Exception as error:  # OSError of the loader, or whatever a library throws while it registers
+            log.warning(f"{place} cannot be loaded ({error}); `{COMMAND} --force` builds it again")
+    return _loaded
+
+
+def library_path() -> Path:
+    """Where the library of this torch, processor and source code is kept: CACHE/kernels/KEY/moh_vision_kernels.so.
+
+    CACHE is $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision.
+    """
+    cache = os.environ.get("MOH_VISION_CACHE")
+    if not cache:
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision")
+    return Path(os.path.abspath(cache), "kernels", _key(), "moh_vision_kernels.so")
+
+
+def build() -> str:
+    """Compile csrc/*.cpp into the library and publish it by a rename: other processes see all of it or nothing.
+
+    A library that is there is replaced; processes that have loaded it keep theirs.
+
+    Returns:
+        The compiler that was used.
+
+    Raises:
+        ValueError: no compiler, an error of the compiler, or a cache folder that cannot be written; says what to do.
+    """
+    from moh_vision.engine.io import whole_file  # imports safetensors; the core itself needs torch alone
+
+    compiler, place = _compiler(), library_path()
+    try:
+        with whole_file(place, shared=True) as file, tempfile.TemporaryDirectory() as scratch:
+            file.write(_compile(compiler, Path(scratch), place.with_name("compiler.log")).read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or place}: {error.strerror}; set MOH_VISION_CACHE to a folder that can be written"
+        ) from None
+    return shlex.join(compiler)
+
+
+def _compiler() -> List[str]:
+    """The command of the C++ compiler: $CXX, else the first of c++, g++ and clang++ that is found."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named:
+        if not shutil.which(named[0]):
+            raise ValueError(f"CXX={named[0]}: no such compiler; unset CXX or name one that is installed")
+        return named
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise ValueError(
+        "no C++ compiler is found; install g++ or name one in CXX. All works without, only slower on a CPU"
+    )
+
+
+def _compile(compiler: List[str], scratch: Path, report: Path) -> Path:
+    """Compile all sources at once, each in a process of its own, and link them; returns the library, in `scratch`."""
+    home = Path(torch.__file__).parent
+    sources = sorted(SOURCES.glob("*.cpp"))
+    objects = [scratch / f"{source.stem}.o" for source in sources]
+    headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+    commands = [
+        [*compiler, *_flags(), *headers, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda command: _run(command, report), commands))
+    library = scratch / "library.so"
+    # With "defs" a function that this torch does not export is an error here and not when the library is loaded.
+    link = ["-shared", "-fopenmp", "-Wl,-z,defs", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    _run([*compiler, *map(str, objects), *link, "-o", str(library)], report)
+    report.unlink(missing_ok=True)  # of an earlier failure
+    return library
+
+
+def _run(command: List[str], report: Path) -> None:
+    """Run a compiler; if it fails, keep all that it said in the file `report` and raise ValueError with the first error."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        report.write_text(f"{shlex.join(command)}\n{done.stdout}")
+        lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[-1])
+        raise ValueError(
+            f"{command[0]} cannot compile the operators: {first.strip()[:300]} (all of it: {report}); "
+            "another compiler can be named in CXX. All works without, only slower on a CPU"
+        )
+
+
+def _isa() -> str:
+    return ISA.get(torch.backends.cpu.get_cpu_capability(), "default")
+
+
+def _flags() -> List[str]:
+    """What the compiler is told besides files: torch's C++ standard and ABI, and the instruction set."""
+    # torch names the standard that it was compiled with, which its headers need: 201703 or 202002.
+    standard = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())
+    return [
+        "-O3",
+        "-fPIC",
+        "-fopenmp",
+        f"-std=c++{standard[1] if standard else 20}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        "-DAT_PER_OPERATOR_HEADERS",  # a third of the time to compile
+        "-ffp-contract=fast",
+        *ISA_FLAGS[_isa()],
+    ]
+
+
+def _key() -> str:
+    """The name of a build: torch, the instruction set, and a hash of all that was compiled and how."""
+    digest = hashlib.sha256(" ".join([platform.machine(), *_flags()]).encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(b"\0" + source.name.encode() + b"\0" + source.read_bytes())
+    return f"{torch.__version__}-{_isa()}-{digest.hexdigest()[:12]}"
