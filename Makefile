@@ -5,12 +5,16 @@ BIN = .venv/bin
 WORKERS ?= 2
 INSTALLED = .venv/.installed
 
-.PHONY: quickstart test test-slow reliability benchmark clean
+.PHONY: quickstart operators test test-slow reliability benchmark clean
 
-quickstart: $(INSTALLED)
+quickstart: operators
 	$(BIN)/python quickstart.py
 
-test: $(INSTALLED)
+# The C++ operators of the attention core, where a C++ compiler is found; nothing needs them.
+operators: $(INSTALLED)
+	@$(BIN)/python -m moh_vision.attention.kernels || echo "going on without the C++ operators, in plain PyTorch"
+
+test: operators
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not reliability" --timeout 300
@@ -23,7 +27,7 @@ reliability: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m reliability --timeout 1800
 
 # Half an hour; on a machine with nothing else to do.
-benchmark: $(INSTALLED)
+benchmark: operators
 	$(BIN)/python benchmarks/attention.py
 
 $(INSTALLED): pyproject.toml

@@ -176,7 +176,7 @@ def _run(command: List[str], report: Path) -> None:
     if done.returncode:
         report.write_text(f"{shlex.join(command)}\n{done.stdout}")
         lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
-        first = next((line for line in lines if "error" in line), lines[-1])
+        first = next((line for line in lines if "error:" in line or "undefined reference" in line), lines[-1])
         raise ValueError(
             f"{command[0]} cannot compile the operators: {first.strip()[:300]} (all of it: {report}); "
             "another compiler can be named in CXX. All works without, only slower on a CPU"

@@ -1,0 +1,278 @@
+"""Building, finding and loading the C++ operators, with tiny libraries that need no torch headers."""
+
+import ctypes
+import fnmatch
+import functools
+import logging
+import os
+import shutil
+import time
+import tomllib
+
+import pytest
+import torch
+from conftest import ROOT
+from processes import FORKS
+
+from moh_vision.attention import kernels
+from moh_vision.attention.kernels import build as building
+from moh_vision.attention.kernels.__main__ import main
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"
+)
+WHOLE = b"library" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """A process that has asked for no path yet, an empty cache and one source file of a line."""
+    for name in ("MOH_VISION_KERNELS", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(building, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(building, "_loaded", False)
+    monkeypatch.setattr(building, "_used", None)
+    # A cache of its own: what this process found for the tests of other files stays.
+    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Makes CXX a script of the given lines, in which $out is the file to write."""
+
+    def make(lines):
+        script = tmp_path / "compiler"
+        script.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{lines}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return script
+
+    return make
+
+
+@needs_compiler
+def test_build_once_then_load(capsys, caplog):
+    with caplog.at_level(logging.INFO, "moh_vision.attention"):
+        assert main([]) == 0
+        place = building.library_path()
+        assert capsys.readouterr().out.startswith("built the C++ operators with ") and place.is_file()
+        assert ctypes.CDLL(str(place)).one() == 1
+        first = place.stat()
+        assert main([]) == 0 and place.stat() == first
+        assert capsys.readouterr().out == f"the C++ operators are built already: {place}\n"
+        assert main(["--force"]) == 0 and place.stat().st_ino != first.st_ino
+        assert kernels.path() == kernels.path() == "cpp"
+    assert [r.message for r in caplog.records] == [
+        "attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"
+    ]
+    assert [file.name for file in place.parent.iterdir()] == [place.name]
+
+
+@needs_compiler
+def test_every_source_is_compiled_and_headers_count(tmp_path):
+    (tmp_path / "csrc" / "two.cpp").write_text('#include "two.h"\nextern "C" int two() { return TWO; }\n')
+    (tmp_path / "csrc" / "two.h").write_text("#define TWO 2\n")
+    building.build()
+    library = ctypes.CDLL(str(building.library_path()))
+    assert (library.one(), library.two()) == (1, 2)
+    before = building.library_path()
+    (tmp_path / "csrc" / "two.h").write_text("#define TWO 3\n")
+    assert building.library_path() != before
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "line, said",
+    [("int one() { return nothing; }", "nothing"), ("int away(); int one() { return away(); }", "away")],
+    ids=["syntax", "symbol"],
+)
+def test_errors_of_the_compiler_are_one_line(tmp_path, capsys, line, said):
+    """A function that no library has is found while linking; otherwise it would fail when the library is loaded."""
+    (tmp_path / "csrc" / "one.cpp").write_text(line)
+    assert main([]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot compile the operators: " in error and said in error
+    place = building.library_path()
+    assert not place.exists() and not building.load()
+    report = place.with_name("compiler.log")
+    assert str(report) in error and "one.cpp" in report.read_text()
+
+
+def test_a_compiler_that_fails_half_way_leaves_nothing(compiler, capsys):
+    compiler('echo half > "$out"; echo "x.cpp:1:1: error: no memory"; exit 1')
+    assert main([]) == 2
+    assert "x.cpp:1:1: error: no memory (all of it: " in capsys.readouterr().err
+    assert not building.library_path().exists()
+
+
+def test_no_compiler(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("kernels: error: no C++ compiler is found; install g++")
+    monkeypatch.setenv("CXX", "g++-99 -m64")
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("kernels: error: CXX=g++-99: no such compiler")
+    assert kernels.path() == "torch"
+
+
+def test_a_cache_that_cannot_be_written(compiler, monkeypatch, tmp_path, capsys):
+    compiler(f'touch {tmp_path}/asked; echo > "$out"')
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "file"))
+    assert main([]) == 2
+    error = capsys.readouterr().err
+    assert "Not a directory; set MOH_VISION_CACHE to a folder that can be written" in error and error.count("\n") == 1
+    assert not (tmp_path / "asked").exists()  # found before anything is compiled
+    assert not building.load()
+
+
+def test_mistyped_options_are_one_line(capsys):
+    assert main(["--forced"]) == 2
+    assert capsys.readouterr().err == "kernels: error: unknown argument --forced, did you mean --force?\n"
+
+
+def test_a_damaged_library_counts_as_absent(caplog, capsys):
+    place = building.library_path()
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"half")
+    with caplog.at_level(logging.INFO, "moh_vision.attention"):
+        assert kernels.path() == kernels.path() == "torch"
+    warning, info = caplog.records
+    assert warning.levelname == "WARNING" and str(place) in warning.message and "--force" in warning.message
+    assert info.message.startswith("attention runs in plain PyTorch; `python -m moh_vision.attention.kernels` builds")
+    assert main([]) == 2
+    assert "the library cannot be loaded" in capsys.readouterr().err
+
+
+def test_unfinished_files_are_not_loaded():
+    place = building.library_path()
+    place.parent.mkdir(parents=True)
+    place.with_name(f".{place.name}.host.1.tmp").write_bytes(b"half")
+    assert not building.load() and kernels.path() == "torch"
+
+
+def _build_often(folder, together):
+    """In a process of its own: publish ten times what the script that is the compiler copies."""
+    os.environ.update(MOH_VISION_CACHE=str(folder / "cache"), CXX=str(folder / "compiler"))
+    building.SOURCES = folder / "csrc"
+    together.wait()
+    for _ in range(10):
+        building.build()
+
+
+def test_two_builds_at_once_and_a_reader(compiler, tmp_path):
+    (tmp_path / "whole").write_bytes(WHOLE)
+    compiler(f'cp {tmp_path}/whole "$out"')
+    together = FORKS.Barrier(2)
+    builders = [FORKS.Process(target=_build_often, args=(tmp_path, together)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    place, deadline, seen = building.library_path(), time.monotonic() + 60, 0
+    while any(builder.is_alive() for builder in builders) and time.monotonic() < deadline:
+        if place.exists():
+            assert place.read_bytes() == WHOLE
+            seen += 1
+        time.sleep(0.001)
+    for builder in builders:
+        builder.join(1)
+    assert [builder.exitcode for builder in builders] == [0, 0] and seen
+    assert [file.name for file in place.parent.iterdir()] == [place.name]
+
+
+def test_the_variable(monkeypatch, caplog):
+    monkeypatch.setenv("MOH_VISION_KERNELS", "on")
+    with pytest.raises(ValueError, match="MOH_VISION_KERNELS=on: only auto .* and off"):
+        kernels.path()
+    monkeypatch.setattr(building, "load", lambda: True)
+    monkeypatch.setenv("MOH_VISION_KERNELS", "off")
+    with caplog.at_level(logging.INFO, "moh_vision.attention"):
+        assert kernels.path() == "torch"
+    assert "because of MOH_VISION_KERNELS=off" in caplog.text
+    kernels.use("cpp")  # a resumed run says what it needs
+    assert kernels.path() == "cpp"
+
+
+@pytest.mark.parametrize("value", ["", "auto"])
+def test_the_variable_lets_operators_be_taken(monkeypatch, value):
+    monkeypatch.setenv("MOH_VISION_KERNELS", value)
+    monkeypatch.setattr(building, "load", lambda: True)
+    assert kernels.path() == "cpp"
+
+
+def test_use(monkeypatch):
+    with pytest.raises(ValueError, match="'cpp', 'torch' or None, not 'c'"):
+        kernels.use("c")
+    with pytest.raises(ValueError, match="`python -m moh_vision.attention.kernels` builds them"):
+        kernels.use("cpp")
+    assert kernels.path() == "torch"
+    monkeypatch.setattr(building, "load", lambda: True)
+    assert kernels.path() == "torch"  # a library that was built meanwhile changes nothing by itself
+    kernels.use("cpp")
+    assert kernels.path() == "cpp"
+    kernels.use(None)
+    assert kernels.path() == "torch"
+
+
+def test_a_compiled_model_knows_the_path():
+    def forward(x):
+        return x + 1 if kernels.path() == "cpp" else x - 1
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == -1
+    building._used = "cpp"
+    assert compiled(torch.zeros(1)) == 1
+
+
+def _what_is_loaded(queue):
+    queue.put(
+        ([name for name in torch.ops.loaded_libraries if "moh_vision" in name], building._find.cache_info().misses)
+    )
+
+
+def test_importing_builds_and_loads_nothing():
+    """A fork of a process that has imported every wing has loaded no library and not even looked for one."""
+    queue = FORKS.Queue()
+    process = FORKS.Process(target=_what_is_loaded, args=(queue,))
+    process.start()
+    assert queue.get(timeout=60) == ([], 0)
+    process.join()
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    def cache():
+        return building.library_path().parents[2]
+
+    assert building.library_path().name == "moh_vision_kernels.so"
+    assert building.library_path().parents[1].name == "kernels"
+    assert cache() == tmp_path / "cache"
+    monkeypatch.delenv("MOH_VISION_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache() == tmp_path / "xdg" / "moh_vision"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache() == tmp_path / ".cache" / "moh_vision"
+
+
+def test_a_build_is_of_one_instruction_set(monkeypatch):
+    places = set()
+    for capability, isa, flag in (
+        ("AVX512", "avx512", "-march=x86-64-v4"),
+        ("AVX2", "avx2", "-march=x86-64-v3"),
+        ("DEFAULT", "default", None),
+        ("SVE256", "default", None),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        assert building.library_path().parent.name.startswith(f"{torch.__version__}-{isa}-")
+        assert [f for f in building._flags() if f.startswith("-march")] == ([flag] if flag else [])
+        places.add(building.library_path())
+    assert len(places) == 3
+
+
+def test_the_sources_ship_with_the_package():
+    package = ROOT / "moh_vision"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["moh_vision"]
+    sources = [p.relative_to(package).as_posix() for p in package.glob("attention/kernels/csrc/*.*")]
+    assert sources and all(any(fnmatch.fnmatch(source, p) for p in patterns) for source in sources)
