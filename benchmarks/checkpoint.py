@@ -26,7 +26,7 @@ from pathlib import Path
 import timm
 import torch
 from accelerate import Accelerator
-from attention import machine, write_report
+from timing import machine, spread, write_report
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.engine.checkpoint import save_training
@@ -92,12 +92,6 @@ def timed_rounds(state, folder, rounds):
             os.sync()
             work(number)
     return {name: seconds[-rounds:] for name, seconds in times.items()}
-
-
-def spread(values, digits=3):
-    quartiles = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    low, middle, high = (round(q, digits) for q in quartiles.tolist())
-    return dict(median=middle, quartiles=[low, high])
 
 
 def sha256_speed(megabytes=200):

@@ -10,19 +10,19 @@ One new token, 4096 cached keys, 32 heads of 128, heads drawn at random in every
 
 Dense is one call of scaled_dot_product_attention over all heads. With shared key-value heads there are two ways to call
 it, with enable_gqa and with the query heads of a key-value head as rows of one product; ratios are to the faster one,
-whichever it is on this machine, and the other is reported beside it. Every round times all in turn, in alternating order,
+whichever it is on this machine, and the other is reported beside it. Every round times all in a random order,
 each on another cache (together larger than the processor's), so that a noisy machine hits all alike; reported are
 medians and quartiles of the ratio, round by round. Results go to benchmarks/results/decode.json.
 """
 
 import argparse
+import itertools
 import math
 import os
-import time
 from pathlib import Path
 
 import torch
-from attention import machine, spread, write_report
+from timing import interleaved, machine, spread, write_report
 from torch.nn import functional as F
 
 from moh_vision.attention.executors import attend_chosen
@@ -62,18 +62,14 @@ def measure(kind, batch, share, keys, dtype, rounds, megabytes):
         rows = q.view(batch, groups, HEADS // groups, WIDTH)
         ways["dense by rows"] = lambda k, v, active: F.scaled_dot_product_attention(rows, k, v)
     ways["chosen"] = lambda k, v, active: attend_chosen(q, k, v, None, active)
-    times, read, turn = {way: [] for way in ways}, [], 0
-    for number in range(-2, rounds):
-        active = draw(batch, share, group)
-        for way in list(ways) if number % 2 == 0 else reversed(ways):
-            k, v = stored[turn % len(stored)]
-            turn += 1
-            begin = time.perf_counter()
-            ways[way](k, v, active)
-            if number >= 0:
-                times[way].append(time.perf_counter() - begin)
-        read.append(len(reading(active, groups).heads) / (batch * groups))
-    return {way: torch.tensor(t, dtype=torch.float64) for way, t in times.items()}, sum(read) / len(read)
+    turn, state, read = itertools.cycle(stored), {}, []
+
+    def choose(number):
+        state["active"] = draw(batch, share, group)
+        read.append(len(reading(state["active"], groups).heads) / (batch * groups))
+
+    steps = {way: lambda attend=attend: attend(*next(turn), state["active"]) for way, attend in ways.items()}
+    return interleaved(steps, rounds, before=choose), sum(read) / len(read)
 
 
 def case(kind, batch, share, keys, dtype, threads, rounds, megabytes):

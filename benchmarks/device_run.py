@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 
 import torch
-from attention import machine, spread
+from timing import interleaved, machine, spread, wall
 
 SECONDS, ROUNDS = 2.0, (5, 50)  # of one table; at least and at most
 PACKAGES = ("torch", "torchvision", "triton", "timm", "diffusers")
@@ -99,9 +99,7 @@ class Run:
     def seconds(self, step):
         """Time of one call: between two events on a GPU, whose L2 cache is overwritten before; on a CPU wall time."""
         if not self.cuda:
-            begin = time.perf_counter()
-            step()
-            return time.perf_counter() - begin
+            return wall(step)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
         start.record()
@@ -111,15 +109,9 @@ class Run:
         return start.elapsed_time(end) / 1e3
 
     def interleaved(self, steps):
-        """{name: step} -> {name: seconds [rounds], float64}; every round runs all, in alternating order."""
-        least, most = (1, 2) if self.quick else ROUNDS
-        times, begin = {name: [] for name in steps}, time.perf_counter()
-        for number in range(most):
-            if number >= least and time.perf_counter() - begin > SECONDS:
-                break
-            for name in steps if number % 2 == 0 else reversed(steps):
-                times[name].append(self.seconds(steps[name]))
-        return {name: torch.tensor(t, dtype=torch.float64) for name, t in times.items()}
+        """{name: step} -> {name: seconds [rounds], float64}."""
+        rounds = (1, 2) if self.quick else ROUNDS
+        return interleaved(steps, rounds, SECONDS, warm_up=0, clock=self.seconds)
 
     def median(self, step):
         """Seconds of one step by itself."""

@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 
 import torch
-from attention import machine, write_report
 from random_inception import write_random_inception
+from timing import machine, write_report
 from torch import nn
 
 from moh_vision.data.splits import open_source

@@ -12,7 +12,7 @@ budget is the same in all layers ("uniform"), and half of the heads that run are
 Prefill is one call with the whole prompt that ends in the logits of its last token, decoding one token after another
 behind it, with one of three caches: transformers' StaticCache with no room to spare, its DynamicCache, which copies all
 keys and values for every token, and our GrowingCache, which does not. `auto` is what a user gets, `packed` skips heads
-whether or not that pays (in decoding it is `decode`). Every round times all models in turn, in alternating order, so that
+whether or not that pays (in decoding it is `decode`). Every round times all models in a random order, so that
 a noisy machine hits all alike; reported are tokens a second of the median round, and the median and quartiles of the
 ratio of speeds to the dense model of the same kind with the same cache, round by round. Results go to
 benchmarks/results/llm_speed.json.
@@ -20,12 +20,11 @@ benchmarks/results/llm_speed.json.
 
 import argparse
 import os
-import time
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from attention import machine, spread, write_report
+from timing import interleaved, machine, spread, write_report
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import moh_vision
@@ -65,18 +64,6 @@ def new_cache(name, model, room):
     return (GrowingCache if name == "growing" else DynamicCache)(config=model.config)
 
 
-def in_turn(jobs, rounds, warm_up=0):
-    """{key: seconds of every round [rounds]} of {key: function}, after rounds that warm up."""
-    times = {key: [] for key in jobs}
-    for number in range(-warm_up, rounds):
-        for key in list(jobs) if number % 2 == 0 else reversed(jobs):
-            begin = time.perf_counter()
-            jobs[key]()
-            if number >= 0:
-                times[key].append(time.perf_counter() - begin)
-    return {key: torch.tensor(seconds, dtype=torch.float64) for key, seconds in times.items()}
-
-
 @torch.inference_mode()
 def measure(kind, args):
     """Entries of one kind of model on the present number of threads."""
@@ -103,7 +90,7 @@ def measure(kind, args):
             yield entry
 
     jobs = {key: lambda key=key: prefill(key) for key in every}
-    found = list(entries("prefill", in_turn(jobs, args.rounds), args.prompt))
+    found = list(entries("prefill", interleaved(jobs, args.rounds, warm_up=0), args.prompt))
     filled = {}
     for key, cache in caches.items():
         filled[key, "static"] = cache
@@ -113,7 +100,7 @@ def measure(kind, args):
                 for i, layer in enumerate(cache.layers):
                     filled[key, name].update(layer.keys[:, :, : args.prompt], layer.values[:, :, : args.prompt], i)
     jobs = {(key, name): lambda key=key, name=name: decode(key, name) for name in args.caches for key in every}
-    times = in_turn(jobs, args.rounds, WARM_UP)
+    times = interleaved(jobs, args.rounds, warm_up=WARM_UP)
     for name in args.caches:
         found += entries("decode", {key: times[key, name] for key in every}, args.tokens, name)
     return found

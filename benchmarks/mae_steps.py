@@ -2,7 +2,7 @@
 
     python benchmarks/mae_steps.py                    # about 5 minutes on 2 cores
 
-Every round takes one batch through every kind of step in turn, in alternating order, so that a noisy machine hits all
+Every round takes one batch through every kind of step in a random order, so that a noisy machine hits all
 alike; reported are medians and quartiles of the ratio to the dense step, round by round. Over five epochs, of which the first
 has G steps too, MAE takes (G + 5 F) / 5; Peng 2020 (section 3) says about 1.2 times the dense model. Results go to
 benchmarks/results/mae_steps.json.
@@ -10,12 +10,12 @@ benchmarks/results/mae_steps.json.
 
 import argparse
 import os
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from attention import machine, spread, write_report
+from timing import interleaved, machine, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.step import Updater
@@ -67,16 +67,16 @@ def measure(rounds, words, sentences, tokens):
     trainings = {}
     for preset, mode, _ in STEPS.values():
         trainings.setdefault(preset, Training(preset, mode, words))
-    times = {name: [] for name in STEPS}
-    for number in range(-2, rounds):
-        batch = make_batch(words, sentences, tokens, number)
-        for name in list(STEPS) if number % 2 == 0 else reversed(STEPS):
-            preset, _, epoch = STEPS[name]
-            begin = time.perf_counter()
-            trainings[preset].step(max(number, 0), epoch, batch)
-            if number >= 0:
-                times[name].append(time.perf_counter() - begin)
-    return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in times.items()}
+    state = {}
+
+    def draw(number):
+        state.update(number=max(number, 0), batch=make_batch(words, sentences, tokens, number))
+
+    def step(preset, epoch):
+        trainings[preset].step(state["number"], epoch, state["batch"])
+
+    steps = {name: partial(step, preset, epoch) for name, (preset, _, epoch) in STEPS.items()}
+    return interleaved(steps, rounds, before=draw)
 
 
 def main():
