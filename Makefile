@@ -26,9 +26,10 @@ test-slow: $(INSTALLED)
 reliability: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m reliability --timeout 1800
 
-# Half an hour; on a machine with nothing else to do.
+# About 40 minutes; on a machine with nothing else to do.
 benchmark: operators
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/models.py
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed; set PYTHON=' if sys.version_info < (3, 11) else 0)"

@@ -18,7 +18,7 @@ Then follow times of one attention layer (forward; train: forward and backward) 
     graph       replays of a CUDA graph: the time of the device alone; code that waits for the device has none
     compiled    torch.compile, which computes all heads whichever executor is set
 
-Each round runs all contestants once, in alternating order, so that drift hits all alike. The table gives medians, and the
+Each round runs all contestants once, in another random order, so that drift hits all alike. The table gives medians, and the
 median and quartiles of the ratios to the fastest dense contestant, round by round. The share of the roofline is the least
 time over the time taken: the least time is that of the multiplications of the heads that run, or of moving inputs, outputs
 and weights once, at the rates that matrix products and copies reach in the same run. A failure is recorded and the run goes
@@ -35,15 +35,13 @@ from pathlib import Path
 
 import timm
 import torch
-from attention import Dense, bound, copies, picked, saved_bytes
+from attention import Dense, Released, bound, copies, draw_router, layer_step, output, picked, saved_bytes
 from device_run import Run, one_line
+from models import inputs, task
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
-from moh_vision.classification.task import ClassificationTask
-from moh_vision.diffusion.task import DiffusionTask
 
 HERE = Path(__file__).parent
 # name -> batch, tokens, heads, head width, causal
@@ -106,37 +104,6 @@ class Given(nn.Module):
         return Routing(self.weights * self.active, self.active, self.stats)
 
 
-class Released(nn.Module):
-    """The operations of the published MoH attention, with the weights of our layer (Jin 2024; gates as released).
-
-    It computes every head, and softmax and top-k in the dtype of the tokens.
-    """
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def gates(self, x):
-        """x [B, N, C] -> [B, N, H]"""
-        router = self.layer.router
-
-        def linear(of):
-            return F.linear(x, of.weight)  # a call of our routers computes in float32
-
-        probs = linear(router.routed).softmax(-1)  # [B, N, E]
-        mask = torch.zeros_like(probs).scatter_(-1, probs.topk(router.num_routed).indices, 1.0)
-        routed = probs * mask
-        routed = router.num_routed * routed / routed.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).eps)
-        alpha = 2 * linear(router.balance).softmax(-1)  # [B, N, 2]
-        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else linear(router.shared).softmax(-1)
-        return torch.cat([router.num_shared * alpha[..., :1] * shared, alpha[..., 1:] * routed], -1)
-
-    def forward(self, x, is_causal=False):
-        q, k, v = self.layer.qkv(x).unflatten(-1, (3, self.layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)  # [B, N, H, D]
-        return self.layer.proj(torch.einsum("bnh,bnhd->bnhd", self.gates(x), o).flatten(2))
-
-
 class Backend(nn.Module):
     """A module under one backend of scaled_dot_product_attention."""
 
@@ -164,22 +131,16 @@ def make_layer(shape, share, dtype, device):
     _, _, heads, width, _ = shape
     budget = resolve_budget(f"uniform:{share}", 1, heads, width)[0]
     layer = HeadMixtureAttention(heads * width, budget, dtype=dtype, device=device)
-    for p in layer.router.parameters():  # logits near 1; saturated gates would be denormal, which is slow
-        nn.init.normal_(p, std=(heads * width) ** -0.5)
+    draw_router(layer.router)
     return layer
-
-
-def call(module, x, causal):
-    y = module(x, is_causal=causal)
-    return y[0] if isinstance(y, tuple) else y
 
 
 def results(module, x, causal, dy):
     """{name: tensor}: the output with and without autograd, and the gradients of x and of all parameters."""
     with torch.no_grad():
-        found = {"y without autograd": call(module, x, causal)}
+        found = {"y without autograd": output(module, x, is_causal=causal)}
     x = x.detach().requires_grad_()
-    found["y"] = call(module, x, causal)
+    found["y"] = output(module, x, is_causal=causal)
     inputs = {"x": x, **dict(module.named_parameters())}
     grads = torch.autograd.grad(found["y"], list(inputs.values()), dy.to(x.dtype))
     return found | {f"gradient of {name.removeprefix('layer.')}": grad for name, grad in zip(inputs, grads)}
@@ -277,15 +238,6 @@ def least_seconds(rates, shape, dtype_name, mode, share):
     return max(flops / rates[dtype_name], numbers * DTYPES[dtype_name][0].itemsize / rates["copy"])
 
 
-def layer_step(module, x, causal, mode):
-    """A function that runs one attention layer once."""
-    module.train(mode == "train")
-    if mode == "forward":
-        return torch.no_grad()(lambda: module(x, is_causal=causal))
-    inputs, dy = [x, *module.parameters()], torch.randn_like(x)
-    return lambda: torch.autograd.grad(call(module, x, causal), inputs, dy)
-
-
 def layers(run, shape_name, shape, shares, dtype_name, mode, form):
     """Report the times of one attention layer, of all contestants."""
     B, N, heads, width, causal = shape
@@ -306,7 +258,7 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
     def make(module):
         if compiles:
             module = torch.compile(module, dynamic=False, backend=COMPILER)
-        return layer_step(module, x, causal, mode)
+        return layer_step(module, x, mode, is_causal=causal)
 
     about = dict(shape=shape_name, batch=B, tokens=N, heads=heads, width=width, dtype=dtype_name, mode=mode, form=form)
     rates = run.report["peaks"]
@@ -326,31 +278,15 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
 def training_step(run, family, name, arguments, batch, form):
     """One step of a whole model: bfloat16 autocast, our tasks' losses, AdamW."""
     model = timm.create_model(name, **arguments).to(run.device).train()
-    inputs = dict(labels=torch.randint(1000, (batch,), device=run.device))
-    if family == "dit":
-        from moh_vision.diffusion import HybridLoss  # needs diffusers
-
-        size, channels = model.config.sample_size, model.config.in_channels
-        inputs["images"], inputs["noise"] = torch.randn(2, batch, channels, size, size, device=run.device)
-        inputs["timesteps"] = torch.randint(1000, (batch,), device=run.device)
-        task = DiffusionTask(model, 0.01, HybridLoss()).to(run.device)
-    else:
-        size = arguments.get("img_size", 224)
-        inputs["images"] = torch.randn(batch, 3, size, size, device=run.device)
-        task = ClassificationTask(model, 0.01, 0.1)
-        if not hasattr(model, "forward_routed"):  # timm's own
-
-            def task(images, labels):
-                return dict(loss=F.cross_entropy(model(images).float(), labels, label_smoothing=0.1))
-
+    given, losses = inputs(model, batch, arguments.get("img_size", 224), run.device), task(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=run.cuda)
     if form == "compiled":
-        task = torch.compile(task, dynamic=False, backend=COMPILER)
+        losses = torch.compile(losses, dynamic=False, backend=COMPILER)
 
     def step():
         optimizer.zero_grad()
         with torch.autocast(run.device, torch.bfloat16):
-            loss = task(**inputs)["loss"]
+            loss = losses(**given)["loss"]
         loss.backward()
         optimizer.step()
 

@@ -1,49 +1,184 @@
 """The benchmark runs and writes what it promises. Its times are looked at by people, not by tests."""
 
-import importlib.util
 import json
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT
+
+from moh_vision.attention import HeadMixtureAttention, resolve_budget
+from moh_vision.attention.kernels import use
 
 
-def test_attention_benchmark(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("benchmark_attention", ROOT / "benchmarks" / "attention.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+def run_main(benchmark):
+    """Its main(), which leaves neither threads nor a choice of operators behind."""
+    threads = torch.get_num_threads()
+    try:
+        benchmark.main()
+    finally:
+        torch.set_num_threads(threads)
+        use(None)
+
+
+@pytest.fixture
+def small_layers(monkeypatch):
+    """benchmarks/attention.py with layers small enough for a test, once a case.
+
+    Where a processor has no bfloat16 of its own, products in it take hundreds of times as long.
+    """
+    import attention as benchmark
+
     monkeypatch.setattr(benchmark, "ROUNDS", (1, 1))
-    # Small: where a processor has no bfloat16 of its own, products in it take hundreds of times as long.
     monkeypatch.setattr(benchmark, "TOKENS", 256)
     monkeypatch.setattr(benchmark, "MOA_TOKENS", (16,))
     monkeypatch.setitem(benchmark.MOA, "8K64E256D", (2, 16, 64))
     monkeypatch.setattr(benchmark, "MAE_TOKENS", (16,))
-    monkeypatch.setitem(benchmark.SHAPES, "vit_small", (2, 17, 384, 6))
+    monkeypatch.setitem(benchmark.SHAPES, "vit_small", benchmark.Shape(2, 2, 17, 384, 6))
+    monkeypatch.setitem(benchmark.SHAPES, "one_image", benchmark.Shape(1, 1, 16, 384, 6))
+    return benchmark
+
+
+def test_attention_benchmark(small_layers, tmp_path, monkeypatch, capsys):
     output = tmp_path / "result.json"
-    shapes = ["vit_small", "8K64E256D", "mae_f_step"]
-    monkeypatch.setattr(sys, "argv", ["attention.py", "--threads", "2", "--output", str(output), "--shapes", *shapes])
-    benchmark.main()
+    shapes = ["vit_small", "one_image", "8K64E256D", "mae_f_step"]
+    argv = ["attention.py", "--threads", "2", "--path", "torch", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--shapes", *shapes])
+    run_main(small_layers)
     report = json.loads(output.read_text())
-    assert {"cpu", "cores", "torch", "date"} <= report["machine"].keys() and len(report["load_before"]) == 3
+    assert {"cpu", "isa", "cores", "torch", "date"} <= report["machine"].keys() and len(report["load_before"]) == 3
+    assert report["path"] == "torch"
     assert {case["shape"] for case in report["cases"]} == set(shapes)
     for case in report["cases"]:
         assert 0 < case["bound"] and case["picked"] in ("packed", "masked")
         assert {"dense", "masked", "packed", "auto"} <= case["times"].keys()
-        assert case["times"]["dense"]["ratio"] == 1.0
+        assert case["times"]["dense"]["ratio"] == 1.0 and case["auto_to_best"]["median"] > 0
+        assert ("released" in case["times"]) == (case["shape"] in small_layers.SHAPES)
         if case["mode"] == "train":
             saved = case["saved_bytes_per_token"]
             assert 0 < saved["packed"] < saved["masked"]
+    per_token = [case for case in report["cases"] if case["shape"] == "vit_small" and case["scope"] == "token"]
+    assert [case["share"] for case in per_token] == [0.5, 0.5, 0.75, 0.75] * 2  # with 6 heads 0.9 is 0.75
+    assert {"router" in case["times"] for case in per_token if case["mode"] == "forward"} == {True}
+    assert {case["mode"] for case in report["cases"] if case["shape"] == "one_image"} == {"forward"}
     assert output.with_suffix(".png").stat().st_size > 10_000
     assert "vit_small 2x17 3/6 token" in capsys.readouterr().out
 
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--table", "--output", str(output)])
+    small_layers.main()
+    printed = capsys.readouterr().out
+    assert "| vit_small, token, 2 x 17 | 3/5 of 6 |" in printed and "| mae_f_step 8 x 16 |" in printed
+    assert "## Router alone" in printed and "## Kept for backward" in printed
+
+
+def test_goals_of_the_attention_benchmark():
+    import attention as benchmark
+
+    case = dict(shape="vit_small", batch=8, tokens=197, heads=6, active=3, share=0.5, scope="token", bound=0.7)
+    case.update(dtype="float32", mode="forward", threads=2, picked="packed")
+    assert benchmark.limit(case) == 0.74
+    assert benchmark.limit(dict(case, scope="alike", dtype="bfloat16", mode="train")) == 0.5 + 0.15
+    assert benchmark.limit(dict(case, scope="sample", share=0.75, active=5)) == 5 / 6 + 0.12
+    assert benchmark.limit(dict(case, share=0.6)) is None
+    assert benchmark.limit(dict(case, shape="8K64E256D", bound=2.0)) == 2.6
+    for every in (case, dict(case, share=0.75, active=5, dtype="bfloat16")):  # each has a goal in both modes
+        for shape in benchmark.BATCHES:
+            for scope in benchmark.SCOPES:
+                for mode in benchmark.MODES:
+                    assert benchmark.limit(dict(every, shape=shape, scope=scope, mode=mode)) is not None
+
+    def report(low, milliseconds):
+        row = dict(ratio=0.8, quartiles=[low, 0.9], milliseconds=1.0, milliseconds_quartiles=[milliseconds, 1.2])
+        best = dict(median=0.9, quartiles=[1.03, 1.1])
+        saved = dict(dense=100, masked=120, packed=81, auto=82)
+        return dict(cases=[dict(case, times=dict(dense=row, auto=row), auto_to_best=best, saved_bytes_per_token=saved)])
+
+    text = benchmark.goal_table(report(0.74, 0.36))
+    assert "| token | 1 of 1 |  |" in text and "| bytes kept for backward | 1 of 1 |  |" in text
+    assert "masked and released | 1 of 1 |" in text  # 1.05 without the operators, 1.02 with them
+    assert "1.03 (goal 1.02)" in benchmark.goal_table(dict(report(0.74, 0.36), path="cpp"))
+    text = benchmark.goal_table(report(0.741, 0.36))
+    assert "| token | 0 of 1 | vit_small, token, 8 x 197, 3/6: 0.74 (goal 0.74) |" in text
+
+
+@pytest.mark.parametrize("scope", ("token", "sample"))
+@pytest.mark.parametrize("share", (0.5, 0.75, 1.0))
+@pytest.mark.parametrize("heads", (6, 12))
+def test_released_attention_is_ours(heads, share, scope):
+    """The contestant `released` computes what our layer computes, gradients included."""
+    import attention as benchmark
+
+    budget = resolve_budget(f"uniform:{share}", 1, heads, 16)[0]
+    layer = HeadMixtureAttention(16 * heads, budget, scope=scope, executor="masked")
+    benchmark.draw_router(layer.router, 9 if scope == "sample" else 1)
+    x = torch.randn(2, 9, 16 * heads, requires_grad=True)
+    ours, released = layer(x)[0], benchmark.Released(layer)(x)
+    torch.testing.assert_close(released, ours, rtol=1e-5, atol=1e-5)
+    dy, inputs = torch.randn_like(ours), [x, *layer.parameters()]
+    for got, want in zip(torch.autograd.grad(released, inputs, dy), torch.autograd.grad(ours, inputs, dy)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_interleaved_times():
+    import timing
+
+    calls, begun = [], []
+    times = timing.interleaved(
+        {name: lambda name=name: calls.append(name) for name in "abc"}, 20, warm_up=2, before=begun.append
+    )
+    assert list(times) == ["a", "b", "c"] and all(len(seconds) == 20 for seconds in times.values())
+    assert begun == list(range(-2, 20))
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert len(set(rounds)) == 6 and {"".join(sorted(r)) for r in rounds} == {"abc"}  # every order comes up
+    calls.clear()
+    timing.interleaved({"a": lambda: time.sleep(0.02) or calls.append("a")}, (3, 50), seconds=0.01, warm_up=2)
+    assert len(calls) == 1 + 3  # slow: one round to warm up, and the least that count
+
+
+def test_spread_and_verdict():
+    import timing
+
+    assert timing.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == dict(median=3.0, quartiles=[2.0, 4.0])
+    rows = timing.to_first({"dense": torch.tensor([2.0, 4.0]).double(), "auto": torch.tensor([1.0, 2.0]).double()})
+    assert rows["auto"]["ratio"] == 0.5 and rows["auto"]["milliseconds"] == 1500.0 and rows["dense"]["ratio"] == 1.0
+    assert timing.cell(0.75, [0.7, 0.8], 0.7).endswith("goal 0.70 met")
+    assert timing.cell(0.75, [0.701, 0.8], 0.7).endswith("goal 0.70 **missed**")
+
+
+def test_model_benchmark(tmp_path, monkeypatch, capsys):
+    import models as benchmark
+
+    monkeypatch.setattr(benchmark, "ROUNDS", (1, 1))
+    monkeypatch.setattr(benchmark, "STEPS", 2)
+    tiny = dict(img_size=32, depth=1, embed_dim=24, num_heads=12)
+    monkeypatch.setattr(
+        benchmark, "SIZES", dict(vit_base=tiny, converted=tiny, dit_small=dict(img_size=8, embed_dim=48))
+    )
+    output = tmp_path / "result.json"
+    argv = ["models.py", "--path", "torch", "--output", str(output), "--dtypes", "float32", "bfloat16"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--batches", "2", "--threads", "1"])
+    run_main(benchmark)
+    report = json.loads(output.read_text())
+    assert report["path"] == "torch" and "isa" in report["machine"]
+    measured = [(case["part"], case["mode"]) for case in report["cases"] if case["dtype"] == "float32"]
+    both = [(part, mode) for part in ("vit_base", "dit_small") for mode in ("forward", "train")]
+    assert measured == [*both, ("sampling", "denoise"), ("converted", "forward")]
+    for case in report["cases"]:
+        rows = case["times"]
+        assert rows["dense"]["ratio"] == rows["dense"]["share"] == rows["dense"]["bound"] == 1.0
+        assert 0 < rows["token 0.5"]["bound"] < rows["token 0.75"]["bound"] < 1
+        assert rows["token 0.5"]["share"] == 0.5
+        if case["part"] == "sampling":
+            assert rows["timestep 0.5"]["bound"] < rows["token 0.5"]["bound"]
+    monkeypatch.setattr(sys, "argv", ["models.py", "--table", "--output", str(output)])
+    capsys.readouterr()
+    benchmark.main()
+    assert "| timestep 0.5 | 0.50 | " in capsys.readouterr().out
+
 
 def test_checkpoint_benchmark(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
-    spec = importlib.util.spec_from_file_location("benchmark_checkpoint", ROOT / "benchmarks" / "checkpoint.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    import checkpoint as benchmark
+
     argv = ["checkpoint.py", "--rounds", "2", "--depth", "1", "--folder", str(tmp_path), "--output"]
     monkeypatch.setattr(sys, "argv", [*argv, str(tmp_path / "result.json")])
     benchmark.main()
@@ -58,10 +193,8 @@ def test_checkpoint_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_mae_benchmark(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
-    spec = importlib.util.spec_from_file_location("benchmark_mae", ROOT / "benchmarks" / "mae_steps.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    import mae_steps as benchmark
+
     small = dict(hidden_size=32, intermediate_size=32, encoder_layers=1, decoder_layers=1)
     monkeypatch.setattr(benchmark, "SMALL", small)
     output = tmp_path / "result.json"
@@ -76,17 +209,12 @@ def test_mae_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_decode_benchmark(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
-    spec = importlib.util.spec_from_file_location("benchmark_decode", ROOT / "benchmarks" / "decode.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    output, threads = tmp_path / "result.json", torch.get_num_threads()
+    import decode as benchmark
+
+    output = tmp_path / "result.json"
     sizes = ["--keys", "32", "--rounds", "2", "--megabytes", "1", "--threads", "1", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["decode.py", *sizes])
-    try:
-        benchmark.main()
-    finally:
-        torch.set_num_threads(threads)
+    run_main(benchmark)
     cases = json.loads(output.read_text())["cases"]
     assert len(cases) == 3 * 3 * 2 * 2
     for case in cases:
@@ -99,7 +227,6 @@ def test_decode_benchmark(tmp_path, monkeypatch, capsys):
 
 
 def test_heads_of_the_decode_benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import decode
 
     for share in (0.5, 0.75, 1.0):
@@ -112,18 +239,13 @@ def test_heads_of_the_decode_benchmark(monkeypatch):
 
 
 def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # for `attention`, which tells the machine
-    spec = importlib.util.spec_from_file_location("benchmark_llm_speed", ROOT / "benchmarks" / "llm_speed.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    output, threads = tmp_path / "result.json", torch.get_num_threads()
+    import llm_speed as benchmark
+
+    output = tmp_path / "result.json"
     sizes = ["--prompt", "12", "--tokens", "2", "--rounds", "2", "--width", "32", "--heads", "16", "--head-dim", "4"]
     sizes += ["--mlp", "16", "--vocabulary", "20", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["llm_speed.py", *sizes])
-    try:
-        benchmark.main()
-    finally:
-        torch.set_num_threads(threads)
+    run_main(benchmark)
     report = json.loads(output.read_text())
     assert report["prompt"] == 12 and "cpu" in report["machine"]
     cases = report["cases"]
@@ -139,7 +261,6 @@ def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def gpu_benchmark(tmp_path, monkeypatch):
     """Run benchmarks/gpu.py, as small as possible, on the CPU: (exit code, report)."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu
 
     monkeypatch.setattr(gpu, "QUICK", {"vit_small": (2, 9, 6, 8, False)})
@@ -206,7 +327,6 @@ def test_gpu_benchmark_compiles(gpu_benchmark, monkeypatch):
 
 def test_parts_of_a_gpu_run(tmp_path, monkeypatch):
     """A part that fails, takes too long or comes too late is recorded, with what it had reported before."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from device_run import Run
 
     run = Run("cpu", tmp_path / "run.json", 1.0, 0.2, True, done=[])

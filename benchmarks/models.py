@@ -1,0 +1,279 @@
+"""Time of whole models with routed heads against their dense twins, in one interleaved run.
+
+    python benchmarks/models.py                                   # about 10 minutes on 2 cores
+    python benchmarks/models.py --parts sampling --batches 1      # one image at a time
+    python benchmarks/models.py --table                           # Markdown, from the results that are there
+
+    vit_base     timm's vit_base_patch16_224 and moh_vit_base_patch16_224: forward, and forward and backward of a training
+                 step (the optimiser costs both the same and is left out)
+    dit_small    dit_small_patch2 and moh_dit_small_patch2_75, 32 x 32 latents: likewise
+    sampling     the same DiT, 50 steps of DDIM without guidance, heads chosen for every token, for every image by timestep and
+                 class ("condition"), or by the timestep alone, so that a step computes the same heads for all images
+    converted    vit_base_patch16_224 at 1024 pixels (4096 patches) and copies of it after moh_vision.convert: forward
+
+The figure behind a name is the share of heads: the same in all layers of a ViT, the released ones of a DiT at 0.75. Weights
+are random. Every round times all models in a random order, so that a noisy machine hits all alike; reported are the
+medians and quartiles of the ratio to dense, round by round. `bound` is the ratio of the multiplications in the blocks if what
+a head needs is skipped and nothing else costs time. Results go to benchmarks/results/models.json.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+
+import timm
+import torch
+from attention import draw_router
+from timing import PATHS, about_machine, cell, interleaved, machine, markdown, to_first, use_path, write_report
+from torch import nn
+from torch.nn import functional as F
+
+import moh_vision
+from moh_vision.attention import HeadMixtureAttention
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.diffusion.task import DiffusionTask
+
+HERE = Path(__file__).parent
+SHARES = (0.75, 0.5)
+STEPS = 50  # of a sampling run
+SECONDS, ROUNDS = 20.0, (5, 15)  # per case; at least and at most; sampling runs all its steps
+SIZES = {"vit_base": {}, "dit_small": {}, "converted": dict(img_size=1024)}  # further arguments of the models
+DTYPES = ("float32", "bfloat16")  # bfloat16: autocast
+
+
+def vit(head_budget=None):
+    arguments = SIZES["vit_base"]
+    if head_budget is None:
+        return timm.create_model("vit_base_patch16_224", **arguments)
+    return timm.create_model("moh_vit_base_patch16_224", head_budget=head_budget, **arguments)
+
+
+def dit(head_budget=None, **scope):
+    """head_budget 0.75: as released."""
+    if head_budget is None:
+        model = timm.create_model("dit_small_patch2", **SIZES["dit_small"])
+    else:
+        budget = {} if head_budget == 0.75 else dict(head_budget=head_budget)
+        model = timm.create_model("moh_dit_small_patch2_75", **budget, **scope, **SIZES["dit_small"])
+    for block in [*model.blocks, model.final_layer]:  # a new DiT is the identity, whose routers see no difference
+        nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
+    return model
+
+
+def vits():
+    return {"dense": vit(), **{f"token {s}": vit(f"uniform:{s}") for s in SHARES}}
+
+
+def dits():
+    return {"dense": dit(), **{f"token {s}": dit(s) for s in SHARES}}
+
+
+def dits_that_sample():
+    models = dits()
+    for by in ("condition", "timestep"):
+        models.update({f"{by} {s}": dit(s, scope="sample", route_by=by) for s in SHARES})
+    return models
+
+
+def converted():
+    dense = timm.create_model("vit_base_patch16_224", **SIZES["converted"])
+    copies = {f"token {s}": moh_vision.convert(deepcopy(dense), head_budget=f"uniform:{s}") for s in SHARES}
+    return {"dense": dense, **copies}
+
+
+# part -> function that makes {name: model}, modes, batches
+PARTS = {
+    "vit_base": (vits, ("forward", "train"), (8,)),
+    "dit_small": (dits, ("forward", "train"), (8,)),
+    "sampling": (dits_that_sample, ("denoise",), (1, 4, 8)),
+    "converted": (converted, ("forward",), (1,)),
+}
+# (part, name): time over dense that is aimed at, in every mode and batch
+GOALS = {
+    **{(part, "token 0.5"): 0.95 for part in ("vit_base", "dit_small")},
+    **{(part, "token 0.75"): 1.00 for part in ("vit_base", "dit_small")},
+    ("sampling", "timestep 0.5"): 0.86,
+    ("sampling", "timestep 0.75"): 0.93,
+    ("converted", "token 0.5"): 0.72,
+}
+
+
+def is_dit(model):
+    return hasattr(model, "final_layer")
+
+
+def routed(model):
+    """Its attention layers that are ours; none in timm's models."""
+    return [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
+
+
+def tokens_of(model):
+    """(N tokens, C their width)"""
+    if is_dit(model):
+        return (model.config.sample_size // model.config.patch_size) ** 2, model.config.hidden_size
+    return model.patch_embed.num_patches + model.num_prefix_tokens, model.embed_dim
+
+
+def bound(model):
+    """Multiplications of the blocks over those with all heads: per token queries and output are skipped, per image all."""
+    layers = routed(model)
+    N, C = tokens_of(model)
+    mlp, kept, total = 8 * C * C, 0.0, 0.0
+    for layer in layers:
+        attention = 4 * C * C + 2 * N * C
+        skipped = attention if layer.scope == "sample" else 2 * C * C + 2 * N * C
+        total += attention + mlp
+        kept += attention + mlp - (1 - layer.budget.active / layer.num_heads) * skipped
+    return kept / total if layers else 1.0
+
+
+def share(model):
+    layers = routed(model)
+    return sum(a.budget.active for a in layers) / sum(a.num_heads for a in layers) if layers else 1.0
+
+
+def inputs(model, batch, pixels, device="cpu"):
+    """Random inputs of a training step, as the tasks take them; pixels: side of an image, where it is no DiT."""
+    if not is_dit(model):
+        images = torch.randn(batch, 3, pixels, pixels, device=device)
+        return dict(images=images, labels=torch.randint(model.num_classes, (batch,), device=device))
+    size, channels, classes = model.config.sample_size, model.config.in_channels, model.config.num_classes
+    images, noise = torch.randn(2, batch, channels, size, size, device=device)
+    labels, timesteps = (torch.randint(n, (batch,), device=device) for n in (classes, 1000))
+    return dict(images=images, noise=noise, labels=labels, timesteps=timesteps)
+
+
+def task(model):
+    """What training calls: inputs -> dict with the loss."""
+    if is_dit(model):
+        from moh_vision.diffusion import HybridLoss  # needs diffusers
+
+        return DiffusionTask(model, 0.01, HybridLoss()).to(next(model.parameters()).device)
+    if hasattr(model, "forward_routed"):
+        return ClassificationTask(model, 0.01, 0.1)
+
+    def dense(images, labels):  # timm's own
+        return dict(loss=F.cross_entropy(model(images).float(), labels, label_smoothing=0.1))
+
+    return dense
+
+
+def forward_step(model, batch, pixels):
+    given = inputs(model.eval(), batch, pixels)
+    call = (given["images"], given["timesteps"], given["labels"]) if is_dit(model) else (given["images"],)
+    return torch.no_grad()(lambda: model(*call))
+
+
+def training_step(model, batch, pixels):
+    given, losses = inputs(model.train(), batch, pixels), task(model)
+
+    def step():
+        model.zero_grad()
+        losses(**given)["loss"].backward()
+
+    return step
+
+
+def denoising_step(model, batch, _):
+    from moh_vision.diffusion import make_scheduler  # needs diffusers
+
+    size, channels = model.eval().config.sample_size, model.config.in_channels
+    scheduler = make_scheduler("ddim", STEPS, True, clip=True)
+    labels = torch.arange(batch) % model.config.num_classes
+    state = dict(number=0)
+
+    @torch.no_grad()
+    def step():
+        if state["number"] % STEPS == 0:
+            state["x"] = torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(0))
+        t = scheduler.timesteps[state["number"] % STEPS]
+        noise = model(state["x"], t.expand(batch), labels).sample[:, :channels].float()
+        state["x"] = scheduler.step(noise, t, state["x"]).prev_sample
+        state["number"] += 1
+
+    return step
+
+
+MODES = {"forward": forward_step, "train": training_step, "denoise": denoising_step}
+
+
+def under(dtype, step):
+    """The step, under autocast unless in float32."""
+
+    def call():
+        with nullcontext() if dtype == "float32" else torch.autocast("cpu", torch.bfloat16):
+            step()
+
+    return call
+
+
+def measure(models, mode, batch, pixels, dtype):
+    """{name: times, share and bound}"""
+    steps = {name: under(dtype, MODES[mode](model, batch, pixels)) for name, model in models.items()}
+    if mode == "denoise":
+        times = interleaved(steps, STEPS, warm_up=1)
+    else:
+        times = interleaved(steps, ROUNDS, SECONDS)
+    rows = to_first(times)
+    for name, model in models.items():
+        rows[name].update(share=round(share(model), 3), bound=round(bound(model), 3))
+    return rows
+
+
+def figures(part, name, row):
+    """Cells of one model in a table."""
+    ratio = cell(row["ratio"], row["quartiles"], GOALS.get((part, name)))
+    return [name, f"{row['share']:.2f}", f"{row['bound']:.2f}", ratio, f"{row['milliseconds']:.0f}"]
+
+
+def tables(report):
+    text = [about_machine(report) + "\n"]
+    for case in report["cases"]:
+        title = f"{case['part']}, {case['mode']}, batch {case['batch']}, {case['dtype']}, threads: {case['threads']}"
+        rows = [figures(case["part"], name, row) for name, row in case["times"].items()]
+        text.append(markdown(title, ("model", "share", "bound", "time / dense", "ms"), rows))
+    return "\n".join(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--batches", nargs="+", type=int, help="default: 8, in sampling 1, 4 and 8, converted 1")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
+    parser.add_argument("--threads", nargs="+", type=int, default=[2])
+    parser.add_argument("--path", choices=PATHS, help="operators; default: what a user gets")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "models.json")
+    parser.add_argument("--table", action="store_true", help="only print what is in --output, as Markdown")
+    args = parser.parse_args()
+    if args.table:
+        return print(tables(json.loads(args.output.read_text())))
+
+    report = dict(machine=machine(), path=use_path(args.path), load_before=os.getloadavg(), cases=[])
+    for part in args.parts:
+        make, modes, batches = PARTS[part]
+        pixels = SIZES.get(part, {}).get("img_size", 224)
+        torch.manual_seed(0)
+        models = make()
+        for layer in itertools.chain(*map(routed, models.values())):
+            draw_router(layer.router)
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            for mode in filter(args.modes.__contains__, modes):
+                for batch in args.batches or batches:
+                    for dtype in args.dtypes:
+                        about = dict(part=part, mode=mode, batch=batch, dtype=dtype, threads=threads)
+                        report["cases"].append(dict(about, times=measure(models, mode, batch, pixels, dtype)))
+                        print(*about.values())
+                        for name, row in report["cases"][-1]["times"].items():
+                            print("   ", *figures(part, name, row), sep="  ", flush=True)
+    write_report(args.output, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
