@@ -27,3 +27,16 @@ def cifar10() -> str:
     if not CIFAR.is_dir():
         pytest.skip(f"no CIFAR-10 shards at {CIFAR} (set MOH_VISION_CIFAR10)")
     return str(CIFAR)
+
+
+@pytest.fixture(params=["cpp", "torch"])
+def path(request) -> str:
+    """Run a test on the C++ operators and in plain PyTorch."""
+    from moh_vision.attention import kernels
+
+    try:
+        kernels.use(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield request.param
+    kernels.use(None)

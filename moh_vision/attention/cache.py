@@ -101,11 +101,11 @@ class ContextCache:
         if self.router_state is not None:
             self.router_state = tuple(t.index_select(0, indices) for t in self.router_state)
         if self.routing is not None:
-            weights, active, stats = self.routing
+            routing = self.routing
             self.routing = Routing(
-                weights.index_select(0, indices),
-                None if active is None else active.index_select(0, indices),
-                RoutingStats(*(t.index_select(0, indices) for t in stats)),
+                routing.weights.index_select(0, indices),
+                None if routing.active is None else routing.active.index_select(0, indices),
+                RoutingStats(*(t.index_select(0, indices) for t in routing.stats)),
             )
 
     def repeat(self, times: int) -> None:

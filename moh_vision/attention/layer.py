@@ -247,17 +247,15 @@ class HeadMixtureAttention(nn.Module):
         routing, cache.router_state = self.router.resume(x, padded, cache.router_state)
         return routing
 
-    def row_blocks(self, together: bool) -> List[Tuple[Tensor, Optional[Tensor], int]]:
-        """The weights in the blocks that they lie in: (weight [n * heads * D, C], bias, n) for queries, keys, values.
+    def row_blocks(self) -> List[Tuple[Tensor, Optional[Tensor]]]:
+        """The weights and biases of queries, and of keys and values, in the blocks that they lie in.
 
-        together: queries may share a block with keys and values.
+        All from one `split`, whose backward is one pass over the weight.
         """
-        weight, bias = self.qkv.weight, self.qkv.bias
-        if together:
-            return [(weight, bias, 3)]
         rows = [self.q_dim, 2 * self.kv_heads * self.head_dim]
+        bias = self.qkv.bias
         biases = (None, None) if bias is None else bias.split(rows)
-        return list(zip(weight.split(rows), biases, (1, 2)))
+        return list(zip(self.qkv.weight.split(rows), biases))
 
     def project_rows(self, x: Tensor, first: int, last: int) -> Tensor:
         """x [.., C] -> outputs first .. last - 1 of `qkv` [.., last - first].
@@ -299,12 +297,24 @@ class HeadMixtureAttention(nn.Module):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [B, N, H, D]
         return self.prepare_queries(q, rotary).transpose(1, 2), k, v
 
-    def project_kv(self, tokens: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
-        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them, or what was of a context."""
+    def project_kv(
+        self,
+        tokens: Tensor,
+        rotary: Optional[Tuple[Tensor, Tensor]],
+        cache: Any,
+        weights: Optional[List[Tuple[Tensor, Optional[Tensor]]]] = None,
+    ) -> Tuple[Tensor, Tensor]:
+        """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them, or what was of a context.
+
+        weights: of `row_blocks`, without the queries'.
+        """
         if not torch.jit.is_scripting():
             if isinstance(cache, ContextCache) and cache.length > 0:
                 return cache.keys, cache.values
-        kv = self.project_rows(tokens, self.q_dim, self.q_dim + 2 * self.kv_heads * self.head_dim)
+        if weights is None:
+            kv = self.project_rows(tokens, self.q_dim, self.q_dim + 2 * self.kv_heads * self.head_dim)
+        else:
+            kv = F.linear(tokens, weights[0][0], weights[0][1])
         return self.finish_kv(kv, rotary, cache)
 
     def finish_kv(self, kv: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:

@@ -13,6 +13,13 @@ class RoutingStats(NamedTuple):
     logits: Tensor  # [B, N, E] before the softmax
 
 
+class Pairs(NamedTuple):
+    """The (head, sequence, token) triples that run, sorted in this order: what the operators in `kernels` go through."""
+
+    token: Tensor  # [P] int32, b * N + n
+    offsets: Tensor  # [H * B + 1] int32, where segment h * B + b begins
+
+
 class Routing(NamedTuple):
     """Who works, and how much: the answer of a router, all that an executor needs of it.
 
@@ -22,6 +29,7 @@ class Routing(NamedTuple):
     weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
     active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head must run; None: all
     stats: RoutingStats
+    pairs: Optional[Pairs] = None  # of active, where the router made the list already
 
 
 class Call(NamedTuple):

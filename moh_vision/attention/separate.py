@@ -35,8 +35,8 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
         """The output projection, as executors call it."""
         return self.o_proj
 
-    def row_blocks(self, together: bool) -> List[Tuple[Tensor, Optional[Tensor], int]]:
-        return [(linear.weight, linear.bias, 1) for linear in (self.q_proj, self.k_proj, self.v_proj)]
+    def row_blocks(self) -> List[Tuple[Tensor, Optional[Tensor]]]:
+        return [(linear.weight, linear.bias) for linear in (self.q_proj, self.k_proj, self.v_proj)]
 
     def project_queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x)
@@ -58,7 +58,13 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
         q = q.unflatten(-1, (self.num_heads, self.head_dim))  # [B, N, H, D]
         return self.prepare_queries(q, rotary).transpose(1, 2), k, v
 
-    def project_kv(self, tokens: Tensor, rotary: Optional[Tuple[Tensor, Tensor]], cache: Any) -> Tuple[Tensor, Tensor]:
+    def project_kv(
+        self,
+        tokens: Tensor,
+        rotary: Optional[Tuple[Tensor, Tensor]],
+        cache: Any,
+        weights: Optional[List[Tuple[Tensor, Optional[Tensor]]]] = None,
+    ) -> Tuple[Tensor, Tensor]:
         """tokens [B, N, C] -> k, v [B, kv_heads, M, D], with what was cached before them."""
         if not torch.jit.is_scripting():
             if isinstance(cache, ContextCache) and cache.length > 0:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, KeyValueCache, Routing
-from moh_vision.attention.executors import causal, choose, packed, tokens
+from moh_vision.attention.executors import choose, packed
+from moh_vision.attention.kernels import causal, eager
 from moh_vision.attention.routing import Call, RoutingStats
 
 B, N, C, H, D = 2, 23, 24, 6, 4
@@ -13,14 +14,14 @@ B, N, C, H, D = 2, 23, 24, 6, 4
 @pytest.fixture
 def blocks(monkeypatch):
     """Blocks of 3 queries, so that there are some; what is returned counts the calls."""
-    calls, real = [], tokens.attend_causal
+    calls, real = [], eager.attend_causal
 
     def spy(q, k, v, position, segments):
         calls.append(q.shape[0])
         return real(q, k, v, position, segments)
 
     monkeypatch.setattr(causal, "ROWS", 3)
-    monkeypatch.setattr(tokens, "attend_causal", spy)
+    monkeypatch.setattr(eager, "attend_causal", spy)
     return calls
 
 
@@ -60,15 +61,14 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
-@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_equals_the_reference(name, sparse, rotary, blocks):
+def test_equals_the_reference(name, rotary, blocks):
     layer, x = build(**LAYERS[name]), torch.randn(B, N, C, dtype=torch.float64)
     with torch.no_grad():
         routing, q = layer.route(x)
         call = Call(layer, x, routing, None, q, is_causal=True, rotary=angles() if rotary else None)
         want = EXECUTORS["reference"](call)
-        torch.testing.assert_close(packed(call, sparse), want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(packed(call), want, rtol=1e-10, atol=1e-10)
     routed = layer.budget.routed
     assert blocks == [B * N * routed]
 

@@ -11,8 +11,6 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.masked import autocast, is_short, masked
 from moh_vision.attention.executors.packed import packed
-from moh_vision.attention.executors.samples import alike
-from moh_vision.attention.executors.tokens import by_blocks
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
@@ -102,6 +100,17 @@ def choose(call: Call) -> Tuple[str, str]:
     if scope == "token" and not blocks and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
         return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
+
+
+def alike(active: Tensor) -> bool:
+    """Whether several sequences all chose the same heads, active [B, 1, H]."""
+    return active.shape[0] > 1 and bool((active == active[:1]).all())
+
+
+def by_blocks(call: Call) -> bool:
+    """Whether `attend_causal` takes the packed queries: it has no gradient, no dropout and no other mask."""
+    free = call.attn_mask is None and call.context is None and call.dropout_p == 0
+    return call.is_causal and free and not torch.is_grad_enabled() and call.x.device.type == "cpu"
 
 
 def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:

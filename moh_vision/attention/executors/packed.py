@@ -1,34 +1,68 @@
-"""Only the heads that run, in plain PyTorch."""
+"""Only the heads that run, through the operators in `kernels`."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
+import torch
 from torch import Tensor
 
-from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.samples import by_sample
-from moh_vision.attention.executors.tokens import by_token
+from moh_vision.attention import kernels
+from moh_vision.attention.executors.masked import autocast, masked
 from moh_vision.attention.linear import plain
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Call, Pairs
 
 
-def packed(call: Call, sparse: Optional[bool] = None) -> Tensor:
-    """Compute what runs and nothing else. It can be differentiated twice wherever torch's attention can.
+def packed(call: Call) -> Tensor:
+    """Compute what runs and nothing else. It cannot be differentiated twice.
+
+    Heads chosen per token skip their queries, their attention and their part of the output projection; the keys and
+    values of a head are needed by other tokens. Heads chosen per sequence skip their keys and values too.
 
     It reads the weights of layer.projections; where these carry hooks or are not plain linear layers (an adapter,
     pruning, offloading), it is `masked`, which calls them.
-
-    Args:
-        sparse: the form of the projections where heads are chosen per token (see `tokens`); None: by dtype and share.
     """
-    layer, x, active = call.layer, call.x, call.routing.active
-    if active is None or x.numel() == 0 or not all(map(plain, layer.projections)):
+    layer, active = call.layer, call.routing.active
+    if active is None or call.x.numel() == 0 or not all(map(plain, layer.projections)):
         return masked(call)
-    if active.shape[1] == 1 and call.cache is None:
-        count = active.sum(-1)
-        if bool((count == count[0]).all()) and bool(count[0] > 0):
-            return by_sample(call)
-    if sparse is None:
-        # Measured (benchmarks/attention.py): narrow products cost little in float32 and much in 16 bits.
-        share = 0.2 if is_short(autocast(x[:1]).dtype) else 0.6
-        sparse = layer.budget.routed <= share * layer.budget.candidates
-    return by_token(call, sparse)
+    x = autocast(call.x)
+    (B, N, C), H, D = x.shape, layer.num_heads, layer.head_dim
+    whole = active.shape[1] == 1
+    pairs = call.routing.pairs if call.routing.pairs is not None else kernels.list_pairs(active.expand(B, N, H))
+    queries, *keys = [(w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in layer.row_blocks()]
+
+    if call.q is None:
+        q = kernels.project(x.flatten(0, 1), *queries, pairs, H, whole)
+    else:
+        q = kernels.select(call.q.transpose(1, 2), pairs, H)
+    q = layer.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, x)).squeeze(1)  # [P, D]
+
+    source = None
+    if whole and call.cache is None and layer.kv_heads == H:
+        context = x if call.context is None else autocast(call.context)
+        M = context.shape[1]
+        key_pairs = pairs if M == N else kernels.list_pairs(active.expand(B, M, H))
+        if len(keys) == 1:  # both in one block
+            ((w, b),) = keys
+            keys = list(zip(w.chunk(2), (None, None) if b is None else b.chunk(2)))
+        k, v = (kernels.project(context.flatten(0, 1), *rows, key_pairs, H, True) for rows in keys)
+        k = layer.prepare_keys(k.unsqueeze(1), of_pairs(call.rotary, key_pairs, context)).squeeze(1)
+        k, v = (t.view(1, -1, M, D) for t in (k, v))
+        source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
+    else:
+        k, v = layer.project_kv(x if call.context is None else autocast(call.context), call.rotary, call.cache, keys)
+    # A norm leaves queries and keys in float32 under autocast.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+
+    o = kernels.attend(q, k, v, pairs, H, N, source, call.is_causal, call.attn_mask, call.dropout_p)
+    weights = call.routing.weights.expand(B, N, H).reshape(B * N, H).contiguous()
+    out = layer.proj
+    bias = None if out.bias is None else out.bias.to(x.dtype)
+    return kernels.combine(o.to(x.dtype), weights, out.weight.to(x.dtype), bias, pairs, H, whole).view(B, N, C)
+
+
+def of_pairs(rotary: Optional[Tuple[Tensor, Tensor]], pairs: Pairs, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
+    """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
+    if rotary is None:
+        return None
+    B, N, _ = x.shape
+    cos, sin = (t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary)
+    return cos, sin

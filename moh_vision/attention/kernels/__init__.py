@@ -1,5 +1,111 @@
-"""The operators under the executors: compiled C++ where they are built, plain PyTorch where not."""
+"""The operators under the executors: compiled C++ where they are built, plain PyTorch where not.
 
+    project   tokens, W_q        -> queries of the pairs that run
+    attend    queries, all K, V  -> their outputs
+    combine   outputs, gates     -> y, through W_O
+
+A pair is a (head, sequence, token) that runs; they come as a sorted list (`Pairs`), never padded. Letters as in
+`moh_vision.attention`; T = B * N tokens, P pairs.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import path, use
+from moh_vision.attention.routing import Pairs
 
-__all__ = ["path", "use"]
+__all__ = ["attend", "combine", "list_pairs", "native", "path", "project", "select", "use"]
+
+OPS = torch.ops.moh_vision
+
+
+def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
+    """Whether C++ runs `operator` for such tensors; of those in 16 bits only "attend", where the processor has products."""
+    if device.type != "cpu" or path() != "cpp":
+        return False
+    if dtype in (torch.bfloat16, torch.float16):
+        return operator == "attend" and OPS.brgemm_available(dtype)
+    return dtype == torch.float32
+
+
+def list_pairs(active: Tensor) -> Pairs:
+    """What runs, active [B, N, H]."""
+    return Pairs(*eager.pairs(active))
+
+
+def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
+    """The queries of the pairs out of those of all heads: q [B, N, H, D] -> [P, D]."""
+    return eager.Select.apply(q.reshape(-1, q.shape[-1]), eager.places(*pairs, heads))
+
+
+def project(x: Tensor, weight: Tensor, bias: Optional[Tensor], pairs: Pairs, heads: int, whole: bool) -> Tensor:
+    """Project tokens to the queries, keys or values of the pairs.
+
+    Args:
+        x: tokens [T, C].
+        weight, bias: of all heads, [H*D, C] and [H*D] or None.
+        whole: all pairs of a sequence and head run, or none.
+
+    Returns:
+        [P, D].
+    """
+    if native(x.device, x.dtype):
+        return OPS.project(x, weight, bias, *pairs, heads)
+    return eager.project(x, weight, bias, *pairs, heads, whole)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Pairs,
+    heads: int,
+    tokens: int,
+    source: Optional[Tensor] = None,
+    is_causal: bool = False,
+    mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention of the pairs to all keys of their sequence and head; scores are divided by sqrt(D).
+
+    Args:
+        q: [P, D].
+        k, v: [B, G, M, D], G a divisor of H; with `source` of any sequences and heads, [1, X, M, D].
+        tokens: N; pair p is token token[p] % N of its sequence.
+        source: int32 [H * B], which of the X a segment of pairs reads.
+        is_causal: a query at token n sees keys 0 .. n.
+        mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float.
+        dropout_p: of the attention matrix.
+
+    Returns:
+        [P, D], not weighted; 0 where a query sees no key.
+    """
+    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    if dropout_p > 0 or learned or not native(q.device, q.dtype, "attend"):
+        return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask, dropout_p)
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.float()
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
+
+
+def combine(
+    o: Tensor, weights: Tensor, weight: Tensor, bias: Optional[Tensor], pairs: Pairs, heads: int, whole: bool
+) -> Tensor:
+    """Weigh the outputs of the pairs, send each through its head's part of W_O and add them up for every token.
+
+    Args:
+        o: [P, D].
+        weights: [T, H], in float32 or better.
+        weight, bias: W_O [C, H*D] and [C] or None.
+        whole: see `project`.
+
+    Returns:
+        [T, C].
+    """
+    if native(o.device, o.dtype):
+        return OPS.combine(o, weights, weight, bias, *pairs, heads)
+    return eager.combine(o, weights, weight, bias, *pairs, heads, whole)

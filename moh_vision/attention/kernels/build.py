@@ -95,6 +95,8 @@ def load() -> bool:
     if not _loaded and os.path.isfile(place):
         try:
             torch.ops.load_library(place)
+            import moh_vision.attention.kernels.library  # noqa: F401  shapes and gradients of the operators
+
             _loaded = True
         except Exception as error:  # OSError of the loader, or whatever a library throws while it registers
             log.warning(f"{place} cannot be loaded ({error}); `{COMMAND} --force` builds it again")

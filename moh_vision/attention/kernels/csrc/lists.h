@@ -57,9 +57,10 @@ struct HeadRows {
 };
 
 // Which b * G + g of the keys each segment reads: as given, or its own sequence and the group of its head.
-inline std::vector<int32_t> sources(const std::optional<Tensor>& source, int64_t segments, const Tensor& k) {
+inline std::vector<int32_t> sources(const std::optional<Tensor>& source, int64_t segments, int64_t H,
+                                    const Tensor& k) {
   if (source) return {source->const_data_ptr<int32_t>(), source->const_data_ptr<int32_t>() + segments};
-  const int64_t B = k.size(0), G = k.size(1), H = segments / B;
+  const int64_t B = k.size(0), G = k.size(1);
   std::vector<int32_t> result(segments);
   for (int64_t s = 0; s < segments; s++) result[s] = s % B * G + s / B * G / H;
   return result;

@@ -235,14 +235,14 @@ struct ForwardScratch {
 };
 
 std::tuple<Tensor, Tensor> attend32(const Tensor& q, const Tensor& k_, const Tensor& v_, const Tensor& token,
-                                    const Tensor& offsets, int64_t tokens, const std::optional<Tensor>& source,
+                                    const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
                                     bool is_causal, const std::optional<Tensor>& mask_) {
   const Pairs pairs(token, offsets);
   const int64_t D = q.size(1), M = k_.size(2), width = padded(D);
   const Tensor k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
-  const auto reads = sources(source, pairs.segments, k);
-  const Mask mask(mask_, is_causal, source ? 1 : k.size(0));
+  const auto reads = sources(source, pairs.segments, H, k);
+  const Mask mask(mask_, is_causal, pairs.segments / H);
   Tensor out = at::empty({pairs.count, D}, q.options()), log_sums = at::empty({pairs.count}, q.options());
   const float* queries = q.const_data_ptr<float>();
   float *o = out.data_ptr<float>(), *lse = log_sums.data_ptr<float>();
@@ -318,14 +318,14 @@ Rows wide_rows(const float* rows, int64_t count, int64_t D, Floats& copy) {
 
 std::tuple<Tensor, Tensor, Tensor> attend32_backward(
     const Tensor& grad_, const Tensor& q, const Tensor& k_, const Tensor& v_, const Tensor& o, const Tensor& log_sums,
-    const Tensor& token, const Tensor& offsets, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
+    const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
     const std::optional<Tensor>& mask_) {
   const Pairs pairs(token, offsets);
   const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q.size(1);
   const Tensor grad = grad_.contiguous(), k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
-  const auto reads = sources(source, pairs.segments, k);
-  const Mask mask(mask_, is_causal, source ? 1 : B);
+  const auto reads = sources(source, pairs.segments, H, k);
+  const Mask mask(mask_, is_causal, pairs.segments / H);
   const int64_t ranges = std::max<int64_t>(1, ceil_div(M, KEY_RANGE));
   Tensor partial = at::empty({ranges, pairs.count, D}, q.options());  // of dq, one for each range of keys
   Tensor dk = at::zeros({B, M, G, D}, q.options()), dv = at::zeros({B, M, G, D}, q.options());
@@ -391,34 +391,34 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
   return {ranges == 1 ? partial[0] : at::sum(partial, 0), dk.transpose(1, 2), dv.transpose(1, 2)};
 }
 
-void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets,
+void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, int64_t H,
                   const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
   TORCH_CHECK(k.dim() == 4 && v.sizes() == k.sizes(), "k and v are [B, G, M, D], not ", k.sizes(), " and ", v.sizes());
   TORCH_CHECK(q.size(1) == k.size(3), "queries of width ", q.size(1), ", keys of ", k.size(3));
   TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k and v differ in dtype");
-  TORCH_CHECK(source || (offsets.numel() - 1) % k.size(0) == 0, "segments are no multiple of the sequences");
-  TORCH_CHECK(!mask || (mask->dim() == 4 && mask->stride(3) == 1 && !source), "mask is [B or 1, H or 1, N or 1, M]");
+  TORCH_CHECK(source || offsets.numel() - 1 == H * k.size(0), "the segments are not those of H heads and B sequences");
+  TORCH_CHECK(!mask || (mask->dim() == 4 && mask->stride(3) == 1), "mask is [B or 1, H or 1, N or 1, M]");
 }
 
 std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& token,
-                                  const Tensor& offsets, int64_t tokens, const std::optional<Tensor>& source,
+                                  const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
                                   bool is_causal, const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, source, mask);
+  check_attend(q_, k, v, offsets, H, source, mask);
   const Tensor q = q_.contiguous();
-  if (q.scalar_type() != at::kFloat) return attend16(q, k, v, token, offsets, tokens, source, is_causal, mask);
-  return attend32(q, k, v, token, offsets, tokens, source, is_causal, mask);
+  if (q.scalar_type() != at::kFloat) return attend16(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
+  return attend32(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Tensor& q_, const Tensor& k, const Tensor& v,
                                                    const Tensor& o, const Tensor& lse, const Tensor& token,
-                                                   const Tensor& offsets, int64_t tokens,
+                                                   const Tensor& offsets, int64_t H, int64_t tokens,
                                                    const std::optional<Tensor>& source, bool is_causal,
                                                    const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, source, mask);
+  check_attend(q_, k, v, offsets, H, source, mask);
   const Tensor q = q_.contiguous();
   if (q.scalar_type() != at::kFloat)
-    return attend16_backward(grad.contiguous(), q, k, v, o, lse, token, offsets, tokens, source, is_causal, mask);
-  return attend32_backward(grad, q, k, v, o, lse, token, offsets, tokens, source, is_causal, mask);
+    return attend16_backward(grad.contiguous(), q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);
+  return attend32_backward(grad, q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);
 }
 
 }  // namespace
@@ -428,8 +428,9 @@ TORCH_LIBRARY_FRAGMENT(moh_vision, m) {
   m.def("project_backward(Tensor grad, Tensor x, Tensor weight, Tensor token, Tensor offsets, int heads) -> (Tensor, Tensor, Tensor)");
   m.def("combine(Tensor o, Tensor weights, Tensor weight, Tensor? bias, Tensor token, Tensor offsets, int heads) -> Tensor");
   m.def("combine_backward(Tensor grad, Tensor o, Tensor weights, Tensor weight, Tensor token, Tensor offsets, int heads) -> (Tensor, Tensor, Tensor)");
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor token, Tensor offsets, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor)");
-  m.def("attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor token, Tensor offsets, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor, Tensor)");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor)");
+  m.def("brgemm_available(ScalarType dtype) -> bool", &brgemm_available);
+  m.def("attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(moh_vision, CPU, m) {
