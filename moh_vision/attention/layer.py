@@ -30,8 +30,9 @@ class HeadMixtureAttention(nn.Module):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is scripted, traced, compiled, exported or transformed by
-            torch.func, "packed", "decode" and "auto" are "masked": which heads run is known only at run time.
+        executor: a name in EXECUTORS. While the layer is scripted, traced, exported or transformed by torch.func, "packed",
+            "decode" and "auto" are "masked": which heads run is known only at run time. Under torch.compile "auto" and
+            "packed" skip heads where the C++ operators run.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
@@ -197,7 +198,7 @@ class HeadMixtureAttention(nn.Module):
             y = self.project_out(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
         else:
             execute = EXECUTORS[self.executor]
-            if self.executor in CHOOSES and is_captured(x):
+            if self.executor in CHOOSES and is_traced(x):
                 execute = masked
             y = execute(Call(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
@@ -345,7 +346,12 @@ def is_captured(x: Tensor) -> bool:
 
     Then values must not decide which heads run.
     """
+    return torch.compiler.is_compiling() or is_traced(x)
+
+
+def is_traced(x: Tensor) -> bool:
+    """As `is_captured`, but for torch.compile, under which the operators stay what they are."""
     # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
     special = type(x) not in (Tensor, nn.Parameter)
-    captured = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_compiling()
-    return captured or torch._C._are_functorch_transforms_active()
+    traced = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return traced or torch._C._are_functorch_transforms_active()

@@ -57,6 +57,8 @@ def choose(call: Call) -> Tuple[str, str]:
     active = routing.active
     if active is None:
         return "masked", "every head may run"
+    if torch.compiler.is_compiling():
+        return "masked", "compiled"
     if x.device.type != "cpu":
         return "masked", f"packed has not been measured on {x.device.type}"
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
@@ -139,6 +141,6 @@ def auto(call: Call) -> Tensor:
     What was picked and why is logged once at level INFO under "moh_vision.attention".
     """
     picked, reason = choose(call)
-    if log.isEnabledFor(logging.INFO):
+    if not torch.compiler.is_compiling() and log.isEnabledFor(logging.INFO):
         say(picked, reason)
     return AMONG[picked](call)

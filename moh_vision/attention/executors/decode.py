@@ -157,7 +157,8 @@ def decode(call: Call) -> Tensor:
     The keys and values of the new token are computed for all heads, for later tokens may choose others.
     """
     layer, active = call.layer, call.routing.active
-    if active is None or call.x.shape[1] != 1 or call.is_causal or call.dropout_p > 0 or torch.is_grad_enabled():
+    elsewhere = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if active is None or call.x.shape[1] != 1 or call.is_causal or call.dropout_p > 0 or elsewhere:
         return masked(call)
     q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
     weights = None if call.routing.weights is active else call.routing.weights

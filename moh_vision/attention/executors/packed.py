@@ -24,9 +24,13 @@ def packed(call: Call) -> Tensor:
     if active is None or call.x.numel() == 0 or not all(map(plain, layer.projections)):
         return masked(call)
     x = autocast(call.x)
+    if torch.compiler.is_compiling() and not has_static_shapes(call, x):
+        return masked(call)
     (B, N, C), H, D = x.shape, layer.num_heads, layer.head_dim
     whole = active.shape[1] == 1
-    pairs = call.routing.pairs if call.routing.pairs is not None else kernels.list_pairs(active.expand(B, N, H))
+    pairs = chosen = call.routing.pairs if call.routing.pairs is not None else kernels.list_pairs(active)
+    if whole:
+        pairs = kernels.spread(chosen, N)
     queries, *keys = [(w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in layer.row_blocks()]
 
     if call.q is None:
@@ -39,7 +43,7 @@ def packed(call: Call) -> Tensor:
     if whole and call.cache is None and layer.kv_heads == H:
         context = x if call.context is None else autocast(call.context)
         M = context.shape[1]
-        key_pairs = pairs if M == N else kernels.list_pairs(active.expand(B, M, H))
+        key_pairs = pairs if M == N else kernels.spread(chosen, M)
         if len(keys) == 1:  # both in one block
             ((w, b),) = keys
             keys = list(zip(w.chunk(2), (None, None) if b is None else b.chunk(2)))
@@ -57,6 +61,14 @@ def packed(call: Call) -> Tensor:
     out = layer.proj
     bias = None if out.bias is None else out.bias.to(x.dtype)
     return kernels.combine(o.to(x.dtype), weights, out.weight.to(x.dtype), bias, pairs, H, whole).view(B, N, C)
+
+
+def has_static_shapes(call: Call, x: Tensor) -> bool:
+    """Whether no shape on the way depends on which heads run: a top-k router made the list, and C++ goes through it."""
+    if call.routing.pairs is None:
+        return False
+    short_and_whole = x.element_size() == 2 and call.routing.active.shape[1] == 1  # one product a sequence, in PyTorch
+    return kernels.native(x.device, x.dtype, "attend") and not short_and_whole
 
 
 def of_pairs(rotary: Optional[Tuple[Tensor, Tensor]], pairs: Pairs, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:

@@ -17,7 +17,7 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import path, use
 from moh_vision.attention.routing import Pairs
 
-__all__ = ["attend", "combine", "list_pairs", "native", "path", "project", "select", "use"]
+__all__ = ["attend", "combine", "list_pairs", "native", "path", "project", "select", "spread", "use"]
 
 OPS = torch.ops.moh_vision
 
@@ -34,6 +34,12 @@ def native(device: torch.device, dtype: torch.dtype, operator: str = "project") 
 def list_pairs(active: Tensor) -> Pairs:
     """What runs, active [B, N, H]."""
     return Pairs(*eager.pairs(active))
+
+
+def spread(pairs: Pairs, tokens: int) -> Pairs:
+    """Pairs of sequences (one token each) -> those of all their tokens."""
+    every = torch.arange(tokens, dtype=torch.int32, device=pairs.token.device)
+    return Pairs((pairs.token.unsqueeze(1) * tokens + every).flatten(), pairs.offsets * tokens)
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
