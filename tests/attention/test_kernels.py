@@ -1,0 +1,234 @@
+"""`project`, `attend` and `combine`: both forms equal a loop over segments in float64, values and gradients."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.nn import functional as F
+
+from moh_vision.attention import kernels
+from moh_vision.attention.kernels import build, eager
+
+OPS = torch.ops.moh_vision
+
+
+def lists(B, N, H, share):
+    """A random choice with a head that all tokens run and, in the first sequence, one that none runs."""
+    active = torch.rand(B, N, H) < share
+    active[:, :, 0] = True
+    if H > 2:
+        active[0, :, 2] = False
+    return active, kernels.list_pairs(active)
+
+
+def attend_in_a_loop(q, k, v, pairs, heads, tokens, source, is_causal, mask):
+    (_, G, M, D), segments = k.shape, len(pairs.offsets) - 1
+    sequences = segments // heads
+    outputs = []
+    for s in range(segments):
+        begin, end = pairs.offsets[s : s + 2].tolist()
+        h, b = divmod(s, sequences)
+        read = int(source[s]) if source is not None else b * G + h * G // heads
+        key, value = k.flatten(0, 1)[read], v.flatten(0, 1)[read]
+        n = pairs.token[begin:end].long() % tokens
+        scores = q[begin:end] @ key.t() / math.sqrt(D)
+        if mask is not None:
+            rows = mask.expand(sequences, heads, tokens, M)[b, h, n]
+            scores = scores.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else scores + rows
+        if is_causal:
+            scores = scores.masked_fill(torch.arange(M) > n.unsqueeze(1), -math.inf)
+        blind = scores.isneginf().all(-1, keepdim=True)
+        outputs.append(scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ value)
+    return torch.cat(outputs)
+
+
+def layer_in_a_loop(tensors, pairs, heads, tokens, **attend):
+    """project, attend, combine in the dtype of the tensors."""
+    x, w, b, k, v, gates, wo, bo = tensors
+    T, D = x.shape[0], k.shape[-1]
+    head = torch.repeat_interleave(torch.arange(heads), pairs.offsets.diff().view(heads, -1).sum(1))
+    token = pairs.token.long()
+    q = F.linear(x, w, b).view(T, heads, D)[token, head]
+    o = attend_in_a_loop(q, k, v, pairs, heads, tokens, attend.get("source"), attend["is_causal"], attend["mask"])
+    every = x.new_zeros(T, heads, D).index_put((token, head), o * gates[token, head].unsqueeze(1))
+    return F.linear(every.flatten(1), wo, bo)
+
+
+MASKS = {
+    None: lambda B, H, N, M: None,
+    "additive": lambda B, H, N, M: torch.randn(B, H, N, M),
+    "of all heads": lambda B, H, N, M: torch.rand(1, 1, N, M) < 0.7,
+    "padding": lambda B, H, N, M: torch.rand(B, 1, 1, M) < 0.7,
+    "a head's that hides everything": lambda B, H, N, M: torch.arange(H).view(1, H, 1, 1).expand(1, H, 1, M) != 1,
+}
+SHAPES = [
+    # B, N, C, H, G, D, share, M, mask, causal
+    (2, 197, 64, 4, 4, 16, 0.5, None, None, False),
+    (2, 50, 72, 3, 3, 24, 0.5, None, None, False),  # widths that are no multiple of a vector
+    (2, 33, 50, 4, 4, 72, 0.6, None, None, False),
+    (1, 300, 64, 4, 1, 128, 0.4, None, None, False),  # one key-value head
+    (1, 70, 64, 4, 2, 256, 0.4, 33, None, False),  # cross-attention
+    (2, 19, 40, 5, 5, 7, 0.3, None, None, False),
+    (3, 1, 40, 5, 5, 8, 0.3, None, None, False),
+    (2, 40, 64, 4, 4, 96, 1.0, None, None, False),
+    *((2, 70, 64, 4, 2, 32, 0.5, None, mask, False) for mask in MASKS if mask),
+    (2, 150, 64, 4, 2, 32, 0.5, None, None, True),
+    (1, 1300, 32, 2, 2, 16, 0.5, None, None, True),  # several tiles and ranges of keys
+    (1, 1100, 32, 3, 3, 80, 0.7, None, None, False),
+    (2, 1100, 32, 2, 2, 16, 0.3, None, "padding", False),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equal_to_a_loop(shape, path):
+    B, N, C, H, G, D, share, M, mask, is_causal = shape
+    M = M or N
+    pairs = lists(B, N, H, share)[1]
+    mask = MASKS[mask](B, H, N, M)
+    tensors = [
+        torch.randn(B * N, C), torch.randn(H * D, C) / C**0.5, torch.randn(H * D),
+        torch.randn(B, M, G, D).transpose(1, 2), torch.randn(B, M, G, D).transpose(1, 2),
+        torch.rand(B * N, H), torch.randn(C, H * D) / (H * D) ** 0.5, torch.randn(C),
+    ]  # fmt: skip
+    slope = torch.randn(B * N, C)
+
+    exact = [t.double().requires_grad_() for t in tensors]
+    loop_mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
+    want = layer_in_a_loop(exact, pairs, H, N, is_causal=is_causal, mask=loop_mask)
+    want_grads = torch.autograd.grad((want * slope).sum(), exact)
+
+    ours = [t.requires_grad_() for t in tensors]
+    x, w, b, k, v, gates, wo, bo = ours
+    q = kernels.project(x, w, b, pairs, H, whole=False)
+    o = kernels.attend(q, k, v, pairs, H, N, is_causal=is_causal, mask=mask)
+    y = kernels.combine(o, gates, wo, bo, pairs, H, whole=False)
+    grads = torch.autograd.grad((y * slope).sum(), ours)
+    for name, got, exactly in zip(("y", *"x w b k v gates wo bo".split()), (y, *grads), (want, *want_grads)):
+        assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-7, name
+
+
+def test_whole_sequences_with_keys_of_their_own(path):
+    """Scope "sample": each sequence has heads of its own, and keys and values only of these."""
+    B, N, M, C, H, D = 3, 30, 21, 48, 4, 16
+    active = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0]]).bool().unsqueeze(1)  # nobody runs the last head
+    chosen = kernels.list_pairs(active)
+    pairs, key_pairs = kernels.spread(chosen, N), kernels.spread(chosen, M)
+    assert all(torch.equal(a, b) for a, b in zip(pairs, kernels.list_pairs(active.expand(B, N, H)), strict=True))
+    mask = torch.rand(B, H, N, M) < 0.6
+    x, context, w = torch.randn(B * N, C), torch.randn(B * M, C), torch.randn(3, H * D, C) / C**0.5
+    gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
+    leaves = [t.requires_grad_() for t in (x, context, w, gates, wo)]
+    q = kernels.project(x, w[0], None, pairs, H, whole=True)
+    k, v = (kernels.project(context, part, None, key_pairs, H, whole=True).view(1, -1, M, D) for part in w[1:])
+    source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
+    o = kernels.attend(q, k, v, pairs, H, N, source=source, mask=mask)
+    y = kernels.combine(o, gates, wo, None, pairs, H, whole=True)
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+
+    x, context, w, gates, wo = exact = [t.detach().double().requires_grad_() for t in leaves]
+    k, v = (F.linear(context, part).view(B, M, H, D).transpose(1, 2) for part in w[1:])
+    tensors = (x, w[0], None, k, v, gates, wo, None)
+    want = layer_in_a_loop(tensors, pairs, H, N, is_causal=False, mask=mask)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    for got, exactly in zip(grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
+        assert (got - exactly).abs().max() <= 1e-5 * exactly.abs().max()
+
+
+@pytest.fixture
+def operators():
+    if not build.load():
+        pytest.skip("the C++ operators are not built")
+
+
+def arguments(B=2, N=37, C=40, H=3, G=3, D=24):
+    pairs = lists(B, N, H, 0.5)[1]
+    x, w, b = torch.randn(B * N, C), torch.randn(H * D, C), torch.randn(H * D)
+    k, v = (torch.randn(B, N, G, D).transpose(1, 2) for _ in range(2))
+    q, gates, wo = torch.randn(len(pairs.token), D), torch.rand(B * N, H), torch.randn(C, H * D)
+    for t in (x, w, b, k, v, q, gates, wo):
+        t.requires_grad_()
+    return dict(
+        project=(x, w, b, *pairs, H),
+        attend=(q, k, v, *pairs, H, N, None, False, None),
+        combine=(q, gates, wo, None, *pairs, H),
+    )
+
+
+@pytest.mark.parametrize("name", ["project", "attend", "combine"])
+def test_operators_are_registered_as_torch_asks(name, operators):
+    torch.library.opcheck(getattr(OPS, name), arguments()[name])
+
+
+def everything(threads):
+    """Outputs and gradients of the three operators, computed by so many threads."""
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    results = []
+    for name, given in arguments(N=150, C=100, G=1, D=72).items():
+        y = getattr(OPS, name)(*given)
+        y = y[0] if isinstance(y, tuple) else y
+        leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+        results += [y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), leaves)]
+    return results
+
+
+def test_threads_change_no_bit(operators):
+    before = torch.get_num_threads()
+    try:
+        one, *others = (everything(threads) for threads in (1, 2, 3))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+
+
+def test_nan_stays_where_it_is(path):
+    """A query that is not a number spoils its own output and no other."""
+    pairs = lists(1, 40, 2, 0.5)[1]
+    q, k, v = torch.randn(len(pairs.token), 16), *torch.randn(2, 1, 2, 40, 16)
+    q[5, 3] = math.nan
+    o = kernels.attend(q, k, v, pairs, 2, 40)
+    assert o[5].isnan().all() and not torch.cat([o[:5], o[6:]]).isnan().any()
+
+
+def test_other_dtypes_are_refused_by_name(operators):
+    given = list(arguments()["project"])
+    given[0] = given[0].double()
+    with pytest.raises(RuntimeError, match="x is Double, not float32"):
+        OPS.project(*given)
+
+
+@pytest.mark.parametrize("isa", ["avx2", pytest.param("default", marks=pytest.mark.slow)])
+def test_smaller_instruction_sets(isa, operators):
+    """The library for an older processor, compiled and held to the same loop."""
+    environment = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": isa,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    code = (
+        "import torch, test_kernels as t; from moh_vision.attention import kernels; kernels.use('cpp'); "
+        "[(torch.manual_seed(0), t.test_equal_to_a_loop(shape, 'cpp')) for shape in t.SHAPES]; "
+        "print(torch.backends.cpu.get_cpu_capability())"
+    )
+    for command in (["-m", "moh_vision.attention.kernels"], ["-c", code]):
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, cwd=ROOT / "tests/attention", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().lower() == isa
+
+
+def test_products_cut_the_list():
+    """Heads that all tokens run together, then whole sequences, else head by head."""
+    active = torch.zeros(2, 3, 4, dtype=torch.bool)
+    active[:, :, :2] = True
+    active[1, :, 2] = True
+    cut = eager.products(*kernels.list_pairs(active), 4, 6)
+    assert [(p.rows, p.heads, p.starts) for p in cut] == [(slice(0, 6), [0, 1], [0, 6]), (slice(3, 6), [2], [12])]
+    active[0, 1, 3] = True
+    cut = eager.products(*kernels.list_pairs(active), 4, 6)
+    assert [p.heads for p in cut] == [[0, 1], [2], [3]] and cut[2].rows.tolist() == [1]
