@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
-from moh_vision.attention.routers.common import select_top_k
+from moh_vision.attention.kernels.route import select_top_k
 
 
 class GateStatistics:

@@ -13,7 +13,7 @@ from moh_vision.attention import (
     moa_balance_loss,
     router_z_loss,
 )
-from moh_vision.attention.routers.common import gate_logits, select_top_k
+from moh_vision.attention.kernels.route import gate_logits, select_top_k
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter

@@ -3,25 +3,17 @@
 from typing import Optional
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import (
-    GateLinear,
-    active_heads,
-    heads_first,
-    heads_last,
-    select_top_k,
-    top_k_stats,
-)
+from moh_vision.attention.kernels.route import choose, route
+from moh_vision.attention.linear import plain
+from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
 
-torch.fx.wrap("select_top_k")  # a leaf while tracing; fx needs to be told in every module that calls it
 
-
-class MoARouter(nn.Module):
+class MoARouter(TopKRouter):
     """The k most probable of E experts (Zhang 2022, eq. 7 to 9); the layer gives them one shared key-value head.
 
     p = softmax(x W_g), w_i = p_i / Detach(sum of the selected p). W_g starts at zero.
@@ -36,7 +28,6 @@ class MoARouter(nn.Module):
         ValueError: for a budget with shared heads.
     """
 
-    __constants__ = ["num_routed"]  # read when the router is scripted
     needs_query = False
     reads = "token"
     all_heads = False
@@ -45,8 +36,7 @@ class MoARouter(nn.Module):
     def __init__(
         self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None
     ):
-        super().__init__()
-        self.budget = budget
+        super().__init__(budget)
         if budget.shared:
             raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
         self.renormalise = renormalise
@@ -60,23 +50,15 @@ class MoARouter(nn.Module):
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
 
-    @torch.jit.unused
-    @property
-    def num_routed(self) -> int:
-        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
-        return self.budget.routed
-
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
-        logits = heads_first(self.gate(x))  # [E, B, N]
+        E, k = self.gate.out_features, self.num_routed
+        kind = "renormalised" if self.renormalise else "paper"
         if self.noise is not None and self.training:
-            scale = F.softplus(heads_first(self.noise(x))) + 1e-2
-            logits = logits + torch.randn_like(logits) * scale
-        probs = logits.softmax(0)
-        chosen = select_top_k(probs, self.num_routed)  # [E, B, N]
-        selected = chosen.to(probs.dtype)
-        weights = probs * selected
-        if self.renormalise:
-            weights = weights / weights.sum(0, keepdim=True).detach()
-        stats = top_k_stats(probs, selected, logits, 0, padding_mask)
-        return Routing(heads_last(weights), active_heads(0, chosen), stats)
+            logits = self.gate(x)  # [B, N, E]
+            logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
+            return choose(logits, E, 0, k, kind, padding_mask)
+        if not torch.jit.is_scripting():
+            if not plain(self.gate, GateLinear):
+                return choose(self.gate(x), E, 0, k, kind, padding_mask)
+        return route(x, self.gate.weight, E, 0, k, kind, padding_mask)

@@ -4,16 +4,17 @@ from typing import Optional
 
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 
 from moh_vision.attention.budget import HeadBudget, check_groups
-from moh_vision.attention.routers.common import active_heads, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.kernels.route import active_heads, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.attention.routing import Routing, RoutingStats
 
 torch.fx.wrap("select_top_k")  # a leaf while tracing; fx needs to be told in every module that calls it
 
 
-class QueryNormRouter(nn.Module):
+class QueryNormRouter(TopKRouter):
     """A token's heads are those with the longest queries; weights are 0 and 1 (Jin 2024, eq. 9).
 
     The first heads are shared. Among the others the L2 norm of the head's query, before any rotary embedding, divided
@@ -36,25 +37,17 @@ class QueryNormRouter(nn.Module):
         ValueError: if the heads, the shared or the routed ones are not whole groups.
     """
 
-    __constants__ = ["num_routed"]  # read when the router is scripted
     needs_query = True
     reads = "token"
     all_heads = False
     aux_loss = "moh"
 
     def __init__(self, dim: int, budget: HeadBudget, group: int = 1, device=None, dtype=None):
-        super().__init__()
-        self.budget = budget
+        super().__init__(budget)
         check_groups(budget, group)
         self.group = group
         self.num_shared = budget.shared
         self.num_candidates = budget.candidates
-
-    @torch.jit.unused
-    @property
-    def num_routed(self) -> int:
-        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
-        return self.budget.routed
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
@@ -73,10 +66,10 @@ class QueryNormRouter(nn.Module):
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
         if self.group > 1:  # and back to E heads
             probs, logits = probs.repeat_interleave(self.group, 0) / self.group, logits.repeat_interleave(self.group, 0)
-            chosen, selected = chosen.repeat_interleave(self.group, 0), selected.repeat_interleave(self.group, 0)
+            chosen = chosen.repeat_interleave(self.group, 0)
             gate = gate.repeat_interleave(self.group, 0)
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
-        stats = top_k_stats(probs, selected, logits, self.num_shared, padding_mask)
+        stats = top_k_stats(probs, chosen, logits, self.num_shared, padding_mask)
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
         active = None if self.training or torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
         return Routing(heads_last(torch.cat([ones, gate])), active, stats)

@@ -41,6 +41,8 @@ constexpr int64_t padded(int64_t n) { return ceil_div(n, LANES) * LANES; }
 
 MOH_INLINE Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 MOH_INLINE void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+MOH_INLINE IntVec load(const int32_t* p) { return *reinterpret_cast<const IntVec*>(p); }
+MOH_INLINE void store(int32_t* p, IntVec v) { *reinterpret_cast<IntVec*>(p) = v; }
 MOH_INLINE Vec broadcast(float x) { return x - Vec{}; }
 MOH_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
