@@ -5,7 +5,7 @@ import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels.build import load
-from moh_vision.attention.kernels.route import choose, gate_logits, pairs, route, select_top_k
+from moh_vision.attention.kernels.route import choose, gate_logits, route, select_top_k
 from moh_vision.attention.routers import MoARouter, MoHRouter
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def make(name, shape=(2, 37, 50), dtype=torch.float32, seed=0):
 
 
 def plain(x, weight, name, padding=None):
-    return choose(gate_logits(x, weight), *ROUTERS[name][:4], padding)
+    return choose(gate_logits(x, weight), *ROUTERS[name], padding)
 
 
 def flat(routing):
@@ -59,7 +59,7 @@ def flat(routing):
 
 def compare(x, weight, name, padding=None, tolerance=1e-5, exact_dtype=None):
     """Both paths on the same arguments, forward and backward; `exact_dtype`: of the plain one."""
-    ours = route(x, weight, *ROUTERS[name][:4], padding)
+    ours = route(x, weight, *ROUTERS[name], padding)
     assert ours.pairs is not None
     x2, weight2 = (t.detach().to(exact_dtype or t.dtype).requires_grad_() for t in (x, weight))
     want = plain(x2, weight2, name, padding)
@@ -123,7 +123,7 @@ def test_tokens_that_do_not_lie_side_by_side():
 def test_equal_logits_rank_the_lowest_index_first(name):
     candidates, shared, routed = ROUTERS[name][:3]
     x, weight = make(name)
-    active = route(x, torch.zeros_like(weight), *ROUTERS[name][:4]).active
+    active = route(x, torch.zeros_like(weight), *ROUTERS[name]).active
     assert active[..., : shared + routed].all() and not active[..., shared + routed :].any()
     with torch.no_grad():
         weight[1:candidates:2] = weight[0]  # every other candidate equals the first
@@ -132,7 +132,7 @@ def test_equal_logits_rank_the_lowest_index_first(name):
 
 def test_with_equal_logits_and_all_heads_every_gate_is_one():
     x, weight = make("all routed run")
-    assert (route(x, torch.zeros_like(weight), *ROUTERS["all routed run"][:4]).weights == 1).all()
+    assert (route(x, torch.zeros_like(weight), *ROUTERS["all routed run"]).weights == 1).all()
 
 
 @pytest.mark.parametrize("name", ["released", "MoA", "one shared"])
@@ -142,7 +142,7 @@ def test_a_bad_token_spoils_itself_only(name, bad):
     x, weight = make(name)
     with torch.no_grad():
         x[0, 3, 5] = bad
-    ours, want = route(x, weight, *ROUTERS[name][:4]), plain(x, weight, name)
+    ours, want = route(x, weight, *ROUTERS[name]), plain(x, weight, name)
     assert (ours.active.sum(-1) == shared + routed).all() and torch.equal(ours.active, want.active)
     assert (ours.weights[~ours.active] == 0).all()  # plain PyTorch writes NaN here too
     for a, b in zip((ours.weights[ours.active], *flat(ours)[1:]), (want.weights[want.active], *flat(want)[1:])):
@@ -154,7 +154,7 @@ def test_logits_far_apart():
     x, weight = make("released")
     with torch.no_grad():
         weight *= 1000
-    routing = route(x, weight, *ROUTERS["released"][:4])
+    routing = route(x, weight, *ROUTERS["released"])
     gates = routing.weights.detach()
     assert gates.isfinite().all() and ((gates == 0) | (gates >= 1e-30)).all()
     torch.testing.assert_close(gates, plain(x, weight, "released").weights)
@@ -176,25 +176,25 @@ def test_pairs_are_sorted_by_head_sequence_and_token(path, shape):
         active[1, :, 0] = False  # a head that no token of a sequence runs
         active[0, :, 1] = True
     for a in (active, active.transpose(1, 2).contiguous().transpose(1, 2)):
-        token, offsets = pairs(a)
+        token, offsets = kernels.list_pairs(a)
         assert token.dtype == offsets.dtype == torch.int32
         assert (token.tolist(), offsets.tolist()) == sorted_pairs(active)
 
 
 def test_the_router_lists_its_pairs():
     x, weight = make("released")
-    routing = route(x, weight, *ROUTERS["released"][:4])
+    routing = route(x, weight, *ROUTERS["released"])
     token, offsets = routing.pairs
     assert (token.tolist(), offsets.tolist()) == sorted_pairs(routing.active)
 
 
 def test_long_lists_are_made_by_several_threads():
     active = torch.rand(5, 1500, 12) < 0.5
-    want = pairs(active)
+    want = kernels.list_pairs(active)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert all(map(torch.equal, pairs(active), want))
+        assert all(map(torch.equal, kernels.list_pairs(active), want))
     finally:
         torch.set_num_threads(threads)
 
@@ -209,7 +209,7 @@ def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     try:
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            out = flat(route(x, weight, *ROUTERS[name][:4]))
+            out = flat(route(x, weight, *ROUTERS[name]))
             answers.append((*out, *torch.autograd.grad(sum(t.square().sum() for t in out), (x, weight))))
     finally:
         torch.set_num_threads(threads)
@@ -227,9 +227,7 @@ def test_opcheck(name):
 
 def test_second_derivatives_are_refused():
     x, weight = make("released")
-    (slope,) = torch.autograd.grad(
-        route(x, weight, *ROUTERS["released"][:4]).weights.square().sum(), x, create_graph=True
-    )
+    (slope,) = torch.autograd.grad(route(x, weight, *ROUTERS["released"]).weights.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         slope.sum().backward()
 

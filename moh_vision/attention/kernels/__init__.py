@@ -1,5 +1,6 @@
 """The operators under the executors: compiled C++ where they are built, plain PyTorch where not.
 
+    route     tokens, W_router   -> gates, and the pairs that run (in `kernels.route`, for routers)
     project   tokens, W_q        -> queries of the pairs that run
     attend    queries, all K, V  -> their outputs
     combine   outputs, gates     -> y, through W_O
@@ -33,6 +34,8 @@ def native(device: torch.device, dtype: torch.dtype, operator: str = "project") 
 
 def list_pairs(active: Tensor) -> Pairs:
     """What runs, active [B, N, H]."""
+    if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
+        return Pairs(*OPS.pairs(active))
     return Pairs(*eager.pairs(active))
 
 

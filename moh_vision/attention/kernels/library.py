@@ -45,6 +45,41 @@ def _(grad, o, weights, weight, token, offsets, heads):
     return torch.empty_like(o), torch.empty_like(weights), torch.empty_like(weight)
 
 
+@FAKE("moh_vision::route")
+def _(x, weight, candidates, shared, routed, kind, padding):
+    B, N, H = x.shape[0], x.shape[1], shared + candidates
+    outputs = (B, N, H), (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
+    weights, active, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
+    token, offsets = (x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1))
+    return weights, active.bool(), rows, probs, counts, token, offsets
+
+
+@FAKE("moh_vision::route_backward")
+def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, kind, padding):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@FAKE("moh_vision::pairs")
+def _(active):
+    B, _, H = active.shape
+    count = torch.library.get_ctx().new_dynamic_size()
+    return active.new_empty(count, dtype=torch.int32), active.new_empty(H * B + 1, dtype=torch.int32)
+
+
+def _keep_route(ctx, inputs, output):
+    x, weight, *ctx.arguments, padding = inputs
+    _, active, rows, _, counts, token, offsets = output
+    ctx.mark_non_differentiable(active, counts, token, offsets)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(rows, x, weight, padding)
+
+
+def _route(ctx, dweights, _active, drows, dprobs, *_):
+    rows, x, weight, padding = ctx.saved_tensors
+    dx, dweight = OPS.route_backward(dweights, dprobs, drows, rows, x, weight, *ctx.arguments, padding)
+    return dx, dweight, None, None, None, None, None
+
+
 def _keep_project(ctx, inputs, output):
     x, weight, bias, token, offsets, ctx.heads = inputs
     ctx.has_bias = bias is not None
@@ -81,6 +116,7 @@ def _combine(ctx, grad):
     return do, dweights, dweight, grad.sum(0) if ctx.has_bias else None, None, None, None
 
 
+AUTOGRAD("moh_vision::route", _route, setup_context=_keep_route)
 AUTOGRAD("moh_vision::project", _project, setup_context=_keep_project)
 AUTOGRAD("moh_vision::attend", _attend, setup_context=_keep_attend)
 AUTOGRAD("moh_vision::combine", _combine, setup_context=_keep_combine)
@@ -88,9 +124,9 @@ AUTOGRAD("moh_vision::combine", _combine, setup_context=_keep_combine)
 
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
-        "the C++ operators cannot be differentiated twice: set executor='masked', or MOH_VISION_KERNELS=off"
+        "the C++ operators cannot be differentiated twice: MOH_VISION_KERNELS=off and executor='masked' leave them out"
     )
 
 
-for name in ("project_backward", "attend_backward", "combine_backward"):
+for name in ("route_backward", "project_backward", "attend_backward", "combine_backward"):
     AUTOGRAD(f"moh_vision::{name}", _no_second_derivative)

@@ -1,11 +1,10 @@
-"""From tokens to the heads that run: `route` for routers of one linear layer, `pairs` for a choice that is made.
+"""`route`: from tokens to the heads that run, for routers of one linear layer.
 
-Each is one C++ operator where the operators are built (see `build`), and plain PyTorch where not. Logits of equal tokens
-may differ in the last bit between the two, because they are summed in another order; equal logits rank the same.
+It is one C++ operator where the operators are built (see `build`), and plain PyTorch where not. Logits may differ in the
+last bit between the two, because they are summed in another order; equal logits rank the same.
 """
 
-import functools
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 import torch
 import torch.fx
@@ -29,6 +28,7 @@ def route(
     shared: int,
     routed: int,
     kind: str,
+    balanced: bool = False,
     padding_mask: Optional[Tensor] = None,
 ) -> Routing:
     """Choose and weigh the heads of every token.
@@ -36,12 +36,13 @@ def route(
     Args:
         x: tokens [B, N, C].
         weight: of the router [R, C]. Its rows are the E candidates, then the shared heads if there are several, then 2
-            that balance both groups if there are both and they are balanced.
+            that balance both groups if they are balanced.
         candidates: E.
         shared: heads that always run; the heads are these and then the candidates.
         routed: how many candidates run.
         kind: "released" or "paper": Jin 2024, see MoHRouter, which has the equations. "renormalised": Zhang 2022, the
             probability over the detached sum of the chosen ones; only without shared heads.
+        balanced: there are shared heads and candidates, and weights for the balance of both groups.
         padding_mask: [B, N], True at padding, which is left out of the statistics.
 
     Returns:
@@ -51,23 +52,20 @@ def route(
     if not torch.jit.is_scripting():
         if _runs_compiled(x) and weight.dtype in DTYPES:
             return _route_compiled(x, weight, candidates, shared, routed, kind, padding_mask)
-    return choose(gate_logits(x, weight), candidates, shared, routed, kind, padding_mask)
-
-
-def pairs(active: Tensor) -> Pairs:
-    """List what runs: active [B, N, H], any number of heads per token."""
-    if _runs_compiled(active, (torch.bool,)):
-        return Pairs(*OPS.pairs(active))
-    runs = active.permute(2, 0, 1)  # [H, B, N]
-    token = runs.reshape(-1).nonzero().squeeze(1) % (active.shape[0] * active.shape[1])
-    return Pairs(token.int(), F.pad(runs.sum(-1).flatten().cumsum(0, dtype=torch.int32), (1, 0)))
+    return choose(gate_logits(x, weight), candidates, shared, routed, kind, balanced, padding_mask)
 
 
 # ---- plain PyTorch
 
 
 def choose(
-    rows: Tensor, candidates: int, shared: int, routed: int, kind: str, padding_mask: Optional[Tensor] = None
+    rows: Tensor,
+    candidates: int,
+    shared: int,
+    routed: int,
+    kind: str,
+    balanced: bool = False,
+    padding_mask: Optional[Tensor] = None,
 ) -> Routing:
     """`route` from the outputs of the router's linear layer, [B, N, R], in plain PyTorch."""
     rows = heads_first(rows)  # [R, B, N]
@@ -78,7 +76,7 @@ def choose(
     selected = probs.masked_fill(~chosen, 0.0)  # probabilities of what runs
 
     # The factors of both groups first: on [B, N] they cost less than on all heads.
-    if two_groups and rows.shape[0] == candidates + 2 + (shared if shared > 1 else 0):
+    if balanced:
         alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
     else:
         alpha = torch.full((2, 1, 1), 0.5 if two_groups else 1.0, dtype=probs.dtype, device=rows.device)
@@ -197,15 +195,15 @@ def top_k_stats(
 # ---- C++
 
 
-def _runs_compiled(x: Tensor, dtypes: Tuple[torch.dtype, ...] = DTYPES) -> bool:
-    """Whether the C++ operators may be called for x. Not while TorchScript traces or a model is exported."""
+def _runs_compiled(x: Tensor) -> bool:
+    """Whether the C++ operator may be called for x. Not while TorchScript traces or a model is exported."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
     if not torch.compiler.is_compiling():
         # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
         if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
             return False
-    return x.device.type == "cpu" and x.dtype in dtypes and path() == "cpp" and _ready()
+    return x.device.type == "cpu" and x.dtype in DTYPES and path() == "cpp"
 
 
 def _route_compiled(x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
@@ -214,58 +212,3 @@ def _route_compiled(x, weight, candidates, shared, routed, kind, padding_mask) -
     )
     stats = RoutingStats(probs, counts, rows[..., :candidates])
     return Routing(weights, active, stats, Pairs(token, offsets))
-
-
-@torch.compiler.assume_constant_result
-def _ready() -> bool:
-    return _register()
-
-
-@functools.cache
-def _register() -> bool:
-    """Tell torch the shapes and gradients of the operators, once they are loaded."""
-    fake, autograd = torch.library.register_fake, torch.library.register_autograd
-    fake("moh_vision::route", _route_fake)
-    fake(
-        "moh_vision::route_backward",
-        lambda dw, dp, dr, rows, x, weight, *_: (torch.empty_like(x), torch.empty_like(weight)),
-    )
-    fake("moh_vision::pairs", _pairs_fake)
-    autograd("moh_vision::route", _route_backward, setup_context=_keep)
-    autograd("moh_vision::route_backward", _no_second_derivative)
-    return True
-
-
-def _route_fake(x, weight, candidates, shared, routed, kind, padding):
-    B, N, H = x.shape[0], x.shape[1], shared + candidates
-
-    def new(*shape, dtype=torch.float32):
-        return x.new_empty(shape, dtype=dtype)
-
-    lists = new(B * N * (shared + routed), dtype=torch.int32), new(H * B + 1, dtype=torch.int32)
-    active = new(B, N, H, dtype=torch.bool)
-    return new(B, N, H), active, new(B, N, weight.shape[0]), new(B, N, candidates), new(B, H), *lists
-
-
-def _pairs_fake(active):
-    count = torch.library.get_ctx().new_dynamic_size()
-    B, _, H = active.shape
-    return active.new_empty(count, dtype=torch.int32), active.new_empty(H * B + 1, dtype=torch.int32)
-
-
-def _keep(ctx, inputs, output):
-    x, weight, *ctx.arguments, padding = inputs
-    _, active, rows, _, counts, token, offsets = output
-    ctx.mark_non_differentiable(active, counts, token, offsets)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, x, weight, padding)
-
-
-def _route_backward(ctx, dweights, _active, drows, dprobs, *_):
-    rows, x, weight, padding = ctx.saved_tensors
-    dx, dweight = OPS.route_backward(dweights, dprobs, drows, rows, x, weight, *ctx.arguments, padding)
-    return dx, dweight, None, None, None, None, None
-
-
-def _no_second_derivative(ctx, *_):
-    raise RuntimeError("the C++ router cannot be differentiated twice: set MOH_VISION_KERNELS=off for plain PyTorch")

@@ -13,9 +13,9 @@ torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in eve
 
 
 class TopKRouter(nn.Module):
-    """Base of routers whose tokens choose the best heads."""
+    """Base of routers whose tokens choose the best heads: the numbers of their budget, which `set_budgets` may change."""
 
-    __constants__ = ["num_routed"]  # read when the router is scripted
+    __constants__ = ["num_shared", "num_candidates", "num_routed"]  # read when the router is scripted
 
     def __init__(self, budget: HeadBudget):
         super().__init__()
@@ -23,8 +23,20 @@ class TopKRouter(nn.Module):
 
     @torch.jit.unused
     @property
+    def num_shared(self) -> int:
+        """Heads that run for every token."""
+        return self.budget.shared
+
+    @torch.jit.unused
+    @property
+    def num_candidates(self) -> int:
+        """Heads that tokens choose among."""
+        return self.budget.candidates
+
+    @torch.jit.unused
+    @property
     def num_routed(self) -> int:
-        """Heads that run for a token beside the shared ones; `set_budgets` changes the budget."""
+        """Candidates that run for a token."""
         return self.budget.routed
 
 

@@ -52,13 +52,13 @@ class MoARouter(TopKRouter):
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
-        E, k = self.gate.out_features, self.num_routed
+        E, k = self.num_candidates, self.num_routed
         kind = "renormalised" if self.renormalise else "paper"
         if self.noise is not None and self.training:
             logits = self.gate(x)  # [B, N, E]
             logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
-            return choose(logits, E, 0, k, kind, padding_mask)
+            return choose(logits, E, 0, k, kind, padding_mask=padding_mask)
         if not torch.jit.is_scripting():
             if not plain(self.gate, GateLinear):
-                return choose(self.gate(x), E, 0, k, kind, padding_mask)
-        return route(x, self.gate.weight, E, 0, k, kind, padding_mask)
+                return choose(self.gate(x), E, 0, k, kind, padding_mask=padding_mask)
+        return route(x, self.gate.weight, E, 0, k, kind, padding_mask=padding_mask)

@@ -52,8 +52,6 @@ class MoHRouter(TopKRouter):
         if gate_scale not in GATE_SCALES:
             raise ValueError(f"gate_scale {gate_scale!r} is not one of {', '.join(GATE_SCALES)}")
         self.released = gate_scale == "released"
-        self.num_shared = budget.shared
-        self.num_candidates = budget.candidates
         self.two_groups = budget.shared > 0 and budget.candidates > 0
 
         def linear(rows: int) -> nn.Linear:
@@ -68,12 +66,12 @@ class MoHRouter(TopKRouter):
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         E, S, k = self.num_candidates, self.num_shared, self.num_routed
-        kind = "released" if self.released else "paper"
+        kind, balanced = "released" if self.released else "paper", self.balance is not None
         if not torch.jit.is_scripting():
             linears = list(filter(None, (self.routed, self.shared, self.balance)))
             if not all([plain(linear, GateLinear) for linear in linears]):
-                return choose(torch.cat([linear(x) for linear in linears], -1), E, S, k, kind, padding_mask)
-        return route(x, self.weight(x), E, S, k, kind, padding_mask)
+                return choose(torch.cat([linear(x) for linear in linears], -1), E, S, k, kind, balanced, padding_mask)
+        return route(x, self.weight(x), E, S, k, kind, balanced, padding_mask)
 
     def weight(self, x: Tensor) -> Tensor:
         """W_r, W_s and W_h, as far as they exist, [E + h_s + 2, C]: one product, as they read the same tokens x [B, N, C]."""

@@ -46,8 +46,6 @@ class QueryNormRouter(TopKRouter):
         super().__init__(budget)
         check_groups(budget, group)
         self.group = group
-        self.num_shared = budget.shared
-        self.num_candidates = budget.candidates
 
     def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
         """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""

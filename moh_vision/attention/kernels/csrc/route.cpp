@@ -3,6 +3,7 @@
 // A task is a block of tokens. It multiplies them by the weight; then LANES tokens at a time are the lanes of softmax,
 // ranking and gates, so that nothing there works on rows as short as the number of heads. A second pass over the
 // sequences makes the list. routers/moh.py has the equations of the gates.
+#include "attend16.h"
 #include "vector.h"
 
 #include <string_view>
@@ -468,7 +469,7 @@ void check(const Tensor& x, const Tensor& weight, const optional<Tensor>& paddin
 template <class T>
 void route_typed(const Router& router, const Tensor& x, const Tensor& weight, const bool* padding, const Outputs& out) {
   if constexpr (!std::is_same_v<T, float>) {
-    if (weight.scalar_type() == x.scalar_type() && x.size(1) % 2 == 0 && router.rows > 0 && at::native::cpublas::could_pack(x.scalar_type()))
+    if (weight.scalar_type() == x.scalar_type() && x.size(1) % 2 == 0 && router.rows > 0 && brgemm_available(x.scalar_type()))
       return route_tokens<T, ShortLogits<T>>(router, x, weight, padding, out);
   }
   route_tokens<T, FloatLogits<T>>(router, x, weight, padding, out);
