@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 
@@ -40,3 +41,14 @@ def path(request) -> str:
         pytest.skip(str(error))
     yield request.param
     kernels.use(None)
+
+
+@pytest.fixture
+def shipped_limits():
+    """The more careful of the limits that come with `auto`, whatever was measured on this machine."""
+    from moh_vision.attention.executors import limits
+
+    name = "limits_amx.json"
+    limits.use_table(json.loads(Path(limits.__file__).with_name(name).read_text()))
+    yield
+    limits.use_table(None)

@@ -1,7 +1,5 @@
-"""Every executor equals the reference, in output and in every gradient; and what skipping is for: memory, `auto`."""
+"""Every executor equals the reference, in output and in every gradient; and what skipping is for: memory."""
 
-import logging
-import re
 from functools import partial
 
 import pytest
@@ -11,9 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
-from moh_vision.attention.executors import choose
-from moh_vision.attention.executors.auto import say
-from moh_vision.attention.routing import Call, RoutingStats
+from moh_vision.attention.routing import RoutingStats
 
 B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
 UNDER_TEST = {
@@ -400,95 +396,3 @@ def test_traced_and_meta():
     torch.testing.assert_close(traced(x)[0], layer(x)[0])
     y, stats = build((2, 2), executor="packed").to("meta")(torch.randn(B, N, C, device="meta"))
     assert y.shape == (B, N, C) and stats.counts.shape == (B, H)
-
-
-# ---------------------------------------------------------------- auto
-
-
-def choice(tokens, budget, scope="token", dtype=torch.float32, batch=8, heads=12, training=False, **kwargs):
-    layer = HeadMixtureAttention(heads * 64, HeadBudget(heads, 64, *budget), scope=scope, dtype=dtype).train(training)
-    x = torch.randn(batch, tokens, heads * 64, dtype=dtype)
-    with torch.set_grad_enabled(training):
-        routing = layer.router(x.mean(1, keepdim=True) if scope == "sample" else x)
-        return choose(Call(layer, x, routing, **kwargs))
-
-
-def test_auto_skips_where_it_pays():
-    assert choice(197, (4, 5))[0] == "masked"
-    assert choice(197, (3, 3))[0] == "packed"
-    assert choice(197, (3, 3), batch=4)[0] == "masked"
-    assert choice(1024, (2, 4), batch=1)[0] == "packed"
-    assert choice(1024, (4, 7), batch=1)[0] == "masked"
-    assert choice(197, (2, 4), scope="sample")[0] == "packed"
-    assert choice(197, (4, 7), scope="sample")[0] == "masked"
-    assert choice(197, (2, 4), scope="sample", dtype=torch.bfloat16)[0] == "masked"
-
-
-def test_auto_sees_that_all_samples_chose_the_same_heads():
-    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 4, 7), scope="sample").eval()
-    x, conditions = torch.randn(4, 197, 768), torch.randn(4, 768)
-    with torch.no_grad():
-        for condition, picked in ((conditions, "masked"), (conditions[:1].expand(4, -1), "packed")):
-            routing, _ = layer.route(x, condition=condition)
-            assert choose(Call(layer, x, routing))[0] == picked
-
-
-def test_auto_skips_most_of_moas_experts():
-    layer = HeadMixtureAttention(64, HeadBudget(64, 64, 0, 8), router="moa", kv_heads=1)
-    x = torch.randn(2, 128, 64)
-    assert choose(Call(layer, x, layer.router(x)))[0] == "packed"
-
-
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        (dict(tokens=17, budget=(2, 4), batch=1), "fewer than 700,000 numbers"),
-        (dict(tokens=17, budget=(2, 4), batch=1, training=True), "fewer than 600,000 numbers"),
-        (dict(tokens=1024, budget=(2, 4), is_causal=True, training=True), "the mask of every query"),
-        (dict(tokens=197, budget=(4, 5)), "75% of the heads run, packed pays up to 62% .token, 197 keys"),
-    ],
-)
-def test_auto_says_why(kwargs, words):
-    picked, reason = choice(**kwargs)
-    assert picked == "masked"
-    assert re.search(words, reason), reason
-
-
-def test_auto_sees_a_router_that_does_not_balance():
-    """All tokens in the same few heads leave nothing to pad away: the longest head counts, not the budget."""
-    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
-    x = torch.randn(8, 197, 768)
-    assert choose(Call(layer, x, layer.router(x)))[0] == "packed"
-    nn.init.zeros_(layer.router.routed.weight)  # ties: the first two heads for every token
-    picked, reason = choose(Call(layer, x, layer.router(x)))
-    assert picked == "masked" and reason.endswith("but they are spread too unevenly over the tokens")
-
-
-def test_auto_picks_the_same_in_both_passes_of_a_reentrant_checkpoint():
-    """The first runs without gradients; another executor would draw another dropout."""
-    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 4))
-    x = torch.randn(8, 128, 768)
-    with torch.no_grad():
-        first = choose(Call(layer, x, layer.router(x)))
-    assert choose(Call(layer, x, layer.router(x))) == first and first[0] == "packed"
-    with torch.no_grad():
-        assert choose(Call(layer.eval(), x, layer.router(x)))[0] == "masked"
-
-
-def test_auto_leaves_replaced_projections_alone():
-    """An adapter around a projection must be called, not read past."""
-    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
-    layer.proj = nn.Sequential(layer.proj)
-    x = torch.randn(8, 197, 768)
-    reason = "the projections carry hooks or are not plain linear layers"
-    assert choose(Call(layer, x, layer.router(x))) == ("masked", reason)
-    assert layer(x)[0].shape == x.shape
-
-
-def test_auto_logs_what_it_picked(caplog):
-    say.cache_clear()
-    layer = HeadMixtureAttention(768, HeadBudget(12, 64, 1, 2))
-    with caplog.at_level(logging.INFO, "moh_vision.attention"), torch.no_grad():
-        layer(torch.randn(8, 201, 768))
-        layer(torch.randn(2, 201, 768))
-    assert [r.message.split(":")[0] for r in caplog.records] == ["auto picked packed", "auto picked masked"]

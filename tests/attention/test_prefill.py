@@ -151,15 +151,17 @@ def chosen(length, budget, dtype=torch.float32, training=False, heads=16, cached
         return choose(Call(layer, x, routing, is_causal=True, cache=KeyValueCache() if cached else None))
 
 
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
 @pytest.mark.parametrize("cached", [False, True])
-def test_auto_packs_long_prompts(cached, threads):
+def test_auto_packs_long_prompts_in_pytorch(cached, threads, path, shipped_limits):
     assert chosen(2048, (4, 4), cached=cached)[0] == "packed"
     assert chosen(2048, (6, 6), cached=cached)[0] == "masked"
     assert chosen(1024, (4, 4), cached=cached)[0] == "masked"
     assert chosen(4096, (4, 4), cached=cached)[0] == "packed"
 
 
-def test_auto_packs_causal_calls_where_that_was_measured(threads):
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_auto_packs_causal_calls_where_that_was_measured(threads, path, shipped_limits):
     assert chosen(2048, (4, 4), training=True)[0] == "masked"
     assert chosen(2048, (4, 4), training=True, cached=True)[0] == "masked"
     assert chosen(2048, (4, 4), dtype=torch.bfloat16)[0] == "masked"
@@ -167,3 +169,12 @@ def test_auto_packs_causal_calls_where_that_was_measured(threads):
     threads(3)
     picked, reason = chosen(2048, (4, 4))
     assert picked == "masked" and "the mask of every query" in reason
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+@pytest.mark.parametrize("cached", [False, True])
+def test_auto_packs_prompts_with_the_operators(cached, threads, path, shipped_limits):
+    threads(3)
+    assert chosen(512, (6, 6), cached=cached)[0] == "packed"
+    assert chosen(512, (4, 4), kv_heads=4, cached=cached)[0] == "packed"
+    assert chosen(512, (4, 4), training=True, cached=cached)[0] == ("masked" if cached else "packed")

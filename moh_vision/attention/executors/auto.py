@@ -2,69 +2,43 @@
 
 import logging
 from functools import lru_cache
-from typing import Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decode, decoding_pays
+from moh_vision.attention.executors.limits import Row, rows, table, use_table
 from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.packed import packed
+from moh_vision.attention.executors.packed import has_static_shapes, packed
+from moh_vision.attention.kernels import native
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
+__all__ = ["auto", "choose", "table", "use_table"]
+
 log = logging.getLogger("moh_vision.attention")
 
-# The largest share of heads at which `packed` takes less time than `masked`, by the number of keys from which it holds.
-# Measured by benchmarks/attention.py with torch 2.15 on 2 Xeon cores (AVX-512, AMX; 1 and 2 threads) and, in float32, on
-# 2 EPYC cores (AVX2). `packed` is taken where it is 10 % faster on one and no more than noise slower on the other.
-CROSSOVER = {
-    # kind, 16 bits?, training or gradients? -> {at least so many keys: largest share}
-    ("token", False, False): {1: 0.40, 192: 0.62, 512: 0.60, 2048: 0.80},
-    ("token", False, True): {1: 0.60, 512: 0.60, 2048: 0.80},
-    ("token", True, False): {1: 0.35, 512: 0.55, 2048: 0.80},
-    ("token", True, True): {1: 0.35, 512: 0.60, 2048: 0.85},
-    # A prompt of a language model, on up to CAUSAL_THREADS: whole models of 16 heads of 128 and 2048 tokens, speed over dense
-    # by benchmarks/llm_speed.py. At half of the heads `packed` 1.07 to 1.23 and `masked` 0.95 to 1.00, at three quarters
-    # 0.94 to 1.04 and 0.98 to 1.06.
-    ("token, causal", False, False): {1: 0.0, 2048: 0.50},
-    # All experts read one key-value head (MoA): nothing is padded, and heads are wide.
-    ("one key-value head", False, False): {1: 0.60},
-    ("one key-value head", False, True): {1: 0.60},
-    ("one key-value head", True, False): {1: 0.60},
-    ("one key-value head", True, True): {1: 0.60},
-    ("sample", False, False): {1: 0.60, 192: 0.76, 512: 0.93},
-    ("sample", False, True): {1: 0.60, 192: 0.84, 512: 0.95},
-    ("sample", True, False): {1: 0.35, 512: 0.80},
-    ("sample", True, True): {1: 0.55, 512: 0.93},
-    # All samples chose the same heads: one dense slice of the weights. Measured on the EPYC, in 16 bits nowhere.
-    ("sample, alike", False, False): {1: 0.60, 192: 0.93},
-    ("sample, alike", False, True): {1: 0.60, 192: 0.93},
-    ("sample, alike", True, False): {1: 0.35, 512: 0.80},
-    ("sample, alike", True, True): {1: 0.55, 512: 0.93},
-}
-# Below so many numbers in the queries of all heads the fixed cost of packing, 1 to 2 ms, is more than what it saves.
-SMALLEST = 600_000
-SMALLEST_FORWARD = 700_000  # per token and without gradients, where packing saves least
 # A block of packed queries is one small attention call; what more threads make of it has not been measured.
 CAUSAL_THREADS = 2
 
 
 def choose(call: Call) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call, "packed", "decode" or "masked", and why."""
+    """The executor that `auto` takes for a call, "packed", "decode" or "masked", and why.
+
+    While torch.compile traces, only shapes, the budget and the table decide, never a value.
+    """
     layer, x, routing = call.layer, call.x, call.routing
-    active = routing.active
+    active, compiling = routing.active, torch.compiler.is_compiling()
     if active is None:
         return "masked", "every head may run"
-    if torch.compiler.is_compiling():
-        return "masked", "compiled"
     if x.device.type != "cpu":
         return "masked", f"packed has not been measured on {x.device.type}"
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     train = layer.training or torch.is_grad_enabled()
-    if call.cache is not None and (train or isinstance(call.cache, ContextCache)):
+    if call.cache is not None and (train or compiling or isinstance(call.cache, ContextCache)):
         return "masked", "a cache needs the keys of all heads"
     if call.cache is not None and x.shape[1] == 1:
         if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
@@ -73,35 +47,58 @@ def choose(call: Call) -> Tuple[str, str]:
     if not all(map(plain, layer.projections)):
         return "masked", "the projections carry hooks or are not plain linear layers"
     scope = "sample" if active.shape[1] == 1 else "token"
-    smallest = SMALLEST_FORWARD if scope == "token" and not train else SMALLEST
-    if x.shape[0] * x.shape[1] * layer.q_dim < smallest:
-        return "masked", f"fewer than {smallest:,} numbers in the queries of all heads: packing would cost more"
     if scope == "sample" and call.cache is not None:
         return "masked", "a cache needs the keys of all heads"
-    short = is_short(autocast(x[:1]).dtype)
-    blocks = by_blocks(call) and layer.kv_heads > 1 and not short and torch.get_num_threads() <= CAUSAL_THREADS
-    if scope == "token" and not blocks and (call.attn_mask is not None or call.is_causal):
+    like = autocast(x[:0])  # in the dtype of the products
+    path = path_of(call, like.dtype)
+    if compiling and not (path == "cpp" and has_static_shapes(call, like)):
+        return "masked", "compiled, and the C++ operators do not run the call"
+    kind = scope if path == "cpp" else padded_kind(call, scope, like.dtype)
+    if kind is None:
         return "masked", "packed would have to write out the mask of every query"
-    keys = (x if call.context is None else call.context).shape[1]
-    kind = scope
-    if scope == "token" and blocks:
-        kind = "token, causal"
-    elif scope == "token" and layer.kv_heads == 1:
-        kind = "one key-value head"
-    elif scope == "sample" and alike(active):
-        kind = "sample, alike"
-    limits = CROSSOVER[kind, short, train]
-    limit = limits[max(least for least in limits if least <= keys)]
-    if scope == "sample":
+    row = reached(
+        rows(path, kind, is_short(like.dtype), train),
+        (x if call.context is None else call.context).shape[1],
+        x.shape[0] * x.shape[1] * layer.q_dim,
+    )
+    if row is None:
+        return "masked", f"too few keys, or numbers in the queries of all heads, for packing to pay ({kind}, {path})"
+    keys, numbers, limit = row
+    if scope == "sample" and not compiling:
         share = active[0].sum().item() / layer.num_heads
     else:
         share = layer.budget.active / layer.num_heads
-    reason = f"{share:.0%} of the heads run, packed pays up to {limit:.0%} ({kind}, {keys} keys)"
+    size = f"from {keys:,} keys and {numbers:,} numbers in the queries"
+    reason = f"{share:.0%} of the heads run, packed pays up to {limit:.0%} ({kind}, {path}, {size})"
     if share > limit:
         return "masked", reason
-    if scope == "token" and not blocks and padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
-        return "masked", reason + ", but they are spread too unevenly over the tokens"
+    if path == "torch" and kind in ("token", "one key-value head"):
+        if padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
+            return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
+
+
+def path_of(call: Call, dtype: torch.dtype) -> str:
+    """Which path `kernels.attend` takes: what the C++ operators cannot do runs in PyTorch."""
+    learned = call.attn_mask is not None and call.attn_mask.requires_grad and torch.is_grad_enabled()
+    able = call.dropout_p == 0 and not learned and native(call.x.device, dtype, "attend")
+    return "cpp" if able else "torch"
+
+
+def padded_kind(call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:
+    """The kind of a call on PyTorch's path; None where its mask forbids `packed`."""
+    layer = call.layer
+    if scope == "sample":
+        return "sample, alike" if alike(call.routing.active) else "sample"
+    if call.attn_mask is None and not call.is_causal:
+        return "one key-value head" if layer.kv_heads == 1 else "token"
+    blocks = by_blocks(call) and layer.kv_heads > 1 and not is_short(dtype)
+    return "token, causal" if blocks and torch.get_num_threads() <= CAUSAL_THREADS else None
+
+
+def reached(rows: Sequence[Row], keys: int, numbers: int) -> Optional[Row]:
+    """The last row that a call with so many keys, and numbers in its queries, reaches; None: none."""
+    return next((row for row in reversed(rows) if row[0] <= keys and row[1] <= numbers), None)
 
 
 def alike(active: Tensor) -> bool:
@@ -129,9 +126,15 @@ def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
 AMONG = {"packed": packed, "decode": decode, "masked": masked}
 
 
+@torch.compiler.assume_constant_result  # under torch.compile: when it traces
+def announce(picked: str, reason: str) -> None:
+    """Log a decision the first time it is made."""
+    if log.isEnabledFor(logging.INFO):
+        say(picked, reason)
+
+
 @lru_cache(maxsize=256)
 def say(picked: str, reason: str) -> None:
-    """Log a decision the first time it is made."""
     log.info("auto picked %s: %s", picked, reason)
 
 
@@ -141,6 +144,5 @@ def auto(call: Call) -> Tensor:
     What was picked and why is logged once at level INFO under "moh_vision.attention".
     """
     picked, reason = choose(call)
-    if not torch.compiler.is_compiling() and log.isEnabledFor(logging.INFO):
-        say(picked, reason)
+    announce(picked, reason)
     return AMONG[picked](call)

@@ -104,14 +104,16 @@ def load() -> bool:
 
 
 def library_path() -> Path:
-    """Where the library of this torch, processor and source code is kept: CACHE/kernels/KEY/moh_vision_kernels.so.
+    """Where the library of this torch, processor and source code is kept: CACHE/kernels/KEY/moh_vision_kernels.so."""
+    return cache_folder() / "kernels" / key() / "moh_vision_kernels.so"
 
-    CACHE is $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision.
-    """
+
+def cache_folder() -> Path:
+    """CACHE: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
     cache = os.environ.get("MOH_VISION_CACHE")
     if not cache:
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision")
-    return Path(os.path.abspath(cache), "kernels", _key(), "moh_vision_kernels.so")
+    return Path(os.path.abspath(cache))
 
 
 def build() -> str:
@@ -185,7 +187,8 @@ def _run(command: List[str], report: Path) -> None:
         )
 
 
-def _isa() -> str:
+def isa() -> str:
+    """The instruction set that torch's own kernels use: "avx512", "avx2" or "default"."""
     return ISA.get(torch.backends.cpu.get_cpu_capability(), "default")
 
 
@@ -201,13 +204,13 @@ def _flags() -> List[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         "-DAT_PER_OPERATOR_HEADERS",  # a third of the time to compile
         "-ffp-contract=fast",
-        *ISA_FLAGS[_isa()],
+        *ISA_FLAGS[isa()],
     ]
 
 
-def _key() -> str:
+def key() -> str:
     """The name of a build: torch, the instruction set, and a hash of all that was compiled and how."""
     digest = hashlib.sha256(" ".join([platform.machine(), *_flags()]).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(b"\0" + source.name.encode() + b"\0" + source.read_bytes())
-    return f"{torch.__version__}-{_isa()}-{digest.hexdigest()[:12]}"
+    return f"{torch.__version__}-{isa()}-{digest.hexdigest()[:12]}"
