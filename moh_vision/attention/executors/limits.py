@@ -98,7 +98,7 @@ def shipped() -> dict:
     at 2048 tokens and half of the heads `packed` 1.07 to 1.23 of dense attention's speed, `masked` 0.95 to 1.00. One
     image of DiT-S at half of its heads by its timestep: 0.90 of dense attention's time.
     """
-    # AMX brings products in 16 bits. Other processors get the same limits, because these are the more careful ones.
+    # Other processors get the limits measured with AMX, because these are the more careful ones.
     without_amx = isa() == "avx512" and not torch.cpu._is_amx_tile_supported()
     name = "limits_avx512.json" if without_amx else "limits_amx.json"
     return checked(json.loads(Path(__file__).with_name(name).read_bytes()))
