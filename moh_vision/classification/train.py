@@ -16,6 +16,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from moh_vision.analysis import HeadLoad, describe
+from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
@@ -128,7 +129,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     rest = [a for a in argv if a.replace("_", "-") not in ("--validate-only", "--validate-only=true")]
     if len(rest) < len(argv):
         return validation.main(rest, NAME)
-    with Run(NAME, ClsConfig, argv) as run:
+    with Run(NAME, ClsConfig, argv, settings) as run:
         train(run)
 
 

@@ -18,11 +18,13 @@ from tqdm import tqdm
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_head_usage, draw_image_grid, write_images
 from moh_vision.attention import head_budget
+from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer
+from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.image_parts import ImageParts
@@ -61,6 +63,11 @@ def main(argv: Optional[List[str]] = None) -> None:
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
+        kept = keep_settings(attention, parts.folder, accelerator, held)
+        if kept and kept.refused:
+            raise ValueError(f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over")
+        if kept:
+            by_main(lambda: kept.save(parts.folder), accelerator)
     pipe.to(accelerator.device).set_progress_bar_config(disable=True)
     if config.save_pipeline and accelerator.is_main_process:
         pipe.save_pretrained(config.save_pipeline)

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType, send_to_device
 from timm.optim import create_optimizer_v2
 
 from moh_vision.analysis import describe
+from moh_vision.attention import settings
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord
@@ -104,7 +105,7 @@ def train(run: Run) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    with Run("train_dit.py", DitConfig, argv) as run:
+    with Run("train_dit.py", DitConfig, argv, settings) as run:
         train(run)
 
 

@@ -14,7 +14,7 @@ import jsonargparse
 import yaml
 
 from moh_vision.engine.commands import message_of, nearest
-from moh_vision.engine.config import FREE_KEYS, LATER_KEYS, Flags, RunConfig, config_file
+from moh_vision.engine.config import FREE_KEYS, KEPT_KEYS, LATER_KEYS, Flags, RunConfig, config_file
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
 
@@ -96,8 +96,8 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         raise ValueError("--checkpoint PATH is needed: a run, its checkpoint, or weights for model.*")
     found = Flags(**{name: namespace[name] for name, *_ in flags}, given=given)
     for key in found.allow_change:
-        if key not in keys:
-            raise ValueError(f"--allow-change {key}: {_unknown_key(key, keys)}")
+        if key not in keys and key not in KEPT_KEYS:
+            raise ValueError(f"--allow-change {key}: {_unknown_key(key, [*keys, *KEPT_KEYS])}")
     return config, found if flags else None
 
 

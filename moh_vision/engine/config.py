@@ -279,6 +279,9 @@ FREE_KEYS = (
     "checkpointing",
 )
 
+# Not keys of a configuration: what a run keeps in attention.json, see `AttentionRecord`. --allow-change takes them.
+KEPT_KEYS = ("attention.path", "attention.table")
+
 # Keys that the config.yaml of earlier runs does not have, and what those did.
 LATER_KEYS = {
     "train_only": "all",

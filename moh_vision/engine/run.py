@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
+from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
@@ -36,7 +37,7 @@ CONFIG, EARLIER = "config.yaml", ".config.yaml"  # the second: what a killed run
 class Run:
     """A training run, a context manager; a `train` module uses it in this order:
 
-        with Run("train_dit.py", DitConfig, argv) as run:
+        with Run("train_dit.py", DitConfig, argv, settings) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
             run.take_model(model, routers)          refuse what cannot be trained
             run.open(data)                          the end of the set-up: from here on the folder is the run's
@@ -55,9 +56,11 @@ class Run:
         name: of the script, for messages.
         kind: the dataclass of its configuration, a `RunConfig`.
         argv: command line without the program; None: that of the process.
+        attention: `moh_vision.attention.settings`. The run keeps them, see `keep_settings`.
 
     Attributes:
         config, flags: of the command line, see `parse_config`.
+        settings: an `AttentionRecord`, or None where attention does not run on a CPU.
         accelerator: accelerate's Accelerator.
         folder: of the run.
         checkpoint: the folder that the run goes on from, or None.
@@ -68,8 +71,8 @@ class Run:
         log: a `RunLog`.
     """
 
-    def __init__(self, name: str, kind: type, argv: Optional[List[str]] = None):
-        self.name, self.kind, self.argv = name, kind, argv
+    def __init__(self, name: str, kind: type, argv: Optional[List[str]], attention):
+        self.name, self.kind, self.argv, self.attention = name, kind, argv, attention
 
     def __enter__(self) -> Run:
         with contextlib.ExitStack() as held:
@@ -78,6 +81,7 @@ class Run:
                 self.config, self.flags = parse_config(self.kind, self.argv, self.name)
                 c = self.config
                 self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
+                self.settings = self._take_settings(held)
             self._held = held.pop_all()
         self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
         return self
@@ -147,7 +151,10 @@ class Run:
         """
         c = self.config
         changed = partial(changed_keys, allowed=self.flags.allow_change)
-        self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, data)
+        records = dict(data=data, attention=self.settings)
+        self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, **records)
+        if self.settings:
+            self.accelerator.print(self.settings.line)
         self.setting_up = False
 
     def prepare(
@@ -279,6 +286,16 @@ class Run:
             for batch in batches:  # noqa: UP028  `yield from` would close them after a step
                 yield batch
 
+    def _take_settings(self, held: contextlib.ExitStack) -> Optional[AttentionRecord]:
+        """Use the settings of attention that the run in config.output keeps, before any model runs."""
+        folder, flags = Path(self.config.output), self.flags
+        goes_on = (folder / CONFIG).exists() and not flags.fresh
+        earlier = folder if goes_on else None
+        settings = keep_settings(self.attention, earlier, self.accelerator, held, flags.allow_change)
+        if settings and flags.dry_run:
+            self.accelerator.print(settings.line)
+        return settings
+
     def _finish(self) -> None:
         if self.log:
             self.log.close()
@@ -355,6 +372,7 @@ def open_run(
     accelerator,
     held: contextlib.ExitStack,
     data=None,
+    attention: Optional[AttentionRecord] = None,
 ) -> Path:
     """Make the folder of a run, or open the one that `take_up` has locked.
 
@@ -366,6 +384,7 @@ def open_run(
         accelerator: its main process writes, the others wait.
         held: releases the lock on the folder when it is closed.
         data: a `DataRecord`, compared with that of the run and written beside config.yaml.
+        attention: of the run; what it refuses counts as changed, and it is written there too.
 
     Raises:
         ValueError: if the folder holds something else, a run with another configuration or other data, or if another
@@ -381,7 +400,7 @@ def open_run(
             earlier = yaml.safe_load(saved.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
-        differences = changed(earlier, config)
+        differences = changed(earlier, config) + (attention.refused if attention else [])
         if differences:
             raise ValueError(
                 f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
@@ -411,8 +430,8 @@ def open_run(
             if saved.exists():
                 raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
         write_whole(saved, yaml.safe_dump(config, sort_keys=False))
-        if data:
-            data.save(folder)
+        for record in filter(None, (data, attention)):
+            record.save(folder)
 
     by_main(write, accelerator)
     return Path(output)

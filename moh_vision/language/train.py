@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, send_to_device
 from timm.optim import param_groups_weight_decay
 
 from moh_vision.analysis import describe
+from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.run import Run
@@ -135,7 +136,7 @@ def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    with Run(NAME, LanguageConfig, argv) as run:
+    with Run(NAME, LanguageConfig, argv, settings) as run:
         train(run)
 
 

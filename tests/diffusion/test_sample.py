@@ -1,6 +1,7 @@
 """sample.py on tiny runs that nobody trained: pixels, and latents with a VAE."""
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -20,6 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_vae import save_tiny_vae
 
+from moh_vision.attention.executors import limits
+from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
@@ -213,6 +216,29 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(tmp_path, monk
     assert not list(tmp_path.glob(".*"))  # nothing is left behind
     with np.load(tmp_path / "a.npz") as archive:
         assert archive["arr_0"].dtype == np.uint8 and archive["arr_0"].shape == (5, 4, 4, 3)
+
+
+def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monkeypatch, capsys):
+    run, add = run_of(tmp_path, 3), ImageParts.add
+    monkeypatch.setenv("MOH_VISION_KERNELS", "off")
+    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
+    monkeypatch.setattr(building, "_used", None)  # an interrupted command leaves it as it is
+    monkeypatch.setattr(limits, "_given", None)
+
+    def stop(self, number, *more):
+        add(self, number, *more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ImageParts, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--out", tmp_path / "a.npz")
+    monkeypatch.setattr(ImageParts, "add", add)
+    (record,) = tmp_path.glob(".samples-*/attention.json")
+    began = json.loads(record.read_text())
+    assert began["path"] == "torch"
+    record.write_text(json.dumps(dict(began, path="cpp")))
+    error = refused(capsys, run, "--out", tmp_path / "a.npz")
+    assert f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain" in error
 
 
 def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.build import path, use
+from moh_vision.attention.kernels.build import about, path, use
 from moh_vision.attention.routing import Pairs
 
-__all__ = ["attend", "combine", "list_pairs", "native", "path", "project", "select", "spread", "use"]
+__all__ = ["about", "attend", "combine", "list_pairs", "native", "path", "project", "select", "spread", "use"]
 
 OPS = torch.ops.moh_vision
 

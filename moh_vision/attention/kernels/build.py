@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 
@@ -45,6 +45,11 @@ def path() -> str:
     return _used or _found()
 
 
+def about() -> str:
+    """Which path `path` finds where `use` is not called, and how to get the other: the line that it logs."""
+    return _find()[1]
+
+
 def use(path: Optional[str]) -> None:
     """Set the path of this process, whatever the environment variable says.
 
@@ -64,25 +69,25 @@ def use(path: Optional[str]) -> None:
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
 def _found() -> str:
-    return _find()
+    return _find()[0]
 
 
 @functools.cache
-def _find() -> str:
-    """Choose once, and log which path runs and how to get the other."""
+def _find() -> Tuple[str, str]:
+    """Choose once; returns the path and the line that is logged."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(f"{VARIABLE}={wish}: only auto (take the C++ operators if they are built) and off (skip them)")
     if wish == "off":
-        log.info(
-            f"attention runs in plain PyTorch because of {VARIABLE}=off; without it, C++ operators that were built"
-        )
-        return "torch"
-    if load():
-        log.info(f"attention runs on the C++ operators; {VARIABLE}=off skips them")
-        return "cpp"
-    log.info(f"attention runs in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU")
-    return "torch"
+        found = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, C++ operators that were built"
+    elif load():
+        found = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
+    else:
+        found = "torch", f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
+    path, text = found
+    line = f"attention runs {text}"
+    log.info(line)
+    return path, line
 
 
 def load() -> bool:
