@@ -1,8 +1,6 @@
 """Measuring the limits of `auto`: the command at tiny shapes, and what it makes of times."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -52,25 +50,6 @@ def test_what_is_measured_is_what_auto_takes(path, pays, cache, tiny, monkeypatc
     assert "1 rounds" in table()["about"] and table() == json.loads(place.read_text())
     kernels.use(path)
     assert chosen(20, 2) == ("packed" if pays else "masked") and chosen(20, 4) == "masked"
-    code = "from moh_vision.attention.executors.auto import table; print(table()['about'])"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert other.stdout.strip() == table()["about"], other.stderr
-
-
-def test_the_command_times_real_layers(path, cache, tiny, capsys):
-    assert tune.main(["--seconds", "0"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line for line in lines if " x 256 " in line]
-    assert len(rows) == (8 if path == "cpp" else 4) and all(row.count("%") >= 2 for row in rows)
-    limits.checked(json.loads(limits.table_path().read_text()))
-
-
-def test_a_cache_that_cannot_be_written_is_seen_before_the_work(monkeypatch, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(tune, "measure", lambda seconds: pytest.fail("measured"))
-    assert tune.main([]) == 2
-    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,13 @@ def native(device: torch.device, dtype: torch.dtype, operator: str = "project") 
     if device.type != "cpu" or path() != "cpp":
         return False
     if dtype in (torch.bfloat16, torch.float16):
-        return operator == "attend" and OPS.brgemm_available(dtype)
+        return operator == "attend" and _has_products(dtype)
     return dtype == torch.float32
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace an operator that returns no tensor
+def _has_products(dtype: torch.dtype) -> bool:
+    return OPS.brgemm_available(dtype)
 
 
 def list_pairs(active: Tensor) -> Pairs:
