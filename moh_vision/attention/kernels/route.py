@@ -50,8 +50,8 @@ def route(
         products with denormal numbers are slow.
     """
     if not torch.jit.is_scripting():
-        if _runs_compiled(x) and weight.dtype in DTYPES:
-            return _route_compiled(x, weight, candidates, shared, routed, kind, padding_mask)
+        if _in_cpp(x) and weight.dtype in DTYPES:
+            return _route_in_cpp(x, weight, candidates, shared, routed, kind, padding_mask)
     return choose(gate_logits(x, weight), candidates, shared, routed, kind, balanced, padding_mask)
 
 
@@ -195,7 +195,7 @@ def top_k_stats(
 # ---- C++
 
 
-def _runs_compiled(x: Tensor) -> bool:
+def _in_cpp(x: Tensor) -> bool:
     """Whether the C++ operator may be called for x. Not while TorchScript traces or a model is exported."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
@@ -206,7 +206,7 @@ def _runs_compiled(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in DTYPES and path() == "cpp"
 
 
-def _route_compiled(x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
+def _route_in_cpp(x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
     weights, active, rows, probs, counts, token, offsets = OPS.route(
         x, weight, candidates, shared, routed, kind, padding_mask
     )

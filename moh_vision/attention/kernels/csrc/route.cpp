@@ -26,15 +26,15 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-constexpr int64_t BLOCK = 48;  // tokens of a task: whole vectors, whole tiles of `multiply` and of AMX
-constexpr int64_t TERMS = 256;  // tokens that the gradient of the weight sums at once: they stay in cache
-constexpr int64_t COLUMNS = 64;  // of the weight, a task of its gradient
+constexpr int64_t BLOCK = 48;        // tokens of a task: whole vectors, whole tiles of `multiply` and of AMX
+constexpr int64_t TERMS = 256;       // tokens that the gradient of the weight sums at once: they stay in cache
+constexpr int64_t COLUMNS = 64;      // of the weight, a task of its gradient
 constexpr int64_t SERIAL = 1 << 16;  // one thread lists so many (token, head)
 constexpr float SMALLEST_GATE = 1e-30f;
 
 enum class Kind { RELEASED, PAPER, RENORMALISED };
 
-// The rows of a router's weight are E candidates, then those of the shared heads, then the two that balance both groups.
+// What a router computes. The rows of its weight are the candidates, the shared heads, and two for their balance.
 struct Router {
   int64_t candidates, shared, routed;  // E, S, k
   Kind kind;
@@ -170,11 +170,11 @@ void to_lanes(const float* rows, int64_t stride, int64_t count, int64_t width, f
   transpose({rows, stride}, count, width, lanes, LANES);
 }
 
-// `end` is where the memory of the task's tokens ends: whole vectors are stored up to it, in the order of the tokens, so
-// that each row overwrites what was stored beyond the one before.
+// Whole vectors are stored where they fit before `end`, the end of the task's tokens. What a row writes too much, the
+// next one overwrites.
 template <class T, class Store, class StorePart>
-MOH_INLINE void copy_rows(
-    const float* transposed, int64_t stride, int64_t count, int64_t width, T* to, T* end, const Store& whole, const StorePart& part) {
+MOH_INLINE void copy_rows(const float* transposed, int64_t stride, int64_t count, int64_t width, T* to, T* end,
+                          const Store& whole, const StorePart& part) {
   for (int64_t t = 0; t < count; t++, to += width)
     for (int64_t c = 0; c < width; c += LANES) {
       const Vec v = load(transposed + t * stride + c);
@@ -213,7 +213,6 @@ void clear_padding(const bool* padding, int64_t count, int64_t width, float* lan
 // ---- logits
 
 Tensor flat_tokens(const Tensor& x) {
-  TORCH_CHECK_VALUE(x.dim() == 3, "route: x must be [B, N, C]");
   const Tensor flat = x.reshape({x.size(0) * x.size(1), x.size(2)});
   return flat.stride(1) == 1 && flat.stride(0) >= flat.size(1) ? flat : flat.contiguous();
 }
@@ -303,18 +302,21 @@ struct Outputs {
 };
 
 template <class T, class Logits>
-void route_tokens(const Router& router, const Tensor& x, const Tensor& weight, const bool* padding, const Outputs& out) {
+void route_tokens(
+    const Router& router, const Tensor& x, const Tensor& weight, const bool* padding, const Outputs& out) {
   const Logits product(weight);
-  const int64_t T_ = x.size(0), H = router.heads(), E = router.candidates, R = router.rows;
+  const int64_t tokens = x.size(0), H = router.heads(), E = router.candidates, R = router.rows;
   struct Scratch {
     typename Logits::Scratch product;
     Lanes lanes;
     std::vector<float> logits;
     ~Scratch() { Logits::release(); }
   };
-  const auto make = [&] { return Scratch{product.scratch(), Lanes(router), std::vector<float>(BLOCK * product.width)}; };
-  for_each_task(ceil_div(T_, BLOCK), make, [&](int64_t task, Scratch& s) {
-    const int64_t first = task * BLOCK, end = std::min(first + BLOCK, T_);
+  const auto make = [&] {
+    return Scratch{product.scratch(), Lanes(router), std::vector<float>(BLOCK * product.width)};
+  };
+  for_each_task(ceil_div(tokens, BLOCK), make, [&](int64_t task, Scratch& s) {
+    const int64_t first = task * BLOCK, end = std::min(first + BLOCK, tokens);
     product.block(x.const_data_ptr<T>() + first * x.stride(0), x.stride(0), end - first, s.product, s.logits.data());
     for (int64_t t = first; t < end; t += LANES) {
       const int64_t count = std::min<int64_t>(LANES, end - t);
@@ -343,7 +345,10 @@ struct LaneGradients {
 // Adds to grad.rows what comes through gates and probabilities; `lanes` is as `gate` left it.
 void gate_backward(const Router& router, const Lanes& lanes, LaneGradients& grad) {
   const int64_t E = router.candidates, S = router.shared;
-  const auto add = [&](int64_t row, Vec v) { store(grad.rows.data() + row * LANES, load(grad.rows.data() + row * LANES) + v); };
+  const auto add = [&](int64_t row, Vec v) {
+    float* to = grad.rows.data() + row * LANES;
+    store(to, load(to) + v);
+  };
 
   const int32_t* chosen = lanes.active.data() + S * LANES;
   const float* routed_grad = grad.weights.data() + S * LANES;
@@ -367,7 +372,8 @@ void gate_backward(const Router& router, const Lanes& lanes, LaneGradients& grad
   const auto shared_grad = [&](int64_t s) { return load(grad.weights.data() + s * LANES); };
   for (int64_t s = 0; s < S; s++) shared_product += shared_grad(s) * shared_prob(s);
   if (S > 1)
-    for (int64_t s = 0; s < S; s++) add(E + s, lanes.shared_factor * shared_prob(s) * (shared_grad(s) - shared_product));
+    for (int64_t s = 0; s < S; s++)
+      add(E + s, lanes.shared_factor * shared_prob(s) * (shared_grad(s) - shared_product));
 
   if (router.balance) {
     const Vec shared = lanes.shared_factor * shared_product, routed = lanes.routed_factor * product;
@@ -406,7 +412,8 @@ std::tuple<Tensor, Tensor> list_pairs(const Tensor& active) {
   int32_t* offset = offsets.mutable_data_ptr<int32_t>();
   const bool* runs = active.const_data_ptr<bool>();
 
-  // A token is written where the next one of its head goes, and stays there if the head runs: no branch, and room for one more.
+  // A token is written where the next one of its head goes, and stays there if the head runs. That needs no branch, but
+  // room for one more.
   const int64_t room = N + 1;
   std::vector<int32_t> lists(B * H * room), counts(B * H);
   const auto each_sequence = [&](const auto& task) {
@@ -457,10 +464,11 @@ void count_tokens(const Tensor& active, const Tensor& offsets, const bool* paddi
 // ---- the operator
 
 void check(const Tensor& x, const Tensor& weight, const optional<Tensor>& padding) {
-  for (const Tensor* t : {&x, &weight})
-    TORCH_CHECK_VALUE(t->scalar_type() == at::kFloat || t->scalar_type() == at::kBFloat16 || t->scalar_type() == at::kHalf,
-                      "route: float32, bfloat16 or float16, not ", t->scalar_type());
-  TORCH_CHECK_VALUE(x.dim() == 3 && weight.dim() == 2 && weight.size(1) == x.size(2), "route: x ", x.sizes(), ", weight ", weight.sizes());
+  for (const at::ScalarType type : {x.scalar_type(), weight.scalar_type()})
+    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
+                      "route: float32, bfloat16 or float16, not ", type);
+  TORCH_CHECK_VALUE(x.dim() == 3 && weight.dim() == 2 && weight.size(1) == x.size(2),
+                    "route: x ", x.sizes(), ", weight ", weight.sizes());
   if (padding)
     TORCH_CHECK_VALUE(padding->scalar_type() == at::kBool && padding->sizes() == x.sizes().slice(0, 2),
                       "route: padding must be bool [B, N]");
@@ -469,7 +477,8 @@ void check(const Tensor& x, const Tensor& weight, const optional<Tensor>& paddin
 template <class T>
 void route_typed(const Router& router, const Tensor& x, const Tensor& weight, const bool* padding, const Outputs& out) {
   if constexpr (!std::is_same_v<T, float>) {
-    if (weight.scalar_type() == x.scalar_type() && x.size(1) % 2 == 0 && router.rows > 0 && brgemm_available(x.scalar_type()))
+    const bool fits = weight.scalar_type() == x.scalar_type() && x.size(1) % 2 == 0 && router.rows > 0;
+    if (fits && brgemm_available(x.scalar_type()))
       return route_tokens<T, ShortLogits<T>>(router, x, weight, padding, out);
   }
   route_tokens<T, FloatLogits<T>>(router, x, weight, padding, out);
