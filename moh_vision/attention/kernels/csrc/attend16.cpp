@@ -4,8 +4,8 @@
 // right matrix is packed in pairs: numbers (2 i, j) and (2 i + 1, j) share 32 bits. What is packed here is therefore an
 // array of uint32. Scores, softmax and sums are float32.
 //
-// brgemm compiles a kernel for every shape that it meets (up to 2 ms), and keeps it. So rows of queries are counted in
-// steps of ROW_STEP, and the key blocks of a call are equally wide.
+// brgemm compiles a kernel for every shape that it meets (up to 2 ms) and keeps it, in every thread (20 KB). So queries
+// and keys are counted in steps of ROW_STEP, and the key blocks of a call are equally wide.
 
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
@@ -408,6 +408,7 @@ struct Gradients {
 template <class T>
 struct BackwardScratch : BrgemmThread {
   Buffer<uint32_t> q_columns, q_rows, grad_columns, grad_rows;  // a tile of queries, packed both ways
+  Buffer<T> last_keys, last_values;                             // of the last block, [width][D]
   Buffer<T> k_columns;                                          // keys of the part, [blocks][D][width]
   Buffer<uint32_t> k_pairs;                                     // and of a block, [D / 2][width]
   Buffer<float> dk, dv;                                         // of the part, [keys][D]
@@ -420,7 +421,8 @@ struct BackwardScratch : BrgemmThread {
 
   BackwardScratch(int64_t D, int64_t width, int64_t blocks)
       : q_columns(D / 2 * QUERIES), q_rows(D / 2 * QUERIES), grad_columns(D / 2 * QUERIES), grad_rows(D / 2 * QUERIES),
-        k_columns(blocks * width * D), k_pairs(D / 2 * width), dk(blocks * width * D), dv(blocks * width * D),
+        last_keys(width * D), last_values(width * D), k_columns(blocks * width * D), k_pairs(D / 2 * width),
+        dk(blocks * width * D), dv(blocks * width * D),
         dq(D * QUERIES), dq_rows(padded(D) * QUERIES), scores(width * QUERIES), d_weights(width * QUERIES),
         weights(width * QUERIES), d_scores(width * QUERIES), d_score_pairs(width / 2 * QUERIES) {}
 };
@@ -442,10 +444,11 @@ BESIDE_BRGEMM MOH_INLINE Halves differentiate_lanes(
   return result;
 }
 
-// The same for keys `begin` .. begin + size - 1 and `rows` queries. Gradients are stored in pairs too, of two keys.
+// The same for keys `begin` .. begin + size - 1 and `rows` queries. Gradients are stored in pairs too, of two keys, and
+// are 0 for the keys that widen the block.
 template <class T>
 BESIDE_BRGEMM void differentiate(
-    const Call<T>& call, BackwardScratch<T>& s, int64_t rows, int64_t begin, int64_t size) {
+    const Call<T>& call, BackwardScratch<T>& s, int64_t rows, int64_t begin, int64_t size, int64_t width) {
   const float score_scale = call.masked() ? 1 : call.scale;
   const bool causal = call.mask.causal;
   for (int64_t j = 0; j < size; j += 2)
@@ -456,6 +459,7 @@ BESIDE_BRGEMM void differentiate(
       if (j + 1 < size) upper = differentiate_lanes(s, at + rows, i, score_scale, call.scale, causal, begin + j + 1);
       *reinterpret_cast<Words*>(s.d_score_pairs + j / 2 * rows + i) = paired(lower, upper);
     }
+  std::fill(s.d_score_pairs + ceil_div(size, 2) * rows, s.d_score_pairs + width / 2 * rows, 0);
 }
 
 // One task: all that the blocks first .. last - 1 of the keys of one source give and get.
@@ -471,8 +475,7 @@ struct BackwardTask {
   void run(const std::vector<int32_t>& readers) {
     std::fill_n(static_cast<float*>(s.dk), (last - first) * width * D, 0.f);
     std::fill_n(static_cast<float*>(s.dv), (last - first) * width * D, 0.f);
-    for (int64_t block = first; block < last && !readers.empty(); block++)
-      transpose_rows(key(block), call.k.stride, blocks.size(block), D, width, s.k_pairs, k_columns(block));
+    if (!readers.empty()) load_keys();
     for (const int32_t segment : readers)
       for_each_tile(call.pairs, segment, [&](const Piece& tile) { run_tile(tile); });
     write_keys(s.dk, to.dk);
@@ -485,16 +488,34 @@ struct BackwardTask {
     std::fill_n(static_cast<float*>(s.dq), D * rows, 0.f);
     for (int64_t block = first; block < last && blocks.begin(block) < visible; block++) {
       const int64_t begin = blocks.begin(block), size = blocks.size(block), sums = (block - first) * width * D;
-      multiply16<T>(key(block), call.k.stride, s.q_columns, rows, s.scores, rows, size, rows, D, false);
-      multiply16<T>(value(block), call.v.stride, s.grad_columns, rows, s.d_weights, rows, size, rows, D, false);
+      const bool full = size == width;
+      const T *keys = full ? key(block) : s.last_keys, *values = full ? value(block) : s.last_values;
+      multiply16<T>(keys, full ? call.k.stride : D, s.q_columns, rows, s.scores, rows, width, rows, D, false);
+      multiply16<T>(values, full ? call.v.stride : D, s.grad_columns, rows, s.d_weights, rows, width, rows, D, false);
       if (call.masked())
         call.mask.apply(s.scores, rows, tile.segment, s.place, tile.size(), begin, size, call.scale);
-      differentiate(call, s, rows, begin, size);
-      multiply16<T>(s.weights, rows, s.grad_rows, D, s.dv + sums, D, size, D, rows, true);
-      multiply16<T>(s.d_scores, rows, s.q_rows, D, s.dk + sums, D, size, D, rows, true);
-      multiply16<T>(k_columns(block), width, s.d_score_pairs, rows, s.dq, rows, D, rows, round_up(size, 2), true);
+      differentiate(call, s, rows, begin, size, width);
+      multiply16<T>(s.weights, rows, s.grad_rows, D, s.dv + sums, D, width, D, rows, true);
+      multiply16<T>(s.d_scores, rows, s.q_rows, D, s.dk + sums, D, width, D, rows, true);
+      multiply16<T>(k_columns(block), width, s.d_score_pairs, rows, s.dq, rows, D, rows, width, true);
     }
     write_queries(tile, rows);
+  }
+
+  // Keys transposed; the rows of a block that is not full, copied: what follows them is not ours to read.
+  void load_keys() {
+    for (int64_t block = first; block < last; block++) {
+      const int64_t size = blocks.size(block);
+      transpose_rows(key(block), call.k.stride, size, D, width, s.k_pairs, k_columns(block));
+      if (size == width) continue;
+      copy_rows(key(block), call.k.stride, size, s.last_keys);
+      copy_rows(value(block), call.v.stride, size, s.last_values);
+    }
+  }
+
+  void copy_rows(const T* rows, int64_t stride, int64_t size, T* to) {
+    for (int64_t i = 0; i < size; i++) std::memcpy(to + i * D, rows + i * stride, D * sizeof(T));
+    std::fill(to + size * D, to + width * D, T(0.f));
   }
 
   // Rows that pad the tile get no weight.
