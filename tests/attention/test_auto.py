@@ -336,3 +336,10 @@ def test_another_process_finds_the_measured_table(cache):
     cache.write_text(json.dumps(everywhere([[3, 4, 0.5]])))
     code = "from moh_vision.attention.executors.auto import table; print(table()['about'])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "a test\n"
+
+
+def test_dropout_computes_all_heads_while_compiled():
+    """PyTorch's form of attention has shapes that depend on the choice."""
+    layer = HeadMixtureAttention(48, HeadBudget(4, 12, 1, 1), attn_drop=0.1, executor="packed")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert compiled(torch.randn(2, 9, 48))[0].isfinite().all()

@@ -11,8 +11,7 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.limits import Row, rows, table, use_table
 from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.packed import has_static_shapes, packed
-from moh_vision.attention.kernels import native
+from moh_vision.attention.executors.packed import has_static_shapes, packed, path_of
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
@@ -76,13 +75,6 @@ def choose(call: Call) -> Tuple[str, str]:
         if padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
             return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
-
-
-def path_of(call: Call, dtype: torch.dtype) -> str:
-    """Which path `kernels.attend` takes: what the C++ operators cannot do runs in PyTorch."""
-    learned = call.attn_mask is not None and call.attn_mask.requires_grad and torch.is_grad_enabled()
-    able = call.dropout_p == 0 and not learned and native(call.x.device, dtype, "attend")
-    return "cpp" if able else "torch"
 
 
 def padded_kind(call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:

@@ -63,12 +63,19 @@ def packed(call: Call) -> Tensor:
     return kernels.combine(o.to(x.dtype), weights, out.weight.to(x.dtype), bias, pairs, H, whole).view(B, N, C)
 
 
+def path_of(call: Call, dtype: torch.dtype) -> str:
+    """Which path `kernels.attend` takes: what the C++ operators cannot do runs in PyTorch."""
+    learned = call.attn_mask is not None and call.attn_mask.requires_grad and torch.is_grad_enabled()
+    able = call.dropout_p == 0 and not learned and kernels.native(call.x.device, dtype, "attend")
+    return "cpp" if able else "torch"
+
+
 def has_static_shapes(call: Call, x: Tensor) -> bool:
     """Whether no shape on the way depends on which heads run: a top-k router made the list, and C++ goes through it."""
     if call.routing.pairs is None:
         return False
     short_and_whole = x.element_size() == 2 and call.routing.active.shape[1] == 1  # one product a sequence, in PyTorch
-    return kernels.native(x.device, x.dtype, "attend") and not short_and_whole
+    return path_of(call, x.dtype) == "cpp" and not short_and_whole
 
 
 def of_pairs(rotary: Optional[Tuple[Tensor, Tensor]], pairs: Pairs, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
