@@ -1,8 +1,8 @@
 """The two attentions of TransNeXt (Shi 2024, arXiv 2311.17132), with head weights from a router.
 
 Both are cosine attention with a learned temperature per head, an embedding added to the normalised query, logits that
-grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. Every head is
-computed: most of their time goes into window and pooling, and the plain one sees 49 tokens, where skipping does not pay.
+grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. The plain one skips heads that
+do not run, see `CosineAttention.skips_heads`. The one with window and pooling computes every head.
 """
 
 import math
@@ -14,10 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, RoutingStats, kernels
+from moh_vision.attention.executors.masked import autocast
+from moh_vision.attention.layer import is_captured
+from moh_vision.attention.linear import plain
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
 HIDDEN = 512  # width of the MLP behind the position bias
+# The numbers in the queries of heads that do not run, from which `CosineAttention` skips these heads: with fewer, the lists
+# cost more than they save. Measured with torch 2.15 on 2 Xeon cores (AVX-512), one thread: layers of 24 and 32 heads with
+# 38 to 92 % of them active, 49 and 144 tokens, batch 1 to 8.
+SMALLEST_SAVING = 35_000
 
 
 class Positions(NamedTuple):
@@ -77,15 +84,18 @@ class CosineAttention(HeadMixtureAttention):
 
     Parameters beside those of `HeadMixtureAttention`: temperature [h, 1, 1], query_embedding [h, 1, D], cpb_fc1 and
     cpb_fc2 (the position MLP).
+
+    Args:
+        executor: "packed" and "auto" skip heads, always and where that pays; any other name computes every head.
     """
 
     def __init__(
-        self, dim: int, budget: HeadBudget, router: str, scope: str, router_kwargs: Optional[dict],
+        self, dim: int, budget: HeadBudget, router: str, scope: str, router_kwargs: Optional[dict], executor: str = "auto",
         qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, device=None, dtype=None,
     ):  # fmt: skip
         dd = {"device": device, "dtype": dtype}
         super().__init__(
-            dim, budget, router, scope, executor="masked", qkv_bias=qkv_bias,
+            dim, budget, router, scope, executor, qkv_bias=qkv_bias,
             attn_drop=attn_drop, proj_drop=proj_drop, router_kwargs=router_kwargs, **dd,
         )  # fmt: skip
         h, D = budget.heads, budget.head_dim
@@ -106,25 +116,33 @@ class CosineAttention(HeadMixtureAttention):
         N = positions.length.shape[0]
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 
+    def query_scale(self, length: Tensor) -> Tensor:
+        """What queries are multiplied by, length [N] -> [h, N, 1]."""
+        return F.softplus(self.temperature) * length.unsqueeze(-1)
+
     def scaled(self, q: Tensor, length: Tensor) -> Tensor:
         """Unit queries [B, h, N, D] as they meet the keys; length [N]."""
-        scale = F.softplus(self.temperature) * length.to(q.dtype).unsqueeze(-1)  # [h, N, 1]
-        return (q + self.query_embedding) * scale
+        return (q + self.query_embedding) * self.query_scale(length.to(q.dtype))
 
-    def routed_qkv(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor], RoutingStats]:
-        """x [B, N, C] -> unit queries, unit keys, values, each [B, N, h, D], head weights [B, N or 1, h], statistics."""
-        routing, queries = self.route(x)
+    def unit_qkv(self, x: Tensor, queries: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+        """x [B, N, C] -> unit queries, unit keys, values, each [B, N, h, D]; queries [B, h, N, D] if already projected."""
         if queries is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
             kv = self.project_rows(x, self.q_dim, 3 * self.q_dim)
             k, v = kv.unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
             q = queries.transpose(1, 2)
-        return unit(q, -1), unit(k, -1), v, routing.weights, routing.stats
+        return unit(q, -1), unit(k, -1), v
 
     def forward(self, x: Tensor, positions: Positions) -> Tuple[Tensor, RoutingStats]:
         B, H, W, C = x.shape
-        q, k, v, weights, stats = self.routed_qkv(x.flatten(1, 2))  # [B, N, h, D]
+        x = x.flatten(1, 2)  # [B, N, C]
+        routing, queries = self.route(x)
+        if not torch.jit.is_scripting():
+            if self.skips_heads(x, routing):
+                y = self.packed(x, positions, routing, queries)
+                return self.proj_drop(y.view(B, H, W, C)), routing.stats
+        q, k, v = self.unit_qkv(x, queries)  # [B, N, h, D]
         q = self.scaled(q.transpose(1, 2), positions.length)  # [B, h, N, D]
         bias = self.position_bias(positions).transpose(1, 2)  # [h, N, N]
         o = F.scaled_dot_product_attention(
@@ -132,9 +150,59 @@ class CosineAttention(HeadMixtureAttention):
             dropout_p=self.attn_drop if self.training else 0.0, scale=1.0,
         )  # fmt: skip
         o = o.transpose(1, 2)  # [B, N, h, D]
+        weights = routing.weights  # a variable: TorchScript would not see in an attribute that it is not None
         if weights is not None:
             o = o * weights.unsqueeze(-1).to(o.dtype)
-        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), stats
+        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), routing.stats
+
+    @torch.jit.unused
+    def skips_heads(self, x: Tensor, routing: Routing) -> bool:
+        """Whether `packed` computes the call: with executor "packed" where it can, with "auto" where that was measured to pay."""
+        if self.executor not in ("auto", "packed") or is_captured(x) or routing.active is None or x.numel() == 0:
+            return False
+        if not all(map(plain, self.projections)):
+            return False
+        if self.executor == "packed":
+            return True
+        skipped = x.shape[0] * x.shape[1] * self.head_dim * (self.num_heads - self.budget.active)
+        return skipped >= SMALLEST_SAVING and kernels.native(x.device, autocast(x[:0]).dtype)
+
+    @torch.jit.unused
+    def packed(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
+        """Compute what runs, x [B, N, C] -> [B, N, C]: as `executors.packed`, with this attention's scale and position bias.
+
+        While training the bias needs a gradient, which the C++ `attend` does not give: PyTorch computes the attention then.
+        Sequences that choose their heads as a whole (scope "sample") skip no keys and values here.
+
+        queries: [B, h, N, D] if already projected.
+        """
+        x = autocast(x)
+        (B, N, C), h, D = x.shape, self.num_heads, self.head_dim
+        whole = routing.active.shape[1] == 1
+        pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active)
+        if whole:
+            pairs = kernels.spread(pairs, N)
+        (w_q, b_q), (w_kv, b_kv) = ((w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in self.row_blocks())
+        if queries is None:
+            q = kernels.project(x.flatten(0, 1), w_q, b_q, pairs, h, whole)  # [P, D]
+        else:
+            q = kernels.select(queries.transpose(1, 2), pairs, h)
+        k, v = F.linear(x, w_kv, b_kv).unflatten(-1, (2, h, D)).permute(2, 0, 3, 1, 4)  # [B, h, N, D]
+
+        per_head = pairs.offsets[::B].diff()
+        head = torch.repeat_interleave(torch.arange(h, device=x.device), per_head, output_size=q.shape[0])
+        # attend divides scores by sqrt(D); this attention does not.
+        scale = (self.query_scale(positions.length) * math.sqrt(D)).flatten(0, 1)  # [h * N, 1]
+        q = unit(q, -1) + self.query_embedding.squeeze(1).index_select(0, head)
+        q = (q * scale.index_select(0, head * N + pairs.token % N)).to(x.dtype)
+        mask = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(x.dtype)  # [1, h, N, N]
+        dropout_p = self.attn_drop if self.training else 0.0
+        o = kernels.attend(q, unit(k, -1), v, pairs, h, N, mask=mask, dropout_p=dropout_p)
+
+        weights = routing.weights.expand(B, N, h).reshape(B * N, h).contiguous()
+        out = self.proj
+        bias = None if out.bias is None else out.bias.to(x.dtype)
+        return kernels.combine(o, weights, out.weight.to(x.dtype), bias, pairs, h, whole).view(B, N, C)
 
 
 class AggregatedAttention(CosineAttention):
@@ -184,7 +252,9 @@ class AggregatedAttention(CosineAttention):
 
     def forward(self, x: Tensor, positions: Positions) -> Tuple[Tensor, RoutingStats]:
         B, H, W, C = x.shape
-        q, k, v, weights, stats = self.routed_qkv(x.flatten(1, 2))  # [B, N, h, D]
+        tokens = x.flatten(1, 2)
+        routing, queries = self.route(tokens)
+        q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         k, v = self.padded(k, H, W), self.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
         q = q.transpose(1, 2)  # [B, h, N, D]
         scaled = self.scaled(q, positions.length)
@@ -211,6 +281,7 @@ class AggregatedAttention(CosineAttention):
             top, left = i // 3, i % 3
             o = torch.addcmul(o, near[:, :, i], v[..., top : top + H, left : left + W])
         o = o.permute(0, 3, 4, 1, 2)  # [B, H, W, h, D]
+        weights = routing.weights
         if weights is not None:
             o = o * weights.unsqueeze(-1).to(o.dtype).unflatten(1, (H, W) if weights.shape[1] > 1 else (1, 1))
-        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), stats
+        return self.proj_drop(self.proj(o.reshape(B, H, W, C))), routing.stats

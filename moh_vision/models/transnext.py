@@ -194,6 +194,7 @@ class TransNeXt(nn.Module):
             None: all heads.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
+        executor: of the last stage, see `CosineAttention`; the stages before it compute every head.
         router_kwargs: options of the router.
         dynamic_img_size: take images of any size, and build tables as they come.
         drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after projections, of
@@ -221,6 +222,7 @@ class TransNeXt(nn.Module):
         head_budget=None,
         router: str = "dense",
         scope: str = "token",
+        executor: str = "auto",
         router_kwargs: Optional[dict] = None,
         qkv_bias: bool = True,
         dynamic_img_size: bool = False,
@@ -246,7 +248,7 @@ class TransNeXt(nn.Module):
         budgets = stage_budgets(head_budget, depths, num_heads, embed_dims)
         self.head_budget_spec = head_budget
         attn_kwargs = dict(
-            router=router, scope=scope, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
+            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
             attn_drop=attn_drop_rate, proj_drop=proj_drop_rate,
         )  # fmt: skip
         sizes, pretrain_sizes = stage_sizes(img_size), stage_sizes(pretrain_size)

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.attention import load_balance_loss
+from moh_vision.attention import kernels, load_balance_loss
+from moh_vision.models import foveal_attention
 from moh_vision.models.foveal_attention import position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
 
@@ -290,6 +291,67 @@ def test_sample_scope():
     model = small(scope="sample")
     _, stats = model.forward_routed(torch.randn(2, 3, 64, 64))
     assert all(s.probs.shape[1] == 1 for s in stats)
+
+
+# ---------------------------------------------------------------- skipping heads in the last stage
+
+
+def last_stage(dtype, **kwargs):
+    """An attention layer of 8 heads of width 24 over 4 x 4 tokens, its tokens and positions."""
+    model = scramble(small(img_size=128, embed_dims=(12, 24, 24, 192), dtype=dtype, **kwargs))
+    stage = model.stages[3]
+    x = torch.randn(3, 4, 4, 192, dtype=dtype)
+    return stage.blocks[0].attn, x, stage.positions(x)
+
+
+def outputs_and_gradients(attn, executor, x, positions):
+    attn.executor = executor
+    attn.zero_grad()
+    x = x.clone().requires_grad_()
+    y, stats = attn(x, positions)
+    (y.square().mean() + stats.logits.square().mean()).backward()
+    return [y.detach(), x.grad, *(p.grad for p in attn.parameters())]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("kwargs", [dict(), dict(scope="sample"), dict(router="query_norm"), dict(qkv_bias=False)])
+def test_packed_equals_masked(dtype, tolerance, kwargs):
+    attn, x, positions = last_stage(dtype, **kwargs)
+    with torch.no_grad():
+        want, _ = attn(x, positions)
+        attn.executor = "packed"
+        torch.testing.assert_close(attn(x, positions)[0], want, rtol=tolerance, atol=tolerance)
+    got = outputs_and_gradients(attn, "packed", x, positions)
+    want = outputs_and_gradients(attn, "masked", x, positions)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().clamp(min=0.1).item())
+
+
+def test_auto_skips_heads_where_it_pays(monkeypatch):
+    """From some saved work on, where C++ runs, and nowhere else."""
+    attn, x, _ = last_stage(torch.float32)
+    x = x.flatten(1, 2)
+    routing = attn.route(x)[0]
+    saved = x.shape[0] * x.shape[1] * 24 * 2  # 2 of 8 heads do not run
+    monkeypatch.setattr(foveal_attention, "SMALLEST_SAVING", saved)
+    assert attn.skips_heads(x, routing) == (kernels.path() == "cpp")
+    assert not attn.skips_heads(x.double(), routing)
+    assert not attn.skips_heads(x[:2], routing)
+    attn.executor = "masked"
+    assert not attn.skips_heads(x, routing)
+    attn.executor = "packed"
+    attn.qkv.register_forward_hook(lambda *_: None)
+    assert not attn.skips_heads(x, routing)
+
+
+def test_models_compute_the_same_whichever_executor():
+    models = [scramble(small(img_size=128, executor=executor)) for executor in ("packed", "masked")]
+    models[0].load_state_dict(models[1].state_dict())
+    x = torch.randn(2, 3, 128, 128)
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(x) for model in models), rtol=1e-5, atol=1e-5)
+    packed, masked = models
+    torch.testing.assert_close(torch.jit.script(packed)(x), masked(x))
 
 
 def test_routers_and_temperatures_in_the_recipe():
