@@ -54,8 +54,8 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
     An attention layer is counted by its budget: a token's queries and outputs for its active heads, keys and values for
     all (other tokens need them) unless the whole sequence runs the same heads, the router for every choice that it made.
-    TransNeXt's attention computes every head and is counted so, as is anything else. The words that a language model
-    with an adaptive vocabulary reads are counted as frequent ones.
+    TransNeXt's attention is counted with every head, also where it skips some. Anything else is counted as computed. The
+    words that a language model with an adaptive vocabulary reads are counted as frequent ones.
 
     Args:
         model: on any device; it is left as it is.

@@ -1,8 +1,8 @@
 """The two attentions of TransNeXt (Shi 2024, arXiv 2311.17132), with head weights from a router.
 
 Both are cosine attention with a learned temperature per head, an embedding added to the normalised query, logits that
-grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. The plain one skips heads that
-do not run, see `CosineAttention.skips_heads`. The one with window and pooling computes every head.
+grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. Both skip the
+heads that do not run where that was measured to pay, see `skips_heads`.
 """
 
 import math
@@ -18,13 +18,14 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, Rout
 from moh_vision.attention.executors.masked import autocast
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain
+from moh_vision.attention.routing import Pairs
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
 HIDDEN = 512  # width of the MLP behind the position bias
-# The numbers in the queries of heads that do not run, from which `CosineAttention` skips these heads: with fewer, the lists
-# cost more than they save. Measured with torch 2.15 on 2 Xeon cores (AVX-512), one thread: layers of 24 and 32 heads with
-# 38 to 92 % of them active, 49 and 144 tokens, batch 1 to 8.
-SMALLEST_SAVING = 35_000
+# By whether gradients are asked for: the numbers in the queries of heads that do not run from which these heads are skipped.
+# With fewer the lists cost more than they save. Measured with torch 2.15 on 2 Xeon cores (AVX-512), one thread: layers of 6
+# to 32 heads with 38 to 92 % of them active, 49 to 784 tokens, batch 1 to 8.
+SMALLEST_SAVING = {False: 18_000, True: 35_000}
 
 
 class Positions(NamedTuple):
@@ -86,7 +87,7 @@ class CosineAttention(HeadMixtureAttention):
     cpb_fc2 (the position MLP).
 
     Args:
-        executor: "packed" and "auto" skip heads, always and where that pays; any other name computes every head.
+        executor: "packed" and "auto" skip heads where that can be done and where it pays; any other name computes all.
     """
 
     def __init__(
@@ -136,13 +137,12 @@ class CosineAttention(HeadMixtureAttention):
 
     def forward(self, x: Tensor, positions: Positions) -> Tuple[Tensor, RoutingStats]:
         B, H, W, C = x.shape
-        x = x.flatten(1, 2)  # [B, N, C]
-        routing, queries = self.route(x)
+        tokens = x.flatten(1, 2)  # [B, N, C]
+        routing, queries = self.route(tokens)
         if not torch.jit.is_scripting():
-            if self.skips_heads(x, routing):
-                y = self.packed(x, positions, routing, queries)
-                return self.proj_drop(y.view(B, H, W, C)), routing.stats
-        q, k, v = self.unit_qkv(x, queries)  # [B, N, h, D]
+            if self.skips_heads(tokens, routing):
+                return self.proj_drop(self.packed(x, positions, routing, queries)), routing.stats
+        q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         q = self.scaled(q.transpose(1, 2), positions.length)  # [B, h, N, D]
         bias = self.position_bias(positions).transpose(1, 2)  # [h, N, N]
         o = F.scaled_dot_product_attention(
@@ -157,7 +157,10 @@ class CosineAttention(HeadMixtureAttention):
 
     @torch.jit.unused
     def skips_heads(self, x: Tensor, routing: Routing) -> bool:
-        """Whether `packed` computes the call: with executor "packed" where it can, with "auto" where that was measured to pay."""
+        """Whether to call `packed`: with executor "packed" where it can run, with "auto" where that was measured to pay.
+
+        x: tokens [B, N, C].
+        """
         if self.executor not in ("auto", "packed") or is_captured(x) or routing.active is None or x.numel() == 0:
             return False
         if not all(map(plain, self.projections)):
@@ -165,44 +168,69 @@ class CosineAttention(HeadMixtureAttention):
         if self.executor == "packed":
             return True
         skipped = x.shape[0] * x.shape[1] * self.head_dim * (self.num_heads - self.budget.active)
-        return skipped >= SMALLEST_SAVING and kernels.native(x.device, autocast(x[:0]).dtype)
+        train = self.training or torch.is_grad_enabled()
+        return skipped >= SMALLEST_SAVING[train] and kernels.native(x.device, autocast(x[:0]).dtype)
 
     @torch.jit.unused
     def packed(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
-        """Compute what runs, x [B, N, C] -> [B, N, C]: as `executors.packed`, with this attention's scale and position bias.
+        """Compute the heads that run, x [B, H, W, C] -> [B, H, W, C]. See `executors.packed`.
 
-        While training the bias needs a gradient, which the C++ `attend` does not give: PyTorch computes the attention then.
-        Sequences that choose their heads as a whole (scope "sample") skip no keys and values here.
+        Where a whole map chooses its heads (scope "sample"), keys and values of all heads are still computed.
 
         queries: [B, h, N, D] if already projected.
         """
         x = autocast(x)
-        (B, N, C), h, D = x.shape, self.num_heads, self.head_dim
+        tokens, h, D = x.flatten(1, 2), self.num_heads, self.head_dim
+        B, N, _ = tokens.shape
         whole = routing.active.shape[1] == 1
         pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active)
         if whole:
             pairs = kernels.spread(pairs, N)
         (w_q, b_q), (w_kv, b_kv) = ((w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in self.row_blocks())
         if queries is None:
-            q = kernels.project(x.flatten(0, 1), w_q, b_q, pairs, h, whole)  # [P, D]
+            q = kernels.project(tokens.flatten(0, 1), w_q, b_q, pairs, h, whole)  # [P, D]
         else:
             q = kernels.select(queries.transpose(1, 2), pairs, h)
-        k, v = F.linear(x, w_kv, b_kv).unflatten(-1, (2, h, D)).permute(2, 0, 3, 1, 4)  # [B, h, N, D]
-
-        per_head = pairs.offsets[::B].diff()
-        head = torch.repeat_interleave(torch.arange(h, device=x.device), per_head, output_size=q.shape[0])
-        # attend divides scores by sqrt(D); this attention does not.
-        scale = (self.query_scale(positions.length) * math.sqrt(D)).flatten(0, 1)  # [h * N, 1]
-        q = unit(q, -1) + self.query_embedding.squeeze(1).index_select(0, head)
-        q = (q * scale.index_select(0, head * N + pairs.token % N)).to(x.dtype)
-        mask = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(x.dtype)  # [1, h, N, N]
-        dropout_p = self.attn_drop if self.training else 0.0
-        o = kernels.attend(q, unit(k, -1), v, pairs, h, N, mask=mask, dropout_p=dropout_p)
-
+        k, v = F.linear(tokens, w_kv, b_kv).unflatten(-1, (2, h, D)).unbind(2)  # [B, N, h, D]
+        o = self.attend_pairs(x, unit(q, -1), unit(k, -1), v, pairs, positions)  # [P, D]
         weights = routing.weights.expand(B, N, h).reshape(B * N, h).contiguous()
         out = self.proj
         bias = None if out.bias is None else out.bias.to(x.dtype)
-        return kernels.combine(o, weights, out.weight.to(x.dtype), bias, pairs, h, whole).view(B, N, C)
+        return kernels.combine(o, weights, out.weight.to(x.dtype), bias, pairs, h, whole).view(x.shape)
+
+    def scaled_pairs(self, q: Tensor, head: Tensor, n: Tensor, length: Tensor) -> Tensor:
+        """As `scaled`, for the unit queries of pairs [P, D], of which each is head[p] at token n[p] of its map."""
+        scale = self.query_scale(length).flatten(0, 1).index_select(0, head * length.shape[0] + n)  # [P, 1]
+        return ((q + self.query_embedding.squeeze(1).index_select(0, head)) * scale).to(q.dtype)
+
+    @torch.jit.unused
+    def attend_pairs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, positions: Positions) -> Tensor:
+        """Attention of the pairs that run.
+
+        While training the position bias needs a gradient, which the C++ operator does not give: PyTorch attends then.
+
+        Args:
+            x: the map [B, H, W, C].
+            q: unit queries [P, D].
+            k, v: unit keys and values [B, N, h, D].
+
+        Returns:
+            [P, D], not weighted.
+        """
+        N = k.shape[1]
+        # `attend` divides scores by sqrt(D); this attention does not.
+        q = self.scaled_pairs(q, heads_of(pairs, k), pairs.token % N, positions.length) * math.sqrt(self.head_dim)
+        mask = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(q.dtype)  # [1, h, N, N]
+        dropout_p = self.attn_drop if self.training else 0.0
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return kernels.attend(q, k, v, pairs, self.num_heads, N, mask=mask, dropout_p=dropout_p)
+
+
+def heads_of(pairs: Pairs, k: Tensor) -> Tensor:
+    """The head of every pair [P], for keys [B, N, h, D]."""
+    B, _, h, _ = k.shape
+    per_head = pairs.offsets[::B].diff()
+    return torch.repeat_interleave(torch.arange(h, device=k.device), per_head, output_size=pairs.token.shape[0])
 
 
 class AggregatedAttention(CosineAttention):
@@ -254,6 +282,9 @@ class AggregatedAttention(CosineAttention):
         B, H, W, C = x.shape
         tokens = x.flatten(1, 2)
         routing, queries = self.route(tokens)
+        if not torch.jit.is_scripting():
+            if self.skips_heads(tokens, routing):
+                return self.proj_drop(self.packed(x, positions, routing, queries)), routing.stats
         q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         k, v = self.padded(k, H, W), self.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
         q = q.transpose(1, 2)  # [B, h, N, D]
@@ -285,3 +316,41 @@ class AggregatedAttention(CosineAttention):
         if weights is not None:
             o = o * weights.unsqueeze(-1).to(o.dtype).unflatten(1, (H, W) if weights.shape[1] > 1 else (1, 1))
         return self.proj_drop(self.proj(o.reshape(B, H, W, C))), routing.stats
+
+    @torch.jit.unused
+    def skips_heads(self, x: Tensor, routing: Routing) -> bool:
+        """As in `CosineAttention`; only where C++ runs, and without gradients: `attend_pairs` needs the sums of `attend`."""
+        if not super().skips_heads(x, routing) or self.training or torch.is_grad_enabled():
+            return False
+        return kernels.native(x.device, autocast(x[:0]).dtype)
+
+    @torch.jit.unused
+    def attend_pairs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, positions: Positions) -> Tensor:
+        """As in `CosineAttention`. Pooled keys and neighbours are apart, and share one softmax through the sums of both."""
+        _, H, W, _ = x.shape
+        B, N, h, D = k.shape
+        head, n = heads_of(pairs, k), pairs.token % N
+        scaled = self.scaled_pairs(q, head, n, positions.length)
+        k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(x))  # [B, h, P, D]
+        bias = self.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()  # [1, h, N, P]
+        # `attend` divides scores by sqrt(D); this attention does not.
+        enlarged = scaled * math.sqrt(D)
+        far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)  # [P, D], log [P]
+
+        # Neighbours lie at fixed distances from a pair in maps with zeros around them, as rows of D numbers.
+        k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
+        sequence, row, column = pairs.token // N, n // W, n % W
+        first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head
+        places = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(self.window)]
+        near = torch.stack([(scaled * k.index_select(0, place)).sum(1) for place in places])  # [9, P]
+        near = near + self.relative_pos_bias_local.t().index_select(1, head)
+        near = near.masked_fill(positions.outside.index_select(1, n), float("-inf"))
+
+        total = torch.logaddexp(near.logsumexp(0), far_sum)
+        o = far * (far_sum - total).exp().unsqueeze(1)
+        by_head = q.split(pairs.offsets[::B].diff().tolist())
+        near = (near - total).exp() + self.learnable_bias.squeeze(1).t().index_select(1, head)
+        near = near + torch.cat([rows @ tokens for rows, tokens in zip(by_head, self.learnable_tokens)]).t()
+        for weights, place in zip(near, places):
+            o.addcmul_(weights.unsqueeze(1), v.index_select(0, place))
+        return o

@@ -194,7 +194,7 @@ class TransNeXt(nn.Module):
             None: all heads.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
-        executor: of the last stage, see `CosineAttention`; the stages before it compute every head.
+        executor: see `CosineAttention`.
         router_kwargs: options of the router.
         dynamic_img_size: take images of any size, and build tables as they come.
         drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after projections, of

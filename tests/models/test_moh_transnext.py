@@ -293,15 +293,23 @@ def test_sample_scope():
     assert all(s.probs.shape[1] == 1 for s in stats)
 
 
-# ---------------------------------------------------------------- skipping heads in the last stage
+# ---------------------------------------------------------------- skipping heads
 
 
-def last_stage(dtype, **kwargs):
-    """An attention layer of 8 heads of width 24 over 4 x 4 tokens, its tokens and positions."""
-    model = scramble(small(img_size=128, embed_dims=(12, 24, 24, 192), dtype=dtype, **kwargs))
-    stage = model.stages[3]
-    x = torch.randn(3, 4, 4, 192, dtype=dtype)
+def layer_of(stage, dtype=torch.float32, **kwargs):
+    """An attention layer of 4 (stage 2) or 8 heads (stage 3) of width 24, its tokens and positions."""
+    sizes = dict(img_size=(96, 128), embed_dims=(12, 24, 96, 192), head_budget=[[2, 0], [0, 2], [1, 2], [2, 3]])
+    stage = scramble(small(**{**sizes, **kwargs}, dtype=dtype)).stages[stage]
+    x = torch.randn(3, *stage.size, stage.norm.normalized_shape[0], dtype=dtype)
     return stage.blocks[0].attn, x, stage.positions(x)
+
+
+KINDS = [
+    dict(),
+    dict(scope="sample"),
+    dict(router="query_norm"),
+    dict(router="moa", head_budget=[[0, 1], [0, 2], [0, 2], [0, 3]]),
+]
 
 
 def outputs_and_gradients(attn, executor, x, positions):
@@ -310,14 +318,15 @@ def outputs_and_gradients(attn, executor, x, positions):
     x = x.clone().requires_grad_()
     y, stats = attn(x, positions)
     (y.square().mean() + stats.logits.square().mean()).backward()
-    return [y.detach(), x.grad, *(p.grad for p in attn.parameters())]
+    return [y.detach(), x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("kwargs", [dict(), dict(scope="sample"), dict(router="query_norm"), dict(qkv_bias=False)])
-def test_packed_equals_masked(dtype, tolerance, kwargs):
-    attn, x, positions = last_stage(dtype, **kwargs)
+@pytest.mark.parametrize("kwargs", [*KINDS, dict(qkv_bias=False)])
+def test_packed_equals_masked_in_the_last_stage(dtype, tolerance, kwargs):
+    attn, x, positions = layer_of(3, dtype, **kwargs)
     with torch.no_grad():
+        attn.executor = "masked"
         want, _ = attn(x, positions)
         attn.executor = "packed"
         torch.testing.assert_close(attn(x, positions)[0], want, rtol=tolerance, atol=tolerance)
@@ -327,31 +336,49 @@ def test_packed_equals_masked(dtype, tolerance, kwargs):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().clamp(min=0.1).item())
 
 
+@pytest.mark.skipif(kernels.path() != "cpp", reason="the C++ operators are not built")
+@pytest.mark.parametrize("kwargs", [*KINDS, dict(img_size=(160, 96))])
+def test_packed_equals_masked_with_a_window(kwargs, monkeypatch):
+    attn, x, positions = layer_of(2, **kwargs)
+    with torch.no_grad():
+        attn.executor = "masked"
+        want, _ = attn(x, positions)
+        attn.executor = "packed"
+        calls, packed = [], attn.packed
+        monkeypatch.setattr(attn, "packed", lambda *args: calls.append(1) or packed(*args))
+        torch.testing.assert_close(attn(x, positions)[0], want, rtol=1e-5, atol=1e-5)
+    assert calls
+    assert not attn.skips_heads(x.flatten(1, 2), attn.route(x.flatten(1, 2))[0])  # with gradients
+
+
 def test_auto_skips_heads_where_it_pays(monkeypatch):
     """From some saved work on, where C++ runs, and nowhere else."""
-    attn, x, _ = last_stage(torch.float32)
+    attn, x, _ = layer_of(3)
     x = x.flatten(1, 2)
     routing = attn.route(x)[0]
-    saved = x.shape[0] * x.shape[1] * 24 * 2  # 2 of 8 heads do not run
-    monkeypatch.setattr(foveal_attention, "SMALLEST_SAVING", saved)
-    assert attn.skips_heads(x, routing) == (kernels.path() == "cpp")
-    assert not attn.skips_heads(x.double(), routing)
-    assert not attn.skips_heads(x[:2], routing)
-    attn.executor = "masked"
+    saved = x.shape[0] * x.shape[1] * 24 * 3  # 3 of 8 heads do not run
+    monkeypatch.setattr(foveal_attention, "SMALLEST_SAVING", {False: saved, True: saved + 1})
     assert not attn.skips_heads(x, routing)
+    with torch.no_grad():
+        assert attn.skips_heads(x, routing) == (kernels.path() == "cpp")
+        assert not attn.skips_heads(x.double(), routing)
+        assert not attn.skips_heads(x[:2], routing)
+        attn.executor = "masked"
+        assert not attn.skips_heads(x, routing)
     attn.executor = "packed"
+    assert attn.skips_heads(x, routing)
     attn.qkv.register_forward_hook(lambda *_: None)
     assert not attn.skips_heads(x, routing)
 
 
 def test_models_compute_the_same_whichever_executor():
-    models = [scramble(small(img_size=128, executor=executor)) for executor in ("packed", "masked")]
-    models[0].load_state_dict(models[1].state_dict())
+    packed, masked = (scramble(small(img_size=128, executor=executor)) for executor in ("packed", "masked"))
+    packed.load_state_dict(masked.state_dict())
     x = torch.randn(2, 3, 128, 128)
     with torch.no_grad():
-        torch.testing.assert_close(*(model(x) for model in models), rtol=1e-5, atol=1e-5)
-    packed, masked = models
-    torch.testing.assert_close(torch.jit.script(packed)(x), masked(x))
+        want = masked(x)
+        torch.testing.assert_close(packed(x), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.jit.script(packed)(x), want)
 
 
 def test_routers_and_temperatures_in_the_recipe():
