@@ -10,8 +10,9 @@ import torch
 from conftest import ROOT
 from torch.nn import functional as F
 
-from moh_vision.attention import kernels
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, kernels
 from moh_vision.attention.kernels import build, eager
+from moh_vision.attention.routing import Call
 
 OPS = torch.ops.moh_vision
 
@@ -192,6 +193,85 @@ def test_nan_stays_where_it_is(path):
     q[5, 3] = math.nan
     o = kernels.attend(q, k, v, pairs, 2, 40)
     assert o[5].isnan().all() and not torch.cat([o[:5], o[6:]]).isnan().any()
+
+
+def test_one_token_leaves_the_bias_as_it_is(path):
+    """A bias [C] spread over one token is its own memory, which sums must not go into."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    torch.nn.init.normal_(layer.proj.bias)
+    before = [p.clone() for p in layer.parameters()]
+    x = torch.randn(1, 1, 32)
+    with torch.no_grad():
+        y = layer(x)[0]
+        layer.executor = "reference"
+        torch.testing.assert_close(y, layer(x)[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("size", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_spread_over_every_dimension(size, dtype, path):
+    B, H, N, D = 2, 3, 20, 16
+    pairs = lists(B, N, H, 0.5)[1]
+    q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
+    mask = torch.randn(size)
+    got = kernels.attend(*(t.to(dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
+    want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
+    torch.testing.assert_close(
+        got.float(), want, **dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+    )
+
+
+@pytest.mark.parametrize("size", [(3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)], ids=str)
+def test_masks_of_another_size_are_refused(size, path):
+    pairs = lists(2, 5, 3, 0.5)[1]
+    q, k, v = torch.randn(len(pairs.token), 16), *torch.randn(2, 2, 3, 5, 16)
+    with pytest.raises((RuntimeError, IndexError)):
+        kernels.attend(q, k, v, pairs, 3, 5, mask=torch.zeros(size))
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_a_context_for_all_sequences_and_one_of_another_width(scope, path):
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), scope=scope, executor="packed")
+    x, context = torch.randn(3, 7, 32), torch.randn(1, 5, 32)
+    y = layer(x, context)[0]
+    torch.testing.assert_close(y, layer(x, context.expand(3, -1, -1).contiguous())[0])
+    with pytest.raises(RuntimeError):
+        layer(x, torch.randn(3, 5, 48))
+    layer.executor = "masked"
+    empty = torch.randn(3, 0, 32)
+    want = layer(x, empty)[0]
+    layer.executor = "packed"
+    assert torch.equal(layer(x, empty)[0], want)
+
+
+def test_gates_that_are_0_and_1(path):
+    """As a bool, which query_norm hands on where no gradient is asked for."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), router="query_norm", executor="packed")
+    x = torch.randn(2, 7, 32)
+    with torch.no_grad():
+        routing, q = layer.route(x)
+        call = Call(layer, x, Routing(routing.active, routing.active, routing.stats), q=q)
+        torch.testing.assert_close(EXECUTORS["packed"](call), EXECUTORS["reference"](call))
+
+
+def test_compiled_with_tokens_that_lie_across(operators):
+    """Shapes without values must have the strides of the values, or a compiled backward fails."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 32, 20, requires_grad=True)
+    grads = [torch.autograd.grad(f(x.transpose(1, 2))[0].square().sum(), x)[0] for f in (layer, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+def test_backward_under_autocast(path):
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    y = layer(x)[0].square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        (got,) = torch.autograd.grad(y, x)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
 
 def test_other_dtypes_are_refused_by_name(operators):

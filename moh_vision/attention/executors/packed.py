@@ -21,7 +21,8 @@ def packed(call: Call) -> Tensor:
     pruning, offloading), it is `masked`, which calls them.
     """
     layer, active = call.layer, call.routing.active
-    if active is None or call.x.numel() == 0 or not all(map(plain, layer.projections)):
+    empty = call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0)
+    if active is None or empty or not all(map(plain, layer.projections)):
         return masked(call)
     x = autocast(call.x)
     if torch.compiler.is_compiling() and not has_static_shapes(call, x):
@@ -39,9 +40,9 @@ def packed(call: Call) -> Tensor:
         q = kernels.select(call.q.transpose(1, 2), pairs, H)
     q = layer.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, x)).squeeze(1)  # [P, D]
 
+    context = x if call.context is None else autocast(call.context).expand(B, -1, -1)
     source = None
     if whole and call.cache is None and layer.kv_heads == H:
-        context = x if call.context is None else autocast(call.context)
         M = context.shape[1]
         key_pairs = pairs if M == N else kernels.spread(chosen, M)
         if len(keys) == 1:  # both in one block
@@ -52,12 +53,13 @@ def packed(call: Call) -> Tensor:
         k, v = (t.view(1, -1, M, D) for t in (k, v))
         source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
     else:
-        k, v = layer.project_kv(x if call.context is None else autocast(call.context), call.rotary, call.cache, keys)
+        k, v = layer.project_kv(context, call.rotary, call.cache, keys)
     # A norm leaves queries and keys in float32 under autocast.
     q, k = q.to(v.dtype), k.to(v.dtype)
 
     o = kernels.attend(q, k, v, pairs, H, N, source, call.is_causal, call.attn_mask, call.dropout_p)
-    weights = call.routing.weights.expand(B, N, H).reshape(B * N, H).contiguous()
+    weights = call.routing.weights.to(torch.promote_types(x.dtype, torch.float32)).expand(B, N, H)
+    weights = weights.reshape(B * N, H).contiguous()
     out = layer.proj
     bias = None if out.bias is None else out.bias.to(x.dtype)
     return kernels.combine(o.to(x.dtype), weights, out.weight.to(x.dtype), bias, pairs, H, whole).view(B, N, C)

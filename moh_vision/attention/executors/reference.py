@@ -9,12 +9,12 @@ from moh_vision.attention.routing import Call
 
 def reference(call: Call) -> Tensor:
     """Heads of weight 0 contribute exactly nothing, as if they had not run."""
-    layer, x, routing, context, q, attn_mask, is_causal, dropout_p, rotary, cache = call
-    q, k, v = layer.project(x, context, q, rotary, cache)
+    q, k, v = call.layer.project(call.x, call.context, call.q, call.rotary, call.cache)
     B, H, N, D = q.shape
     M = k.shape[2]
+    attn_mask = call.attn_mask
     bias = torch.zeros(N, M, dtype=q.dtype, device=q.device)
-    if is_causal:
+    if call.is_causal:
         bias = bias.masked_fill(torch.ones(N, M, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -29,8 +29,8 @@ def reference(call: Call) -> Tensor:
         g = h * k.shape[1] // H  # its key-value head
         scores = q[:, h] @ k[:, g].transpose(1, 2) / D**0.5 + bias[:, h]  # [B, N, M]
         attention = scores.masked_fill(blind[:, h], 0).softmax(-1).masked_fill(blind[:, h], 0)
-        o = F.dropout(attention, dropout_p) @ v[:, g]  # [B, N, D]
-        if routing.weights is not None:
-            o = routing.weights[:, :, h, None].to(o.dtype) * o
+        o = F.dropout(attention, call.dropout_p) @ v[:, g]  # [B, N, D]
+        if call.routing.weights is not None:
+            o = call.routing.weights[:, :, h, None].to(o.dtype) * o
         heads.append(o)
-    return layer.project_out(torch.cat(heads, -1))
+    return call.layer.project_out(torch.cat(heads, -1))

@@ -102,7 +102,8 @@ def attend(
         return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask, dropout_p)
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        mask = mask.expand(-1, -1, -1, k.shape[2])
+        mask = mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
     return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
 
 

@@ -4,6 +4,7 @@ All take the list of pairs that run (see `Pairs`): pair p is token[p] = b * N + 
 offsets[s] .. offsets[s + 1] - 1.
 """
 
+import functools
 from typing import List, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -82,7 +83,19 @@ def add_rows(total: Tensor, product: Product, part: Tensor) -> None:
     if isinstance(product.rows, slice):
         total[product.rows] += part
     else:
-        total.index_add_(0, product.rows, part)
+        total.index_add_(0, product.rows, part.to(total.dtype))
+
+
+def in_own_dtype(backward):
+    """A backward that cannot be differentiated and computes in the dtypes of what it gets, also under autocast."""
+
+    @once_differentiable
+    @functools.wraps(backward)
+    def wrapped(ctx, grad):
+        with torch.autocast(grad.device.type, enabled=False):
+            return backward(ctx, grad)
+
+    return wrapped
 
 
 class Project(torch.autograd.Function):
@@ -101,7 +114,7 @@ class Project(torch.autograd.Function):
         return q
 
     @staticmethod
-    @once_differentiable
+    @in_own_dtype
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         w = weight.unflatten(0, (ctx.heads, -1))
@@ -124,14 +137,16 @@ class Combine(torch.autograd.Function):
         w, T = weight.unflatten(1, (heads, -1)), weights.shape[0]
         ctx.products, ctx.heads, ctx.has_bias = products(token, offsets, heads, T), heads, bias is not None
         ctx.save_for_backward(o, weights, weight)
-        y = o.new_zeros(T, weight.shape[0]) if bias is None else bias.expand(T, -1).clone()
+        y = torch.zeros(T, weight.shape[0], dtype=summed(o.dtype), device=o.device)
+        if bias is not None:
+            y += bias
         for product in ctx.products:
             z = read(o, product) * gates_of(weights, product, o)
             add_rows(y, product, z.flatten(1) @ of_heads(w, product.heads, 1).flatten(1).t())
-        return y
+        return y.to(o.dtype)
 
     @staticmethod
-    @once_differentiable
+    @in_own_dtype
     def backward(ctx, dy):
         o, weights, weight = ctx.saved_tensors
         w = weight.unflatten(1, (ctx.heads, -1))
@@ -201,7 +216,7 @@ class CombineDense(torch.autograd.Function):
         return gates, full.view(weights.shape[0], -1)  # [T, H*D]
 
     @staticmethod
-    @once_differentiable
+    @in_own_dtype
     def backward(ctx, dy):
         o, weights, weight, where = ctx.saved_tensors
         gates, full = CombineDense.gated(o, weights, where)

@@ -20,19 +20,19 @@ def _(x: Tensor, weight: Tensor, bias: Optional[Tensor], token: Tensor, offsets:
 
 @FAKE("moh_vision::project_backward")
 def _(grad, x, weight, token, offsets, heads):
-    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
 @FAKE("moh_vision::attend")
 def _(q, k, v, token, offsets, heads, tokens, source, is_causal, mask):
-    return torch.empty_like(q), q.new_empty(q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], dtype=torch.float32)
 
 
 @FAKE("moh_vision::attend_backward")
 def _(grad, q, k, v, o, lse, token, offsets, heads, tokens, source, is_causal, mask):
     B, G, M, D = k.shape
     dk, dv = (k.new_empty(B, M, G, D).transpose(1, 2) for _ in range(2))
-    return torch.empty_like(q), dk, dv
+    return q.new_empty(q.shape), dk, dv
 
 
 @FAKE("moh_vision::combine")
@@ -42,7 +42,7 @@ def _(o, weights, weight, bias, token, offsets, heads):
 
 @FAKE("moh_vision::combine_backward")
 def _(grad, o, weights, weight, token, offsets, heads):
-    return torch.empty_like(o), torch.empty_like(weights), torch.empty_like(weight)
+    return o.new_empty(o.shape), weights.new_empty(weights.shape), weight.new_empty(weight.shape)
 
 
 @FAKE("moh_vision::route")

@@ -29,8 +29,8 @@ namespace {
 
 namespace blas = at::native::cpublas;
 
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 constexpr int64_t ROW_STEP = 16;
 constexpr int64_t QUERIES = 128;        // in a tile

@@ -18,7 +18,7 @@ constexpr int64_t COLUMNS = 192;  // columns in a task of a weight gradient
 constexpr int64_t BLOCK = 64;     // tokens in a task that adds up the heads of a token
 constexpr int64_t QUERIES = 64;   // in a tile of attention; they are the lanes of its vectors
 constexpr int64_t KEYS = 512;     // in a tile of attention
-constexpr int64_t KEY_RANGE = 1024;  // keys in a task of attention's backward
+constexpr int64_t KEY_RANGE = 1024, MOST_RANGES = 8;  // keys in a task of attention's backward; tasks hold gradients
 
 struct NoScratch {};
 NoScratch no_scratch() { return {}; }
@@ -60,6 +60,7 @@ Tensor readable(const Tensor& x) {
 // `gates` [T, H], or null: 1.
 void add_heads(const Pairs& pairs, int64_t H, const float* rows, int64_t D, const float* gates, const float* weights,
                int64_t weight_stride, float* y, int64_t T, int64_t C) {
+  if (T == 0) return;
   const int64_t B = pairs.segments / H, N = T / B, blocks = ceil_div(N, BLOCK);
   const auto scratch = [&] { return Floats(BLOCK * D); };
   for_each_task(B * blocks, scratch, [&](int64_t task, Floats& gated) {
@@ -89,6 +90,9 @@ Tensor project(const Tensor& x_, const Tensor& weight_, const std::optional<Tens
                const Tensor& offsets, int64_t H) {
   check_float(x_, "x");
   check_float(weight_, "weight");
+  TORCH_CHECK(x_.dim() == 2 && weight_.dim() == 2 && weight_.size(1) == x_.size(1) && weight_.size(0) % H == 0,
+              "x ", x_.sizes(), " and weight ", weight_.sizes(), " are not [T, C] and [H * D, C] of ", H, " heads");
+  TORCH_CHECK(!bias || bias->numel() == weight_.size(0), "bias has ", bias->numel(), " numbers, not ", weight_.size(0));
   const Tensor x = x_.contiguous(), weight = weight_.contiguous();
   const Pairs pairs(token, offsets);
   const int64_t C = x.size(1), D = weight.size(0) / H, B = pairs.segments / H;
@@ -145,12 +149,18 @@ Tensor combine(const Tensor& o_, const Tensor& gates_, const Tensor& weight_, co
   check_float(o_, "o");
   check_float(gates_, "weights");
   check_float(weight_, "weight");
+  TORCH_CHECK(o_.dim() == 2 && weight_.dim() == 2 && gates_.dim() == 2 && gates_.size(1) == H &&
+                  weight_.size(1) == H * o_.size(1) && o_.size(0) == token.numel(),
+              "o ", o_.sizes(), ", weights ", gates_.sizes(), " and weight ", weight_.sizes(),
+              " are not [P, D], [T, H] and [C, H * D] of ", H, " heads and ", token.numel(), " pairs");
+  TORCH_CHECK(!bias || bias->numel() == weight_.size(0), "bias has ", bias->numel(), " numbers, not ", weight_.size(0));
   const Tensor o = o_.contiguous(), gates = gates_.contiguous(), weight = weight_.contiguous();
   const Pairs pairs(token, offsets);
   const int64_t T = gates.size(0), C = weight.size(0), D = o.size(1);
   const float* w = weight.const_data_ptr<float>();
   const Tensor packed = pack_weights(o, H, D, C, true, [&](int64_t h) { return Rows{w + h * D, H * D}; });
-  Tensor y = bias ? bias->expand({T, C}).contiguous() : at::zeros({T, C}, o.options());
+  Tensor y = at::zeros({T, C}, o.options());  // never the memory of the bias itself
+  if (bias) y.copy_(bias->expand({T, C}));
   add_heads(pairs, H, o.const_data_ptr<float>(), D, gates.const_data_ptr<float>(), packed.const_data_ptr<float>(),
             padded(C), y.data_ptr<float>(), T, C);
   return y;
@@ -326,7 +336,8 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
   const HeadRows<float> keys(k), values(v);
   const auto reads = sources(source, pairs.segments, H, k);
   const Mask mask(mask_, is_causal, pairs.segments / H);
-  const int64_t ranges = std::max<int64_t>(1, ceil_div(M, KEY_RANGE));
+  const int64_t range_keys = std::max(KEY_RANGE, ceil_div(ceil_div(M, MOST_RANGES), KEYS) * KEYS);
+  const int64_t ranges = std::max<int64_t>(1, ceil_div(M, range_keys));
   Tensor partial = at::empty({ranges, pairs.count, D}, q.options());  // of dq, one for each range of keys
   Tensor dk = at::zeros({B, M, G, D}, q.options()), dv = at::zeros({B, M, G, D}, q.options());
   const float *queries = q.const_data_ptr<float>(), *grads = grad.const_data_ptr<float>();
@@ -351,7 +362,7 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
 
   for_each_task(B * G * ranges, [&] { return BackwardScratch(D); }, [&](int64_t task, BackwardScratch& s) {
     const int64_t read = task / ranges, range = task % ranges;
-    const int64_t first = range * KEY_RANGE, last = std::min(first + KEY_RANGE, M);
+    const int64_t first = range * range_keys, last = std::min(first + range_keys, M);
     const Rows key_rows{keys.at(read), keys.stride}, value_rows{values.at(read), values.stride};
     const Target dkey_rows{dkeys + (read / G * M * G + read % G) * D, G * D};
     const Target dvalue_rows{dvalues + (read / G * M * G + read % G) * D, G * D};
@@ -392,18 +403,23 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
 }
 
 void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, int64_t H,
-                  const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
+                  int64_t tokens, const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
   TORCH_CHECK(k.dim() == 4 && v.sizes() == k.sizes(), "k and v are [B, G, M, D], not ", k.sizes(), " and ", v.sizes());
   TORCH_CHECK(q.size(1) == k.size(3), "queries of width ", q.size(1), ", keys of ", k.size(3));
   TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k and v differ in dtype");
   TORCH_CHECK(source || offsets.numel() - 1 == H * k.size(0), "the segments are not those of H heads and B sequences");
-  TORCH_CHECK(!mask || (mask->dim() == 4 && mask->stride(3) == 1), "mask is [B or 1, H or 1, N or 1, M]");
+  if (!mask) return;
+  const int64_t full[] = {(offsets.numel() - 1) / H, H, tokens, k.size(2)};
+  for (int dim = 0; dim < 4; dim++)
+    TORCH_CHECK(mask->dim() == 4 && (mask->size(dim) == full[dim] || (dim < 3 && mask->size(dim) == 1)), "mask is ",
+                mask->sizes(), ", not [B or 1, H or 1, N or 1, M] of ", at::IntArrayRef(full, 4));
+  TORCH_CHECK(mask->stride(3) == 1 || mask->size(3) == 1, "rows of the mask are not contiguous");
 }
 
 std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& token,
                                   const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
                                   bool is_causal, const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, H, source, mask);
+  check_attend(q_, k, v, offsets, H, tokens, source, mask);
   const Tensor q = q_.contiguous();
   if (q.scalar_type() != at::kFloat) return attend16(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
   return attend32(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
@@ -414,7 +430,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Ten
                                                    const Tensor& offsets, int64_t H, int64_t tokens,
                                                    const std::optional<Tensor>& source, bool is_causal,
                                                    const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, H, source, mask);
+  check_attend(q_, k, v, offsets, H, tokens, source, mask);
   const Tensor q = q_.contiguous();
   if (q.scalar_type() != at::kFloat)
     return attend16_backward(grad.contiguous(), q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);

@@ -218,7 +218,7 @@ Tensor flat_tokens(const Tensor& x) {
 }
 
 MOH_INLINE Vec widen(const at::BFloat16* p) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
   return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), IntVec) << 16);
 }
 

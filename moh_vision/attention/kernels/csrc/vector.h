@@ -32,9 +32,9 @@ constexpr int LANES = 4, TILE_VECTORS = 2;
 #endif
 constexpr int TILE_ROWS = 6;
 
-// aligned(4): rows of tensors begin anywhere.
-typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t IntVec __attribute__((vector_size(4 * LANES), aligned(4)));
+// aligned(4): rows of tensors begin anywhere. may_alias: numbers of other types move through them too.
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 constexpr int64_t ceil_div(int64_t n, int64_t size) { return (n + size - 1) / size; }
 constexpr int64_t padded(int64_t n) { return ceil_div(n, LANES) * LANES; }
