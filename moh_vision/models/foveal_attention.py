@@ -23,7 +23,7 @@ from moh_vision.attention.routing import Pairs
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
 HIDDEN = 512  # width of the MLP behind the position bias
 # By whether gradients are asked for: the numbers in the queries of heads that do not run from which these heads are skipped.
-# With fewer the lists cost more than they save. Measured with torch 2.15 on 2 Xeon cores (AVX-512), one thread: layers of 6
+# With fewer the lists cost more than they save. Measured with torch 2.15 on 2 EPYC cores (AVX-512), one thread: layers of 6
 # to 32 heads with 38 to 92 % of them active, 49 to 784 tokens, batch 1 to 8.
 SMALLEST_SAVING = {False: 18_000, True: 35_000}
 

@@ -11,7 +11,7 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decode, decoding_pays
 from moh_vision.attention.executors.limits import Row, rows, table, use_table
 from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.packed import has_static_shapes, packed, path_of
+from moh_vision.attention.executors.packed import alike, has_static_shapes, packed, path_of
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
@@ -91,11 +91,6 @@ def padded_kind(call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:
 def reached(rows: Sequence[Row], keys: int, numbers: int) -> Optional[Row]:
     """The last row that a call with so many keys, and numbers in its queries, reaches; None: none."""
     return next((row for row in reversed(rows) if row[0] <= keys and row[1] <= numbers), None)
-
-
-def alike(active: Tensor) -> bool:
-    """Whether several sequences all chose the same heads, active [B, 1, H]."""
-    return active.shape[0] > 1 and bool((active == active[:1]).all())
 
 
 def by_blocks(call: Call) -> bool:

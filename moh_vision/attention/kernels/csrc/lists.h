@@ -66,6 +66,14 @@ inline std::vector<int32_t> sources(const std::optional<Tensor>& source, int64_t
   return result;
 }
 
+// A float32 matrix whose rows `multiply` can read as whole vectors: at its end is room for one more.
+inline Tensor with_room(const Tensor& matrix) {
+  const bool fits = matrix.scalar_type() == at::kFloat && matrix.size(1) % LANES == 0 && matrix.stride(1) == 1;
+  if (fits) return matrix;
+  const Tensor room = at::empty({matrix.numel() + LANES}, matrix.options().dtype(at::kFloat));
+  return room.narrow(0, 0, matrix.numel()).view(matrix.sizes()).copy_(matrix);
+}
+
 // What hides keys from queries: an additive or boolean mask [B or 1, H or 1, N or 1, M], or the order of tokens.
 struct Mask {
   const float* added = nullptr;

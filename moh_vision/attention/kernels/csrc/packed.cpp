@@ -47,15 +47,6 @@ Tensor pack_weights(const Tensor& like, int64_t H, int64_t rows, int64_t columns
   return packed;
 }
 
-// x with rows that may be read up to padded(columns): a copy unless its width is a multiple of LANES already.
-Tensor readable(const Tensor& x) {
-  const int64_t columns = x.size(-1);
-  if (columns % LANES == 0) return x.contiguous();
-  Tensor wide = at::zeros({x.size(0), padded(columns)}, x.options());
-  wide.narrow(1, 0, columns).copy_(x);
-  return wide;
-}
-
 // y[token] += sum over its heads of gate * row * W_h, for row = row of the pair [D], W_h [D, C]; y holds what it begins with.
 // `gates` [T, H], or null: 1.
 void add_heads(const Pairs& pairs, int64_t H, const float* rows, int64_t D, const float* gates, const float* weights,
@@ -117,22 +108,22 @@ Tensor project(const Tensor& x_, const Tensor& weight_, const std::optional<Tens
 
 std::tuple<Tensor, Tensor, Tensor> project_backward(const Tensor& grad_, const Tensor& x_, const Tensor& weight_,
                                                     const Tensor& token, const Tensor& offsets, int64_t H) {
-  const Tensor grad = grad_.contiguous(), x = readable(x_), weight = readable(weight_);
+  const Tensor grad = grad_.contiguous(), x = with_room(x_.contiguous()), weight = with_room(weight_.contiguous());
   const Pairs pairs(token, offsets);
-  const int64_t T = x_.size(0), C = x_.size(1), width = x.size(1), D = weight.size(0) / H, B = pairs.segments / H;
+  const int64_t T = x.size(0), C = x.size(1), D = weight.size(0) / H, B = pairs.segments / H;
   Tensor dx = at::zeros({T, C}, x.options()), dweight = at::zeros({H * D, C}, x.options());
   Tensor dbias = at::zeros({H * D}, x.options());
   const float *dq = grad.const_data_ptr<float>(), *tokens = x.const_data_ptr<float>();
   float *dw = dweight.data_ptr<float>(), *db = dbias.data_ptr<float>();
 
-  add_heads(pairs, H, dq, D, nullptr, weight.const_data_ptr<float>(), width, dx.data_ptr<float>(), T, C);
+  add_heads(pairs, H, dq, D, nullptr, weight.const_data_ptr<float>(), C, dx.data_ptr<float>(), T, C);
 
   const int64_t parts = ceil_div(C, COLUMNS);
   for_each_task(H * parts, no_scratch, [&](int64_t task, NoScratch&) {
     const int64_t h = task / parts, column = task % parts * COLUMNS, columns = std::min(COLUMNS, C - column);
     for (int64_t p = pairs.begin(h * B); p < pairs.end(h * B + B - 1); p += TERMS) {
       const int64_t terms = std::min(TERMS, pairs.end(h * B + B - 1) - p);
-      multiply<Left::COLUMNS>(Rows{dq + p * D, D}, D, Rows{tokens + column, width, pairs.token + p}, terms,
+      multiply<Left::COLUMNS>(Rows{dq + p * D, D}, D, Rows{tokens + column, C, pairs.token + p}, terms,
                               Target{dw + h * D * C + column, C}, columns, true);
       if (column == 0)
         for (int64_t i = p; i < p + terms; i++)
@@ -313,26 +304,18 @@ std::tuple<Tensor, Tensor> attend32(const Tensor& q, const Tensor& k_, const Ten
 }
 
 struct BackwardScratch {
-  Floats queries, grads, probs, dscores, query_rows, grad_rows;
+  Floats queries, grads, probs, dscores;
   explicit BackwardScratch(int64_t D)
-      : queries(D * QUERIES), grads(D * QUERIES), probs(KEYS * QUERIES), dscores(KEYS * QUERIES),
-        query_rows(QUERIES * padded(D)), grad_rows(QUERIES * padded(D)) {}
+      : queries(D * QUERIES), grads(D * QUERIES), probs(KEYS * QUERIES), dscores(KEYS * QUERIES) {}
 };
 
-// `count` rows from `rows`, readable up to padded(D) columns: where they lie, or copied.
-Rows wide_rows(const float* rows, int64_t count, int64_t D, Floats& copy) {
-  if (D % LANES == 0) return Rows{rows, D};
-  for (int64_t i = 0; i < count; i++) std::memcpy(copy.data() + i * padded(D), rows + i * D, D * sizeof(float));
-  return Rows{copy.data(), padded(D)};
-}
-
 std::tuple<Tensor, Tensor, Tensor> attend32_backward(
-    const Tensor& grad_, const Tensor& q, const Tensor& k_, const Tensor& v_, const Tensor& o, const Tensor& log_sums,
+    const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& o, const Tensor& log_sums,
     const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
     const std::optional<Tensor>& mask_) {
   const Pairs pairs(token, offsets);
   const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q.size(1);
-  const Tensor grad = grad_.contiguous(), k = side_by_side(k_), v = side_by_side(v_);
+  const Tensor q = with_room(q_), grad = with_room(grad_.contiguous()), k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
   const auto reads = sources(source, pairs.segments, H, k);
   const Mask mask(mask_, is_causal, pairs.segments / H);
@@ -375,8 +358,7 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
         if (visible <= first) std::fill(dq_tile, dq_tile + count * D, 0.f);
         transpose(Rows{queries + begin * D, D}, count, D, s.queries.data(), QUERIES);
         transpose(Rows{grads + begin * D, D}, count, D, s.grads.data(), QUERIES);
-        const Rows query_rows = wide_rows(queries + begin * D, count, D, s.query_rows);
-        const Rows grad_rows = wide_rows(grads + begin * D, count, D, s.grad_rows);
+        const Rows query_rows{queries + begin * D, D}, grad_rows{grads + begin * D, D};
         for (int64_t j0 = first; j0 < visible; j0 += KEYS) {
           const int64_t rows = std::min(KEYS, visible - j0);
           float *probs = s.probs.data(), *dscores = s.dscores.data();

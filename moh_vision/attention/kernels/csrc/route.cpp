@@ -4,7 +4,7 @@
 // ranking and gates, so that nothing there works on rows as short as the number of heads. A second pass over the
 // sequences makes the list. routers/moh.py has the equations of the gates.
 #include "attend16.h"
-#include "vector.h"
+#include "lists.h"
 
 #include <string_view>
 #include <tuple>
@@ -380,14 +380,6 @@ void gate_backward(const Router& router, const Lanes& lanes, LaneGradients& grad
     add(router.rows - 2, shared - lanes.alpha[0] * (shared + routed));
     add(router.rows - 1, routed - lanes.alpha[1] * (shared + routed));
   }
-}
-
-// A float32 matrix whose rows `multiply` can read as whole vectors: at its end is room for one more.
-Tensor with_room(const Tensor& matrix) {
-  const bool fits = matrix.scalar_type() == at::kFloat && matrix.size(1) % LANES == 0 && matrix.stride(1) == 1;
-  if (fits) return matrix;
-  const Tensor room = at::empty({matrix.numel() + LANES}, matrix.options().dtype(at::kFloat));
-  return room.narrow(0, 0, matrix.numel()).view(matrix.sizes()).copy_(matrix);
 }
 
 Rows rows_of(const Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0)}; }
