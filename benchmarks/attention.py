@@ -521,7 +521,7 @@ def line(entry):
         text += f"  every expert {entry['times']['every_expert']['ratio']:.2f}"
     if "saved_bytes_per_token" in entry:
         s = entry["saved_bytes_per_token"]
-        text += "  saved " + " ".join(f"{s[n] / s['dense']:.2f}" for n in EXECUTORS)
+        text += "  saved " + " ".join(f"{s[n] / s['dense']:.2f}" for n in EXECUTORS if n in s)
     return text
 
 
@@ -602,6 +602,13 @@ def main():
 
     torch.manual_seed(0)
     report = dict(machine=machine(), path=use_path(args.path), load_before=os.getloadavg(), cases=[])
+    if args.add:
+        earlier = json.loads(args.output.read_text())
+        if earlier["path"] != report["path"]:
+            parser.error(
+                f"{args.output} was measured with the operators {earlier['path']!r}, this is {report['path']!r}"
+            )
+        report["cases"] = earlier["cases"]
     print(f"{'':44}{'dense ms':>9}  bound  " + "".join(f"{n:>22}" for n in ("released", *EXECUTORS)))
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -612,15 +619,9 @@ def main():
                 entry = dict(about, dtype=dtype, mode=mode, threads=threads, bound=round(best, 3))
                 entry.update(measure(modules, x, mode, about["shape"] in SHAPES and about["scope"] == "token"))
                 entry["load"] = os.getloadavg()[0]
-                report["cases"].append(entry)
+                report["cases"] = [case for case in report["cases"] if key(case) != key(entry)] + [entry]
                 print(line(entry), flush=True)
-    if args.add:
-        earlier, new = json.loads(args.output.read_text()), {key(case) for case in report["cases"]}
-        if earlier["path"] != report["path"]:
-            parser.error(
-                f"{args.output} was measured with the operators {earlier['path']!r}, this is {report['path']!r}"
-            )
-        report["cases"] = [case for case in earlier["cases"] if key(case) not in new] + report["cases"]
+                write_report(args.output, report, indent=None, quiet=True)  # what comes later may fail
     write_report(args.output, report, indent=None)
     draw(report, args.figure)
     print(args.figure)

@@ -126,10 +126,11 @@ def use_path(path):
     return kernels.path()
 
 
-def write_report(path, report, indent=1):
+def write_report(path, report, indent=1, quiet=False):
     """As JSON, with the load of the machine at the end."""
     report["load_after"] = os.getloadavg()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=indent) + "\n")
-    print(path)
+    if not quiet:
+        print(path)

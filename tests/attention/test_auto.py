@@ -228,9 +228,6 @@ def test_compiled_it_chooses_by_shapes_and_table(path, scope, dtype, caplog):
         traced = [r.message.split(":")[0] for r in caplog.records]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
     skips = path == "cpp" and kernels.native(torch.device("cpu"), dtype, "attend")
-    skips = skips and (
-        scope == "token" or dtype == torch.float32
-    )  # whole sequences in 16 bits are projected in PyTorch
     assert traced == [f"auto picked {'packed' if skips else 'masked'}"]
 
 

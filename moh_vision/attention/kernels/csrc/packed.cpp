@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
     const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
     const std::optional<Tensor>& mask_) {
   const Pairs pairs(token, offsets);
-  const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q.size(1);
+  const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q_.size(1);
   const Tensor q = with_room(q_), grad = with_room(grad_.contiguous()), k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
   const auto reads = sources(source, pairs.segments, H, k);
