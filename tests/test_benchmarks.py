@@ -51,12 +51,15 @@ def test_attention_benchmark(small_layers, tmp_path, monkeypatch, capsys):
     assert {case["shape"] for case in report["cases"]} == set(shapes)
     for case in report["cases"]:
         assert 0 < case["bound"] and case["picked"] in ("packed", "masked")
-        assert {"dense", "masked", "packed", "auto"} <= case["times"].keys()
-        assert case["times"]["dense"]["ratio"] == 1.0 and case["auto_to_best"]["median"] > 0
+        assert {"dense", "packed", "auto"} <= case["times"].keys() and case["times"]["dense"]["ratio"] == 1.0
+        many = case["shape"] == "8K64E256D"  # experts: computing every one is left out
+        assert ("masked" in case["times"]) != many and ("auto_to_best" in case) != many
         assert ("released" in case["times"]) == (case["shape"] in small_layers.SHAPES)
         if case["mode"] == "train":
             saved = case["saved_bytes_per_token"]
-            assert 0 < saved["packed"] < saved["masked"]
+            assert saved["packed"] > 0
+            if case.get("share") == 0.5:
+                assert saved["packed"] < saved["masked"]
     per_token = [case for case in report["cases"] if case["shape"] == "vit_small" and case["scope"] == "token"]
     assert [case["share"] for case in per_token] == [0.5, 0.5, 0.75, 0.75] * 2  # with 6 heads 0.9 is 0.75
     assert {"router" in case["times"] for case in per_token if case["mode"] == "forward"} == {True}
