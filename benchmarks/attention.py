@@ -593,7 +593,7 @@ def main():
     parser.add_argument("--draw", action="store_true", help="only draw what is in --output")
     args = parser.parse_args()
     if args.figure is None:
-        whole = args.output == HERE / "results" / "attention.json"
+        whole = args.output.resolve() == HERE.resolve() / "results" / "attention.json"
         args.figure = HERE.parent / "docs/images/attention_speed.png" if whole else args.output.with_suffix(".png")
     if args.table:
         return print(tables(json.loads(args.output.read_text())))

@@ -219,18 +219,13 @@ class CosineAttention(HeadMixtureAttention):
         """
         N = k.shape[1]
         # `attend` divides scores by sqrt(D); this attention does not.
-        q = self.scaled_pairs(q, heads_of(pairs, k), pairs.token % N, positions.length) * math.sqrt(self.head_dim)
+        q = self.scaled_pairs(
+            q, kernels.eager.heads_of(*pairs, self.num_heads), pairs.token % N, positions.length
+        ) * math.sqrt(self.head_dim)
         mask = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(q.dtype)  # [1, h, N, N]
         dropout_p = self.attn_drop if self.training else 0.0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return kernels.attend(q, k, v, pairs, self.num_heads, N, mask=mask, dropout_p=dropout_p)
-
-
-def heads_of(pairs: Pairs, k: Tensor) -> Tensor:
-    """The head of every pair [P], for keys [B, N, h, D]."""
-    B, _, h, _ = k.shape
-    per_head = pairs.offsets[::B].diff()
-    return torch.repeat_interleave(torch.arange(h, device=k.device), per_head, output_size=pairs.token.shape[0])
 
 
 class AggregatedAttention(CosineAttention):
@@ -329,7 +324,7 @@ class AggregatedAttention(CosineAttention):
         """As in `CosineAttention`. Pooled keys and neighbours are apart, and share one softmax through the sums of both."""
         _, H, W, _ = x.shape
         B, N, h, D = k.shape
-        head, n = heads_of(pairs, k), pairs.token % N
+        head, n = kernels.eager.heads_of(*pairs, self.num_heads), pairs.token % N
         scaled = self.scaled_pairs(q, head, n, positions.length)
         k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(x))  # [B, h, P, D]
         bias = self.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()  # [1, h, N, P]

@@ -50,7 +50,7 @@ def choose(call: Call) -> Tuple[str, str]:
         return "masked", "a cache needs the keys of all heads"
     like = autocast(x[:0])  # in the dtype of the products
     path = path_of(call, like.dtype)
-    if compiling and not (path == "cpp" and has_static_shapes(call, like)):
+    if compiling and not has_static_shapes(call, like):
         return "masked", "compiled, and the C++ operators do not run the call"
     kind = scope if path == "cpp" else padded_kind(call, scope, like.dtype)
     if kind is None:

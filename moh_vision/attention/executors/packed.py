@@ -72,9 +72,7 @@ def packed(call: Call) -> Tensor:
 
 def path_of(call: Call, dtype: torch.dtype) -> str:
     """Which path `kernels.attend` takes: what the C++ operators cannot do runs in PyTorch."""
-    learned = call.attn_mask is not None and call.attn_mask.requires_grad and torch.is_grad_enabled()
-    able = call.dropout_p == 0 and not learned and kernels.native(call.x.device, dtype, "attend")
-    return "cpp" if able else "torch"
+    return "cpp" if kernels.attends_in_cpp(call.x.device, dtype, call.attn_mask, call.dropout_p) else "torch"
 
 
 def has_static_shapes(call: Call, x: Tensor) -> bool:

@@ -37,6 +37,14 @@ def _has_products(dtype: torch.dtype) -> bool:
     return OPS.brgemm_available(dtype)
 
 
+def attends_in_cpp(
+    device: torch.device, dtype: torch.dtype, mask: Optional[Tensor] = None, dropout_p: float = 0.0
+) -> bool:
+    """Whether C++ runs `attend`: it has no dropout, and no gradient of a mask."""
+    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    return dropout_p == 0 and not learned and native(device, dtype, "attend")
+
+
 def list_pairs(active: Tensor) -> Pairs:
     """What runs, active [B, N, H]."""
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
@@ -97,8 +105,7 @@ def attend(
     Returns:
         [P, D], not weighted; 0 where a query sees no key.
     """
-    learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    if dropout_p > 0 or learned or not native(q.device, q.dtype, "attend"):
+    if not attends_in_cpp(q.device, q.dtype, mask, dropout_p):
         return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask, dropout_p)
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()

@@ -226,11 +226,15 @@ class CombineDense(torch.autograd.Function):
         return dz * gates.to(o.dtype), dweights, dy.t() @ full, dy.sum(0) if ctx.has_bias else None, None
 
 
+def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
+    """The head of every pair [P], int64."""
+    per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
+    return torch.repeat_interleave(torch.arange(heads, device=token.device), per_head, output_size=token.shape[0])
+
+
 def places(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
     """Where each pair lies in [T, H], as int64: token * H + head."""
-    per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
-    head = torch.repeat_interleave(torch.arange(heads, device=token.device), per_head, output_size=token.shape[0])
-    return token.long() * heads + head
+    return token.long() * heads + heads_of(token, offsets, heads)
 
 
 def dense_pays(x: Tensor, pairs: int, heads: int) -> bool:
@@ -247,16 +251,7 @@ def dense_pays(x: Tensor, pairs: int, heads: int) -> bool:
 def project(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], token: Tensor, offsets: Tensor, heads: int, whole: bool
 ) -> Tensor:
-    """Project tokens to the queries (or keys, or values) of the pairs.
-
-    Args:
-        x: tokens [T, C].
-        weight, bias: of all heads, [H*D, C] and [H*D] or None.
-        whole: the pairs are whole sequences, which are never worth a product for all heads.
-
-    Returns:
-        [P, D].
-    """
+    """`kernels.project` in PyTorch. Whole sequences (`whole`) are never worth a product for all heads."""
     if whole or not dense_pays(x, token.shape[0], heads):
         return Project.apply(x, weight, bias, token, offsets, heads)
     every = F.linear(x, weight, bias).view(x.shape[0] * heads, -1)
@@ -273,17 +268,7 @@ def combine(
     heads: int,
     whole: bool,
 ) -> Tensor:
-    """Weigh outputs, project them with their head's part of W_O and add them up for every token.
-
-    Args:
-        o: [P, D].
-        weights: [T, H], in float32 or better.
-        weight, bias: W_O [C, H*D] and [C] or None.
-        whole: see `project`.
-
-    Returns:
-        [T, C].
-    """
+    """`kernels.combine` in PyTorch; `whole` as in `project`."""
     if whole or not dense_pays(o.new_empty(weights.shape[0], 0), token.shape[0], heads):
         return Combine.apply(o, weights, weight, bias, token, offsets, heads)
     return CombineDense.apply(o, weights, weight, bias, places(token, offsets, heads))
@@ -302,19 +287,7 @@ def attend(
     mask: Optional[Tensor] = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of the pairs to all keys of their sequence and head.
-
-    Args:
-        q: [P, D].
-        k, v: [B, G, M, D], G a divisor of H; with `source` those of whole sequences alone, [1, segments, M, D].
-        tokens: N, of which sequence token[p] is number token[p] // N.
-        source: [S] which entry of k and v a segment reads.
-        is_causal: a query at token n sees keys 0 .. n.
-        mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float.
-
-    Returns:
-        [P, D], not weighted; 0 where a query sees no key.
-    """
+    """`kernels.attend` in PyTorch; with `source` the pairs and their keys are those of whole sequences alone."""
     B, D, N = (offsets.shape[0] - 1) // heads, q.shape[1], tokens
     if source is not None:  # whole sequences with keys of their own
         runs = offsets.diff() > 0
@@ -325,9 +298,8 @@ def attend(
         return o.view(-1, D)
     edges, size = offsets.tolist(), heads // k.shape[1]
     outputs = []
-    full = next(
-        (h for h in range(heads) if edges[h * B + B] != (h + 1) * B * N), heads
-    )  # the first heads, that all run
+    # The first heads, which all tokens run.
+    full = next((h for h in range(heads) if edges[h * B + B] != (h + 1) * B * N), heads)
     if full > 0:
         groups = torch.arange(full, device=q.device) // size
         if full % size == 0:
