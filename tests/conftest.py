@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: kernels run on the CPU
+
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
 

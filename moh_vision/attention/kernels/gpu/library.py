@@ -1,0 +1,131 @@
+"""What torch knows of the Triton operators: schemas, shapes without values, and gradients.
+
+torch.compile sees each of them as one call that it does not look into. Gradients are operators themselves, so autograd
+keeps what they read and nothing else. They cannot be differentiated again.
+"""
+
+import functools
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
+from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
+
+NAME = "moh_vision_triton"
+LIBRARY = torch.library.Library(NAME, "DEF")
+OPS = torch.ops.moh_vision_triton
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256  # head width
+
+
+def define(schema: str, run: Callable, fake: Callable) -> None:
+    """Add an operator. Triton launches on the current device: `run` gets that of its first argument.
+
+    On a CPU `run` works in Triton's interpreter only (TRITON_INTERPRET=1).
+    """
+
+    @functools.wraps(run)
+    def on_its_device(x, *args):
+        with torch.cuda.device_of(x):
+            return run(x, *args)
+
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, on_its_device, "CUDA")
+    LIBRARY.impl(name, on_its_device, "CPU")
+    torch.library.register_fake(f"{NAME}::{name}", fake, lib=LIBRARY)
+
+
+def differentiate(name: str, backward: Callable, keep: Optional[Callable] = None) -> None:
+    torch.library.register_autograd(f"{NAME}::{name}", backward, setup_context=keep, lib=LIBRARY)
+
+
+def no_second_derivative(ctx, *grads):
+    raise RuntimeError("the Triton operators cannot be differentiated twice: executor='masked' leaves them out")
+
+
+# ---- attend
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Optional[Tensor],
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool = False,
+    mask: Optional[Tensor] = None,
+) -> Tuple[Tensor, Tensor]:
+    """Attention of the pairs that run, times their gates; scores are divided by sqrt(D).
+
+    Queries, keys and values may have any strides: views of one fused product are not copied, if a head's numbers lie
+    side by side.
+
+    Args:
+        q: queries of all heads [B, H, N, D], float32, bfloat16 or float16, D at most 256; those of heads that are off
+            are not read.
+        k, v: [B, G, M, D] of the same dtype, G a divisor of H.
+        weights: gates [B, N, H] or [B, 1, H], float32; None: all 1.
+        token, offsets: the list of pairs, see `moh_vision.attention.routing.Pairs`. `token` may be longer than the
+            list: what follows it is not read.
+        is_causal: a query at token n sees keys 0 .. n.
+        mask: [B or 1, H or 1, N or 1, M], True (attend) or an additive float; it gets no gradient.
+
+    Returns:
+        o [B, N, H*D], 0 where a head is off or a query sees no key; and the log of the sum of exponentials of every
+        pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+    """
+    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; not one of {DTYPES}")
+    if D > WIDEST or k.shape != (B, G, M, D) or v.shape != k.shape or H % G:
+        raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}")
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H))):
+        raise ValueError(f"weights are {weights.dtype} {tuple(weights.shape)}, not float32 {(B, N, H)}")
+    if offsets.shape != (H * B + 1,) or token.dtype != torch.int32 or offsets.dtype != torch.int32:
+        raise ValueError(f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}")
+    if mask is not None and (mask.dim() != 4 or mask.shape[3] != M):
+        raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, {N} or 1, {M}]")
+    return OPS.attend(q, k, v, weights, token, offsets, is_causal, mask)
+
+
+def _fake_attend(q, k, v, weights, token, offsets, is_causal, mask):
+    B, H, N, D = q.shape
+    return q.new_empty(B, N, H * D), q.new_empty(token.shape, dtype=torch.float32)
+
+
+def _fake_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
+    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    dq, dk, dv = q.new_empty(B, N, H, D), k.new_empty(B, M, G, D), v.new_empty(B, M, G, D)
+    dgates = q.new_empty((0,) if weights is None else weights.shape, dtype=torch.float32)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dgates
+
+
+def _keep_attend(ctx, inputs, output):
+    q, k, v, weights, token, offsets, ctx.is_causal, mask = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, weights, token, offsets, mask)
+
+
+def _attend(ctx, do, _):
+    q, k, v, o, lse, weights, token, offsets, mask = ctx.saved_tensors
+    dq, dk, dv, dgates = OPS.attend_backward(do, q, k, v, o, lse, weights, token, offsets, ctx.is_causal, mask)
+    return dq, dk, dv, None if weights is None else dgates, None, None, None, None
+
+
+_LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
+define(f"attend(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)", attend_forward, _fake_attend)
+define(
+    f"attend_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    attend_backward,
+    _fake_attend_backward,
+)
+differentiate("attend", _attend, _keep_attend)
+differentiate("attend_backward", no_second_derivative)
