@@ -267,7 +267,7 @@ def picked(layer, x, mode):
     """The executor that auto takes."""
     with torch.set_grad_enabled(mode == "train"):
         routing = layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x)
-        return choose(Call(layer, x, routing))[0]
+        return choose(layer, Call(x, routing))[0]
 
 
 def moh_case(name, share, scope, dtype):

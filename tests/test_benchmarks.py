@@ -307,14 +307,14 @@ def test_gpu_benchmark_without_a_gpu_and_without_diffusers(gpu_benchmark, monkey
 
 def test_gpu_benchmark_times_nothing_after_a_wrong_result(gpu_benchmark, monkeypatch, capsys):
     masked = gpu_benchmark.module.EXECUTORS["masked"]
-    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "masked", lambda call: 1.001 * masked(call))
-    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "packed", lambda call: 1 / 0)
+    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "masked", lambda *args: 1.001 * masked(*args))
+    monkeypatch.setattr(gpu_benchmark.module.HeadMixtureAttention, "packed", lambda *args: 1 / 0)
     code, report = gpu_benchmark()
     assert code == 1 and report["layers"] == report["models"] == []
     raised = {row["raised"] for row in report["numerics"] if row["executor"] == "packed"}
     assert raised == {"ZeroDivisionError: division by zero"}
     error = capsys.readouterr().err
-    assert error.startswith("gpu: error: masked, vit_small, float64, share 0.75: ") and error.count("\n") == 1
+    assert error.startswith("gpu: error: auto, vit_small, float64, share 0.75: ") and error.count("\n") == 1
 
 
 @pytest.mark.slow

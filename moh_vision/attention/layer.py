@@ -6,19 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
-from moh_vision.attention.executors import EXECUTORS
-from moh_vision.attention.executors.masked import attend, masked
+from moh_vision.attention.executors import EXECUTORS, announce, choose
+from moh_vision.attention.executors.masked import attend, autocast
+from moh_vision.attention.executors.packed import gates_of, has_static_shapes, pairs_of, products_of_sequences
 from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible, without_padding
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
-from moh_vision.attention.routing import Call, Routing, RoutingStats
+from moh_vision.attention.routing import Call, Pairs, Routing, RoutingStats
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
-CHOOSES = ("packed", "decode", "auto")  # executors whose work depends on the routing
 
 
 class HeadMixtureAttention(nn.Module):
@@ -30,9 +31,9 @@ class HeadMixtureAttention(nn.Module):
         router: a name in ROUTERS.
         scope: "token": every token has its own heads; "sample": one choice per sequence, from its mean token or from the
             `condition` that the caller gives.
-        executor: a name in EXECUTORS. While the layer is scripted, traced, exported or transformed by torch.func, "packed",
-            "decode" and "auto" are "masked": which heads run is known only at run time. Under torch.compile "auto" and
-            "packed" skip heads where the C++ operators run.
+        executor: a name in EXECUTORS. While the layer is scripted, traced, exported or transformed by torch.func, all are
+            "masked": which heads run is known only at run time. Under torch.compile "auto" and "packed" skip heads where
+            the C++ operators run.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
@@ -197,11 +198,92 @@ class HeadMixtureAttention(nn.Module):
             q, k, v = self.project(x, context, queries, rotary, None)
             y = self.project_out(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
         else:
-            execute = EXECUTORS[self.executor]
-            if self.executor in CHOOSES and is_traced(x):
-                execute = masked
-            y = execute(Call(self, x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
+            y = self.execute(Call(x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
+
+    @torch.jit.unused
+    def execute(self, call: Call, name: Optional[str] = None) -> Tensor:
+        """The output [B, N, C] of a call, by the executor of this name; None: `self.executor`."""
+        name = self.executor if name is None else name
+        traced = is_traced(call.x)
+        if name == "auto" and not traced:
+            name, reason = choose(self, call)
+            announce(name, reason)
+        if name == "packed" and not traced and self.skips_projections(call):
+            return self.packed(call)
+        q, k, v = self.project(call.x, call.context, call.q, call.rotary, call.cache)
+        masks = call.attn_mask, call.is_causal, call.dropout_p
+        if traced:  # its shapes may be symbols, which tell nothing
+            o = attend(q, k, v, call.routing.weights, *masks, self.grouped)
+        else:
+            o = EXECUTORS[name](q, k, v, call.routing, *masks)
+        return self.project_out(o)
+
+    @torch.jit.unused
+    def skips_projections(self, call: Call) -> bool:
+        """Whether `packed` may read the weights of the projections, and knows its shapes while torch.compile traces."""
+        empty = call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0)
+        if call.routing.active is None or empty or not all(map(plain, self.projections)):
+            return False
+        static = has_static_shapes(call.routing, autocast(call.x[:0]), call.attn_mask, call.dropout_p)
+        return static or not torch.compiler.is_compiling()
+
+    @torch.jit.unused
+    def packed(self, call: Call, *positions) -> Tensor:
+        """The output [B, N, C] of the heads that run, and nothing computed for others. It cannot be differentiated twice.
+
+        Heads chosen per token skip their queries, their attention and their part of the output projection; the keys and
+        values of a head are needed by other tokens. Heads chosen per sequence skip their keys and values too.
+
+        positions: handed to `attend_pairs`.
+        """
+        x, routing = autocast(call.x), call.routing
+        (B, N, C), H = x.shape, self.num_heads
+        pairs, whole = pairs_of(routing, N), products_of_sequences(call, x)
+        queries, *keys_values = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
+        if call.q is None:
+            q = kernels.project(x.flatten(0, 1), *queries, pairs, H, whole)  # [P, D]
+        else:
+            q = kernels.select(call.q.transpose(1, 2), pairs, H)
+        o = self.attend_pairs(call, q, pairs, whole, keys_values, *positions)  # [P, D]
+        weight, bias = in_dtype(self.proj.weight, self.proj.bias, x.dtype)
+        y = kernels.combine(o.to(x.dtype), gates_of(routing, B, N), weight, bias, pairs, H, whole)
+        return y.view(B, N, C)
+
+    @torch.jit.unused
+    def attend_pairs(
+        self, call: Call, q: Tensor, pairs: Pairs, whole: bool, keys_values: List[Tuple[Tensor, Optional[Tensor]]]
+    ) -> Tensor:
+        """Attention of the pairs that run.
+
+        Args:
+            q: their queries [P, D], before norm and rotation.
+            whole: all pairs of a sequence and head run, or none, and only these need keys and values.
+            keys_values: weight and bias of keys and values together, or of each.
+
+        Returns:
+            [P, D], not weighted.
+        """
+        x, H = autocast(call.x), self.num_heads
+        B, N, _ = x.shape
+        q = self.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, x)).squeeze(1)
+        context = x if call.context is None else autocast(call.context).expand(B, -1, -1)
+        source = None
+        if whole and call.cache is None and self.kv_heads == H:
+            M = context.shape[1]
+            key_pairs = pairs if M == N else pairs_of(call.routing, M)
+            if len(keys_values) == 1:  # both in one block
+                ((w, b),) = keys_values
+                keys_values = list(zip(w.chunk(2), (None, None) if b is None else b.chunk(2)))
+            k, v = (kernels.project(context.flatten(0, 1), *rows, key_pairs, H, True) for rows in keys_values)
+            k = self.prepare_keys(k.unsqueeze(1), of_pairs(call.rotary, key_pairs, context)).squeeze(1)
+            k, v = (t.view(1, -1, M, self.head_dim) for t in (k, v))
+            source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
+        else:
+            k, v = self.project_kv(context, call.rotary, call.cache, keys_values)
+        # A norm leaves queries and keys in float32 under autocast.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        return kernels.attend(q, k, v, pairs, H, N, source, call.is_causal, call.attn_mask, call.dropout_p)
 
     def route(
         self,
@@ -339,6 +421,19 @@ class HeadMixtureAttention(nn.Module):
         b = self.budget
         heads = f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed)"
         return f"{heads}, scope={self.scope}" + (", route_by=context" if self.by_context else "")
+
+
+def in_dtype(weight: Tensor, bias: Optional[Tensor], dtype: torch.dtype) -> Tuple[Tensor, Optional[Tensor]]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def of_pairs(rotary: Optional[Tuple[Tensor, Tensor]], pairs: Pairs, x: Tensor) -> Optional[Tuple[Tensor, Tensor]]:
+    """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
+    if rotary is None:
+        return None
+    B, N, _ = x.shape
+    cos, sin = (t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary)
+    return cos, sin
 
 
 def is_captured(x: Tensor) -> bool:

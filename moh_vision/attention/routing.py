@@ -33,9 +33,8 @@ class Routing(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One attention call, as every executor gets it. It returns y [B, N, C]."""
+    """One call of an attention layer, once it is routed."""
 
-    layer: nn.Module  # a HeadMixtureAttention, for its projections
     x: Tensor  # [B, N, C] query tokens
     routing: Routing
     context: Optional[Tensor] = None  # [B, M, C] where keys and values come from; None: x

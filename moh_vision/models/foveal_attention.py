@@ -18,7 +18,7 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, Rout
 from moh_vision.attention.executors.masked import autocast
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain
-from moh_vision.attention.routing import Pairs
+from moh_vision.attention.routing import Call, Pairs
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
 HIDDEN = 512  # width of the MLP behind the position bias
@@ -141,7 +141,7 @@ class CosineAttention(HeadMixtureAttention):
         routing, queries = self.route(tokens)
         if not torch.jit.is_scripting():
             if self.skips_heads(tokens, routing):
-                return self.proj_drop(self.packed(x, positions, routing, queries)), routing.stats
+                return self.proj_drop(self.packed_map(x, positions, routing, queries)), routing.stats
         q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         q = self.scaled(q.transpose(1, 2), positions.length)  # [B, h, N, D]
         bias = self.position_bias(positions).transpose(1, 2)  # [h, N, N]
@@ -172,31 +172,11 @@ class CosineAttention(HeadMixtureAttention):
         return skipped >= SMALLEST_SAVING[train] and kernels.native(x.device, autocast(x[:0]).dtype)
 
     @torch.jit.unused
-    def packed(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
-        """Compute the heads that run, x [B, H, W, C] -> [B, H, W, C]. See `executors.packed`.
-
-        Where a whole map chooses its heads (scope "sample"), keys and values of all heads are still computed.
-
-        queries: [B, h, N, D] if already projected.
-        """
-        x = autocast(x)
-        tokens, h, D = x.flatten(1, 2), self.num_heads, self.head_dim
-        B, N, _ = tokens.shape
-        whole = routing.active.shape[1] == 1
-        pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active)
-        if whole:
-            pairs = kernels.spread(pairs, N)
-        (w_q, b_q), (w_kv, b_kv) = ((w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in self.row_blocks())
-        if queries is None:
-            q = kernels.project(tokens.flatten(0, 1), w_q, b_q, pairs, h, whole)  # [P, D]
-        else:
-            q = kernels.select(queries.transpose(1, 2), pairs, h)
-        k, v = F.linear(tokens, w_kv, b_kv).unflatten(-1, (2, h, D)).unbind(2)  # [B, N, h, D]
-        o = self.attend_pairs(x, unit(q, -1), unit(k, -1), v, pairs, positions)  # [P, D]
-        weights = routing.weights.expand(B, N, h).reshape(B * N, h).contiguous()
-        out = self.proj
-        bias = None if out.bias is None else out.bias.to(x.dtype)
-        return kernels.combine(o, weights, out.weight.to(x.dtype), bias, pairs, h, whole).view(x.shape)
+    def packed_map(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
+        """`packed` for a map x [B, H, W, C] -> [B, H, W, C]; queries [B, h, N, D] if already projected."""
+        dropout_p = self.attn_drop if self.training else 0.0
+        call = Call(x.flatten(1, 2), routing, q=queries, dropout_p=dropout_p)
+        return self.packed(call, positions, x.shape[1:3]).view(x.shape)
 
     def scaled_pairs(self, q: Tensor, head: Tensor, n: Tensor, length: Tensor) -> Tensor:
         """As `scaled`, for the unit queries of pairs [P, D], of which each is head[p] at token n[p] of its map."""
@@ -204,28 +184,35 @@ class CosineAttention(HeadMixtureAttention):
         return ((q + self.query_embedding.squeeze(1).index_select(0, head)) * scale).to(q.dtype)
 
     @torch.jit.unused
-    def attend_pairs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, positions: Positions) -> Tensor:
-        """Attention of the pairs that run.
+    def attend_pairs(
+        self,
+        call: Call,
+        q: Tensor,
+        pairs: Pairs,
+        whole: bool,
+        keys_values: list,
+        positions: Positions,
+        size: Tuple[int, int],
+    ) -> Tensor:
+        """See `HeadMixtureAttention.attend_pairs`; keys and values of all heads are computed in any case.
 
         While training the position bias needs a gradient, which the C++ operator does not give: PyTorch attends then.
-
-        Args:
-            x: the map [B, H, W, C].
-            q: unit queries [P, D].
-            k, v: unit keys and values [B, N, h, D].
-
-        Returns:
-            [P, D], not weighted.
         """
+        q, k, v = self.unit_pairs(call, q, keys_values)
         N = k.shape[1]
         # `attend` divides scores by sqrt(D); this attention does not.
         q = self.scaled_pairs(
             q, kernels.eager.heads_of(*pairs, self.num_heads), pairs.token % N, positions.length
         ) * math.sqrt(self.head_dim)
         mask = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(q.dtype)  # [1, h, N, N]
-        dropout_p = self.attn_drop if self.training else 0.0
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return kernels.attend(q, k, v, pairs, self.num_heads, N, mask=mask, dropout_p=dropout_p)
+        return kernels.attend(q, k, v, pairs, self.num_heads, N, mask=mask, dropout_p=call.dropout_p)
+
+    def unit_pairs(self, call: Call, q: Tensor, keys_values: list) -> Tuple[Tensor, Tensor, Tensor]:
+        """Unit queries of the pairs [P, D], and unit keys and values of all [B, N, h, D]."""
+        ((weight, bias),) = keys_values
+        kv = F.linear(autocast(call.x), weight, bias).unflatten(-1, (2, self.num_heads, self.head_dim))
+        return unit(q, -1), unit(kv[:, :, 0], -1), kv[:, :, 1]
 
 
 class AggregatedAttention(CosineAttention):
@@ -279,7 +266,7 @@ class AggregatedAttention(CosineAttention):
         routing, queries = self.route(tokens)
         if not torch.jit.is_scripting():
             if self.skips_heads(tokens, routing):
-                return self.proj_drop(self.packed(x, positions, routing, queries)), routing.stats
+                return self.proj_drop(self.packed_map(x, positions, routing, queries)), routing.stats
         q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         k, v = self.padded(k, H, W), self.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
         q = q.transpose(1, 2)  # [B, h, N, D]
@@ -320,13 +307,23 @@ class AggregatedAttention(CosineAttention):
         return kernels.native(x.device, autocast(x[:0]).dtype)
 
     @torch.jit.unused
-    def attend_pairs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, positions: Positions) -> Tensor:
+    def attend_pairs(
+        self,
+        call: Call,
+        q: Tensor,
+        pairs: Pairs,
+        whole: bool,
+        keys_values: list,
+        positions: Positions,
+        size: Tuple[int, int],
+    ) -> Tensor:
         """As in `CosineAttention`. Pooled keys and neighbours are apart, and share one softmax through the sums of both."""
-        _, H, W, _ = x.shape
+        H, W = size
+        q, k, v = self.unit_pairs(call, q, keys_values)
         B, N, h, D = k.shape
         head, n = kernels.eager.heads_of(*pairs, self.num_heads), pairs.token % N
         scaled = self.scaled_pairs(q, head, n, positions.length)
-        k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(x))  # [B, h, P, D]
+        k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(autocast(call.x).unflatten(1, size)))  # [B, h, P, D]
         bias = self.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()  # [1, h, N, P]
         # `attend` divides scores by sqrt(D); this attention does not.
         enlarged = scaled * math.sqrt(D)

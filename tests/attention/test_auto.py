@@ -40,7 +40,7 @@ def layer_of(budget, heads=12, **kwargs):
 
 
 def chosen(layer, x, **kwargs):
-    return choose(Call(layer, x, layer.route(x)[0], **kwargs))
+    return choose(layer, Call(x, layer.route(x)[0], **kwargs))
 
 
 def choice(tokens, budget, dtype=torch.float32, batch=8, training=False, call=None, **kwargs):
@@ -131,7 +131,7 @@ def test_sees_that_all_samples_chose_the_same_heads(path):
     with torch.no_grad():
         for condition, picked in ((conditions, "masked"), (conditions[:1].expand(4, -1), "packed")):
             routing, _ = layer.route(x, condition=condition)
-            assert choose(Call(layer, x, routing))[0] == picked
+            assert choose(layer, Call(x, routing))[0] == picked
 
 
 def test_skips_most_of_moas_experts(path):

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, KeyValueCache
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache
 from moh_vision.attention.executors import attend_chosen, choose
-from moh_vision.attention.executors import auto as auto_executor
 from moh_vision.attention.executors import decode as decode_executor
 from moh_vision.attention.executors.auto import say
 from moh_vision.attention.executors.decode import pieces
@@ -212,7 +211,7 @@ def cached_call(layer, length=6, batch=B, grad=False):
         layer(torch.randn(batch, length, C, dtype=dtype), is_causal=True, cache=cache)
         x = torch.randn(batch, 1, C, dtype=dtype)
         routing, q = layer.route(x)
-    return Call(layer, x, routing, q=q, cache=cache)
+    return Call(x, routing, q=q, cache=cache)
 
 
 def test_a_layer_leaves_the_caches_of_other_heads_unread():
@@ -224,9 +223,9 @@ def test_a_layer_leaves_the_caches_of_other_heads_unread():
         cache = call.cache
         for buffer in (cache._keys, cache._values):
             buffer.masked_fill_(off[:, :, None, None], torch.nan)
-        y = EXECUTORS["decode"](call)
+        y = layer.execute(call, "decode")
         cache.crop(6)
-        assert EXECUTORS["masked"](call).isnan().any()
+        assert layer.execute(call, "masked").isnan().any()
     assert not y.isnan().any()
 
 
@@ -245,10 +244,10 @@ def test_where_it_does_not_apply_it_is_masked(case, monkeypatch):
         elif case == "dropout":
             call = call._replace(dropout_p=0.5)
         torch.manual_seed(1)
-        got = EXECUTORS["decode"](call)
+        got = layer.execute(call, "decode")
         call.cache.crop(6)
         torch.manual_seed(1)
-        want = EXECUTORS["masked"](call)
+        want = layer.execute(call, "masked")
     assert torch.equal(got, want)
     assert got.requires_grad == (case == "gradients")
 
@@ -286,7 +285,7 @@ def picked(layer, length, threads=1, batch=1, monkeypatch=None):
     call.cache.length = length
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with torch.no_grad():
-        return choose(call)[0]
+        return choose(layer, call)[0]
 
 
 def test_auto_decodes_where_enough_stays_unread(monkeypatch):
@@ -312,13 +311,13 @@ def test_auto_decodes_for_one_token_without_gradients_only(monkeypatch):
     call = cached_call(layer, 1)
     call.cache.length = 16384
     with torch.no_grad():
-        assert choose(call)[0] == "decode"
+        assert choose(layer, call)[0] == "decode"
         x = torch.randn(1, 2, C)
-        assert choose(call._replace(x=x, routing=layer.route(x)[0]))[0] == "masked"
+        assert choose(layer, call._replace(x=x, routing=layer.route(x)[0]))[0] == "masked"
         layer.train()
-        assert choose(call)[0] == "masked"
+        assert choose(layer, call)[0] == "masked"
         layer.eval()
-    assert choose(call)[0] == "masked"
+    assert choose(layer, call)[0] == "masked"
 
 
 def test_auto_equals_masked_and_says_so_once(caplog, monkeypatch):
@@ -328,9 +327,9 @@ def test_auto_equals_masked_and_says_so_once(caplog, monkeypatch):
     with torch.no_grad(), caplog.at_level(logging.INFO, logger="moh_vision.attention"):
         call = cached_call(layer, 2500, 1)
         for _ in range(2):
-            got = auto_executor(call)
+            got = layer.execute(call, "auto")
             call.cache.crop(2500)
-        assert_near(got, EXECUTORS["masked"](call))
+        assert_near(got, layer.execute(call, "masked"))
     assert [r.getMessage() for r in caplog.records if "decode" in r.getMessage()] == [
         "auto picked decode: one token, and much of the cache need not be read"
     ]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, KeyValueCache, Routing
-from moh_vision.attention.executors import choose, packed
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache, Routing
+from moh_vision.attention.executors import choose
 from moh_vision.attention.kernels import causal, eager
 from moh_vision.attention.routing import Call, RoutingStats
 
@@ -66,9 +66,9 @@ def test_equals_the_reference(name, rotary, blocks):
     layer, x = build(**LAYERS[name]), torch.randn(B, N, C, dtype=torch.float64)
     with torch.no_grad():
         routing, q = layer.route(x)
-        call = Call(layer, x, routing, None, q, is_causal=True, rotary=angles() if rotary else None)
-        want = EXECUTORS["reference"](call)
-        torch.testing.assert_close(packed(call), want, rtol=1e-10, atol=1e-10)
+        call = Call(x, routing, None, q, is_causal=True, rotary=angles() if rotary else None)
+        want = layer.execute(call, "reference")
+        torch.testing.assert_close(layer.execute(call, "packed"), want, rtol=1e-10, atol=1e-10)
     routed = layer.budget.routed
     assert blocks == [B * N * routed]
 
@@ -89,9 +89,11 @@ def test_any_table_of_heads(rule, kv_heads, blocks):
     active = rule(b, n, h) | (h < 2)
     weights = torch.rand(B, N, H, dtype=torch.float64) * active
     empty = weights.new_zeros(B, N, 0)
-    call = Call(layer, x, Routing(weights, active, RoutingStats(empty, active.sum(1), empty)), is_causal=True)
+    call = Call(x, Routing(weights, active, RoutingStats(empty, active.sum(1), empty)), is_causal=True)
     with torch.no_grad():
-        torch.testing.assert_close(packed(call), EXECUTORS["reference"](call), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            layer.execute(call, "packed"), layer.execute(call, "reference"), rtol=1e-10, atol=1e-10
+        )
     assert blocks == [int(active[..., 2:].sum())]
 
 
@@ -121,11 +123,11 @@ def test_where_a_mask_is_written_out_instead(case, blocks):
     mask.fill_diagonal_(True)
     with torch.set_grad_enabled(case == "gradient"):
         routing, q = layer.route(x)
-        call = Call(layer, x, routing, None, q, is_causal=case != "mask")
+        call = Call(x, routing, None, q, is_causal=case != "mask")
         if case == "mask":
             call = call._replace(attn_mask=mask[None, None])
-        want = EXECUTORS["reference"](call)
-        got = packed(call._replace(dropout_p=1e-9) if case == "dropout" else call)
+        want = layer.execute(call, "reference")
+        got = layer.execute(call._replace(dropout_p=1e-9) if case == "dropout" else call, "packed")
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert blocks == []
 
@@ -148,7 +150,7 @@ def chosen(length, budget, dtype=torch.float32, training=False, heads=16, cached
     x = torch.randn(1, length, heads * 64, dtype=dtype)
     with torch.set_grad_enabled(training):
         routing = layer.route(x)[0]
-        return choose(Call(layer, x, routing, is_causal=True, cache=KeyValueCache() if cached else None))
+        return choose(layer, Call(x, routing, is_causal=True, cache=KeyValueCache() if cached else None))
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)

@@ -31,7 +31,7 @@ def chosen(tokens, active, dtype=torch.float32):
     layer = HeadMixtureAttention(256, HeadBudget(4, 64, 1, active - 1), dtype=dtype).eval()
     with torch.no_grad():
         x = torch.randn(1, tokens, 256, dtype=dtype)
-        return choose(Call(layer, x, layer.route(x)[0]))[0]
+        return choose(layer, Call(x, layer.route(x)[0]))[0]
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -1,21 +1,27 @@
-"""Executors: functions of one `Call` (see `routing`), all equal to `reference`.
+"""Executors: functions from queries, keys and values of all heads to their weighted outputs, all equal to `reference`.
 
-A call holds the layer, for its projections, and the routing; an executor owns everything that routing lets it skip:
-queries, keys, values, attention and the output projection. It knows nothing of papers.
+    executor(q [B, H, N, D], k [B, G, M, D], v, routing, attn_mask=None, is_causal=False, dropout_p=0.0) -> o [B, N, H * D]
+
+The layer projects before and after. Where "packed" can leave out projections too the layer does so itself, see
+`HeadMixtureAttention.packed`.
 """
 
-from moh_vision.attention.executors.auto import auto, choose
+from typing import Callable, Dict, Optional
+
+from torch import Tensor
+
+from moh_vision.attention.executors.auto import announce, choose
 from moh_vision.attention.executors.decode import attend_chosen, decode
 from moh_vision.attention.executors.masked import masked
 from moh_vision.attention.executors.packed import packed
 from moh_vision.attention.executors.reference import reference
 
-EXECUTORS = {
+EXECUTORS: Dict[str, Optional[Callable[..., Tensor]]] = {
     "reference": reference,
     "masked": masked,
     "packed": packed,
     "decode": decode,
-    "auto": auto,
+    "auto": None,  # one of the others, which `choose` names for every call
 }
 
-__all__ = ["EXECUTORS", "attend_chosen", "auto", "choose", "decode", "masked", "packed", "reference"]
+__all__ = ["EXECUTORS", "announce", "attend_chosen", "choose", "decode", "masked", "packed", "reference"]

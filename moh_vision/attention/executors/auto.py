@@ -7,15 +7,16 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.executors.decode import decode, decoding_pays
+from moh_vision.attention.executors.decode import decoding_pays
 from moh_vision.attention.executors.limits import Row, rows, table, use_table
-from moh_vision.attention.executors.masked import autocast, is_short, masked
-from moh_vision.attention.executors.packed import alike, has_static_shapes, packed, path_of
+from moh_vision.attention.executors.masked import autocast, is_short
+from moh_vision.attention.executors.packed import alike, has_static_shapes
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
 
-__all__ = ["auto", "choose", "table", "use_table"]
+__all__ = ["announce", "choose", "table", "use_table"]
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -23,12 +24,12 @@ log = logging.getLogger("moh_vision.attention")
 CAUSAL_THREADS = 2
 
 
-def choose(call: Call) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call, "packed", "decode" or "masked", and why.
+def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
+    """The executor that `auto` takes for a call of a HeadMixtureAttention, "packed", "decode" or "masked", and why.
 
     While torch.compile traces, only shapes, the budget and the table decide, never a value.
     """
-    layer, x, routing = call.layer, call.x, call.routing
+    x, routing = call.x, call.routing
     active, compiling = routing.active, torch.compiler.is_compiling()
     if active is None:
         return "masked", "every head may run"
@@ -49,10 +50,10 @@ def choose(call: Call) -> Tuple[str, str]:
     if scope == "sample" and call.cache is not None:
         return "masked", "a cache needs the keys of all heads"
     like = autocast(x[:0])  # in the dtype of the products
-    path = path_of(call, like.dtype)
-    if compiling and not has_static_shapes(call, like):
+    path = "cpp" if kernels.attends_in_cpp(x.device, like.dtype, call.attn_mask, call.dropout_p) else "torch"
+    if compiling and not has_static_shapes(routing, like, call.attn_mask, call.dropout_p):
         return "masked", "compiled, and the C++ operators do not run the call"
-    kind = scope if path == "cpp" else padded_kind(call, scope, like.dtype)
+    kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, like.dtype)
     if kind is None:
         return "masked", "packed would have to write out the mask of every query"
     row = reached(
@@ -77,14 +78,13 @@ def choose(call: Call) -> Tuple[str, str]:
     return "packed", reason
 
 
-def padded_kind(call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:
+def padded_kind(kv_heads: int, call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:
     """The kind of a call on PyTorch's path; None where its mask forbids `packed`."""
-    layer = call.layer
     if scope == "sample":
         return "sample, alike" if alike(call.routing.active) else "sample"
     if call.attn_mask is None and not call.is_causal:
-        return "one key-value head" if layer.kv_heads == 1 else "token"
-    blocks = by_blocks(call) and layer.kv_heads > 1 and not is_short(dtype)
+        return "one key-value head" if kv_heads == 1 else "token"
+    blocks = by_blocks(call) and kv_heads > 1 and not is_short(dtype)
     return "token, causal" if blocks and torch.get_num_threads() <= CAUSAL_THREADS else None
 
 
@@ -110,12 +110,9 @@ def padded_share(layer: nn.Module, counts: Tensor, tokens: int) -> float:
     return (S * tokens + longest * groups) / (layer.num_heads * tokens)
 
 
-AMONG = {"packed": packed, "decode": decode, "masked": masked}
-
-
 @torch.compiler.assume_constant_result  # under torch.compile: when it traces
 def announce(picked: str, reason: str) -> None:
-    """Log a decision the first time it is made."""
+    """Log a decision the first time it is made, at level INFO under "moh_vision.attention"."""
     if log.isEnabledFor(logging.INFO):
         say(picked, reason)
 
@@ -123,13 +120,3 @@ def announce(picked: str, reason: str) -> None:
 @lru_cache(maxsize=256)
 def say(picked: str, reason: str) -> None:
     log.info("auto picked %s: %s", picked, reason)
-
-
-def auto(call: Call) -> Tensor:
-    """`packed`, `decode` or `masked`, whichever `choose` says.
-
-    What was picked and why is logged once at level INFO under "moh_vision.attention".
-    """
-    picked, reason = choose(call)
-    announce(picked, reason)
-    return AMONG[picked](call)

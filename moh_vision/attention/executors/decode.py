@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.masked import has_head_masks, masked
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Routing
 
 # Number of other heads that a head is paired with in the search for evenly spaced heads. Any two are evenly spaced.
 PARTNERS = 4
@@ -151,15 +151,18 @@ def decoding_pays(active: Tensor, kv_heads: int, keys: int, head_dim: int) -> bo
     return (B * kv_heads - read) * numbers >= threads * (UNREAD + len(parts) * UNREAD_PER_CALL)
 
 
-def decode(call: Call) -> Tensor:
-    """`attend_chosen` for one query token where no gradient is recorded; anything else is `masked`.
-
-    The keys and values of the new token are computed for all heads, for later tokens may choose others.
-    """
-    layer, active = call.layer, call.routing.active
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    routing: Routing,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`attend_chosen` for one query token where no gradient is recorded; anything else is `masked`."""
     elsewhere = torch.compiler.is_compiling() or torch.is_grad_enabled()
-    if active is None or call.x.shape[1] != 1 or call.is_causal or call.dropout_p > 0 or elsewhere:
-        return masked(call)
-    q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
-    weights = None if call.routing.weights is active else call.routing.weights
-    return layer.proj(attend_chosen(q, k, v, weights, active, call.attn_mask))
+    if routing.active is None or q.shape[2] != 1 or is_causal or dropout_p > 0 or elsewhere:
+        return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
+    weights = None if routing.weights is routing.active else routing.weights
+    return attend_chosen(q, k, v, weights, routing.active, attn_mask)

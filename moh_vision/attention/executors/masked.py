@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Routing
 
 
 def attend(
@@ -61,9 +61,14 @@ def autocast(x: Tensor) -> Tensor:
     return x
 
 
-def masked(call: Call) -> Tensor:
+def masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    routing: Routing,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
     """Equation (*) of the package."""
-    layer = call.layer
-    q, k, v = layer.project(call.x, call.context, call.q, call.rotary, call.cache)
-    o = attend(q, k, v, call.routing.weights, call.attn_mask, call.is_causal, call.dropout_p, layer.grouped)
-    return layer.project_out(o)
+    return attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, k.shape[1] < q.shape[1])

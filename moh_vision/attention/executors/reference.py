@@ -1,20 +1,28 @@
 """The oracle: equation (*) as a loop over heads, without any fused kernel. Slow, for tests."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Routing
 
 
-def reference(call: Call) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    routing: Routing,
+    attn_mask: Optional[Tensor] = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> Tensor:
     """Heads of weight 0 contribute exactly nothing, as if they had not run."""
-    q, k, v = call.layer.project(call.x, call.context, call.q, call.rotary, call.cache)
     B, H, N, D = q.shape
     M = k.shape[2]
-    attn_mask = call.attn_mask
     bias = torch.zeros(N, M, dtype=q.dtype, device=q.device)
-    if call.is_causal:
+    if is_causal:
         bias = bias.masked_fill(torch.ones(N, M, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -29,8 +37,8 @@ def reference(call: Call) -> Tensor:
         g = h * k.shape[1] // H  # its key-value head
         scores = q[:, h] @ k[:, g].transpose(1, 2) / D**0.5 + bias[:, h]  # [B, N, M]
         attention = scores.masked_fill(blind[:, h], 0).softmax(-1).masked_fill(blind[:, h], 0)
-        o = F.dropout(attention, call.dropout_p) @ v[:, g]  # [B, N, D]
-        if call.routing.weights is not None:
-            o = call.routing.weights[:, :, h, None].to(o.dtype) * o
+        o = F.dropout(attention, dropout_p) @ v[:, g]  # [B, N, D]
+        if routing.weights is not None:
+            o = routing.weights[:, :, h, None].to(o.dtype) * o
         heads.append(o)
-    return call.layer.project_out(torch.cat(heads, -1))
+    return torch.cat(heads, -1)

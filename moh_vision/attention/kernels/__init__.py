@@ -18,7 +18,7 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about, path, use
 from moh_vision.attention.routing import Pairs
 
-__all__ = ["about", "attend", "combine", "list_pairs", "native", "path", "project", "select", "spread", "use"]
+__all__ = ["about", "attend", "combine", "list_pairs", "native", "path", "place", "project", "select", "spread", "use"]
 
 OPS = torch.ops.moh_vision
 
@@ -61,6 +61,13 @@ def spread(pairs: Pairs, tokens: int) -> Pairs:
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
     """The queries of the pairs out of those of all heads: q [B, N, H, D] -> [P, D]."""
     return eager.Select.apply(q.reshape(-1, q.shape[-1]), eager.places(*pairs, heads))
+
+
+def place(o: Tensor, weights: Tensor, pairs: Pairs, heads: int) -> Tensor:
+    """Weighted outputs of the pairs among those of all heads, of which the others are 0: o [P, D], weights [T, H] -> [T, H, D]."""
+    where = eager.places(*pairs, heads)
+    gates = weights.view(-1).index_select(0, where).unsqueeze(1)
+    return eager.Place.apply(o * gates.to(o.dtype), where, weights.numel()).view(*weights.shape, -1)
 
 
 def project(x: Tensor, weight: Tensor, bias: Optional[Tensor], pairs: Pairs, heads: int, whole: bool) -> Tensor:

@@ -75,7 +75,7 @@ def test_equal_to_a_slow_rewrite(family, executor):
 def test_token_by_token_is_the_whole(attention, executor, kind, monkeypatch):
     calls = []
     real = EXECUTORS["decode"]
-    monkeypatch.setitem(EXECUTORS, "decode", lambda call: calls.append(call) or real(call))
+    monkeypatch.setitem(EXECUTORS, "decode", lambda *args: calls.append(args) or real(*args))
     # In float64 transformers' eager attention makes NaN of the rows of padding.
     dtype, tolerance = (torch.float64, 1e-9) if attention == "sdpa" else (torch.float32, 1e-4)
     model, inputs = routed(executor=executor, attention=attention, dtype=dtype), left_padded()

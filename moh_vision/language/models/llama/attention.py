@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_vision.attention import EXECUTORS, HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
+from moh_vision.attention import HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import choose
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routing import Call
@@ -159,7 +159,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         execute = None if routing is None else self.executor_of(x, routing, attention_mask, rotary, cache, **kwargs)
         if execute is not None:
             name, call = execute
-            return EXECUTORS[name](call._replace(q=queries)), None
+            return self.execute(call._replace(q=queries), name), None
 
         q, k, v = self.rotated(x, queries, rotary)
         if cache is not None:
@@ -219,8 +219,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop if self.training else 0.0
-        call = Call(self, x, routing, None, None, mask, first, dropout_p, rotary, kept)
-        name = choose(call)[0] if self.executor == "auto" else self.executor
+        call = Call(x, routing, None, None, mask, first, dropout_p, rotary, kept)
+        name = choose(self, call)[0] if self.executor == "auto" else self.executor
         one = N == 1 and past is not None
         if name == "packed" and one:
             name = "decode"
