@@ -10,6 +10,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
+from moh_vision.attention.kernels.gpu import products
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 
@@ -129,3 +130,106 @@ define(
 )
 differentiate("attend", _attend, _keep_attend)
 differentiate("attend_backward", no_second_derivative)
+
+
+# ---- products of whole sequences with the heads that each of them chose
+
+
+def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, head_dim: int) -> Tensor:
+    """`kernels.eager.project_heads` in one kernel: x [B, M, C], weight [H*D, C], heads [B, K] int32 -> [B, M, K, D].
+
+    Raises:
+        ValueError: other dtypes than float32, bfloat16 and float16, or different ones, or shapes that do not fit.
+    """
+    check_products(x, weight, bias, heads)
+    if weight.shape[1] != x.shape[2] or weight.shape[0] % head_dim:
+        raise ValueError(f"tokens {tuple(x.shape)}, weight {tuple(weight.shape)}, heads of {head_dim}")
+    return OPS.project_heads(x, weight, bias, heads, head_dim)
+
+
+def combine_heads(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
+    """`kernels.eager.combine_heads` in one kernel: o [B, N, K, D], gates [B, K] float32, weight [C, H*D] -> [B, N, C].
+
+    Raises:
+        ValueError: as in `project_heads`, or other gates.
+    """
+    check_products(o, weight, bias, heads)
+    if o.shape[2] != heads.shape[1] or weight.shape[1] % o.shape[3]:
+        raise ValueError(f"outputs {tuple(o.shape)}, heads {tuple(heads.shape)}, weight {tuple(weight.shape)}")
+    if gates.dtype != torch.float32 or gates.shape != heads.shape:
+        raise ValueError(f"gates are {gates.dtype} {tuple(gates.shape)}, not float32 {tuple(heads.shape)}")
+    return OPS.combine_heads(o, gates, weight, bias, heads)
+
+
+def check_products(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> None:
+    dtypes = {x.dtype, weight.dtype} | (set() if bias is None else {bias.dtype})
+    if len(dtypes) > 1 or x.dtype not in DTYPES:
+        raise ValueError(f"inputs, weight and bias are {dtypes}; they must be of one dtype, one of {DTYPES}")
+    if heads.dtype != torch.int32 or heads.dim() != 2 or heads.shape[0] != x.shape[0]:
+        raise ValueError(f"heads are {heads.dtype} {tuple(heads.shape)}, not int32 [{x.shape[0]}, K]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)}, weight {tuple(weight.shape)}")
+
+
+def _fake_project_heads(x, weight, bias, heads, head_dim):
+    return x.new_empty(*x.shape[:2], heads.shape[1], head_dim)
+
+
+def _fake_project_heads_backward(grad, x, weight, heads):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+
+
+def _fake_combine_heads(o, gates, weight, bias, heads):
+    return o.new_empty(*o.shape[:2], weight.shape[0])
+
+
+def _fake_combine_heads_backward(grad, o, gates, weight, heads):
+    return o.new_empty(o.shape), gates.new_empty(gates.shape), weight.new_empty(weight.shape)
+
+
+def _keep_project_heads(ctx, inputs, output):
+    x, weight, bias, heads, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, heads)
+
+
+def _project_heads(ctx, grad):
+    dx, dweight, dbias = OPS.project_heads_backward(grad, *ctx.saved_tensors)
+    return dx, dweight, dbias if ctx.has_bias else None, None, None
+
+
+def _keep_combine_heads(ctx, inputs, output):
+    o, gates, weight, bias, heads = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(o, gates, weight, heads)
+
+
+def _combine_heads(ctx, grad):
+    gradients = OPS.combine_heads_backward(grad, *ctx.saved_tensors)
+    return *gradients, grad.sum((0, 1)) if ctx.has_bias else None, None
+
+
+define(
+    "project_heads(Tensor x, Tensor weight, Tensor? bias, Tensor heads, int head_dim) -> Tensor",
+    products.project,
+    _fake_project_heads,
+)
+define(
+    "project_heads_backward(Tensor grad, Tensor x, Tensor weight, Tensor heads) -> (Tensor, Tensor, Tensor)",
+    products.project_backward,
+    _fake_project_heads_backward,
+)
+define(
+    "combine_heads(Tensor o, Tensor gates, Tensor weight, Tensor? bias, Tensor heads) -> Tensor",
+    products.combine,
+    _fake_combine_heads,
+)
+define(
+    "combine_heads_backward(Tensor grad, Tensor o, Tensor gates, Tensor weight, Tensor heads) -> (Tensor, Tensor, Tensor)",
+    products.combine_backward,
+    _fake_combine_heads_backward,
+)
+differentiate("project_heads", _project_heads, _keep_project_heads)
+differentiate("combine_heads", _combine_heads, _keep_combine_heads)
+differentiate("project_heads_backward", no_second_derivative)
+differentiate("combine_heads_backward", no_second_derivative)
