@@ -1,9 +1,12 @@
 """`route`: from tokens to the heads that run, for routers of one linear layer.
 
-It is one C++ operator where the operators are built (see `build`), and plain PyTorch where not. Logits may differ in the
-last bit between the two, because they are summed in another order; equal logits rank the same.
+It is one operator on a GPU, in Triton (see `gpu.route`), one C++ operator on a CPU where the operators are built (see
+`build`), and plain PyTorch elsewhere. Logits may differ in the last bit between them, because they are summed in another
+order; equal logits rank the same.
 """
 
+import functools
+import os
 from typing import List, Optional
 
 import torch
@@ -11,11 +14,11 @@ import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels import build
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
-OPS = torch.ops.moh_vision
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
 
 torch.fx.wrap("gate_logits")  # leaves while tracing
 torch.fx.wrap("select_top_k")
@@ -46,12 +49,13 @@ def route(
         padding_mask: [B, N], True at padding, which is left out of the statistics.
 
     Returns:
-        The Routing, in float32 or better. The C++ operator also lists the pairs, and writes gates below 1e-30 as 0:
+        The Routing, in float32 or better. The operators also list the pairs, and write gates below 1e-30 as 0:
         products with denormal numbers are slow.
     """
     if not torch.jit.is_scripting():
-        if _in_cpp(x) and weight.dtype in DTYPES:
-            return _route_in_cpp(x, weight, candidates, shared, routed, kind, padding_mask)
+        operator = _operator(x, weight)
+        if operator is not None:
+            return _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask)
     return choose(gate_logits(x, weight), candidates, shared, routed, kind, balanced, padding_mask)
 
 
@@ -192,22 +196,54 @@ def top_k_stats(
     return RoutingStats(heads_last(probs), counts, heads_last(logits))
 
 
-# ---- C++
+# ---- C++ and Triton
 
 
-def _in_cpp(x: Tensor) -> bool:
-    """Whether the C++ operator may be called for x. Not while TorchScript traces or a model is exported."""
+def _operator(x: Tensor, weight: Tensor):
+    """The operator that routes x, None where there is none. Not while TorchScript traces or a model is exported."""
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return False
+        return None
     if not torch.compiler.is_compiling():
         # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
         if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
-            return False
-    return x.device.type == "cpu" and x.dtype in DTYPES and path() == "cpp"
+            return None
+    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+        return None
+    if x.device.type == "cpu" and build.path() == "cpp":
+        return torch.ops.moh_vision.route
+    if _on_triton(x) and weight.shape[0] <= MOST_ROWS:
+        return torch.ops.moh_vision_triton.route
+    return None
 
 
-def _route_in_cpp(x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
-    weights, active, rows, probs, counts, token, offsets = OPS.route(
+def _on_triton(x: Tensor) -> bool:
+    """Whether Triton runs the operators on x: on a GPU unless PyTorch is asked for, on a CPU if its interpreter is."""
+    if x.device.type == "cuda":
+        return build._used != "torch" and not _switched_off() and _has_triton()
+    return x.device.type == "cpu" and build.path() == "triton" and _has_triton()
+
+
+@torch.compiler.assume_constant_result
+def _switched_off() -> bool:
+    return os.environ.get(build.VARIABLE) == "off"
+
+
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    return _load_triton()
+
+
+@functools.cache
+def _load_triton() -> bool:
+    try:
+        import moh_vision.attention.kernels.gpu.library  # noqa: F401  registers the operators
+    except ImportError:
+        return False
+    return True
+
+
+def _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
+    weights, active, rows, probs, counts, token, offsets = operator(
         x, weight, candidates, shared, routed, kind, padding_mask
     )
     stats = RoutingStats(probs, counts, rows[..., :candidates])

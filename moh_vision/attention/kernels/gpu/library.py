@@ -10,7 +10,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu import products
+from moh_vision.attention.kernels.gpu import products, route
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 
@@ -233,3 +233,54 @@ differentiate("project_heads", _project_heads, _keep_project_heads)
 differentiate("combine_heads", _combine_heads, _keep_combine_heads)
 differentiate("project_heads_backward", no_second_derivative)
 differentiate("combine_heads_backward", no_second_derivative)
+
+
+# ---- route
+
+
+def _fake_route(x, weight, candidates, shared, routed, kind, padding):
+    B, N, H = x.shape[0], x.shape[1], shared + candidates
+    outputs = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
+    weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
+    token, offsets = (x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1))
+    return weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts, token, offsets
+
+
+def _fake_route_backward(rows, x, weight, *rest):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _fake_pairs(active):
+    B, N, H = active.shape
+    return tuple(active.new_empty(n, dtype=torch.int32) for n in (B * N * H, H * B + 1))
+
+
+def _keep_route(ctx, inputs, output):
+    x, weight, *ctx.arguments, padding = inputs
+    _, active, rows, _, counts, token, offsets = output
+    ctx.mark_non_differentiable(active, counts, token, offsets)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(rows, x, weight, padding)
+
+
+def _route(ctx, dweights, _active, drows, dprobs, *_):
+    rows, x, weight, padding = ctx.saved_tensors
+    dx, dweight = OPS.route_backward(rows, x, weight, dweights, dprobs, drows, *ctx.arguments, padding)
+    return dx, dweight, None, None, None, None, None
+
+
+define(
+    "route(Tensor x, Tensor weight, int candidates, int shared, int routed, str kind, Tensor? padding) -> "
+    "(Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, Tensor token, Tensor offsets)",
+    route.forward,
+    _fake_route,
+)
+define(
+    "route_backward(Tensor rows, Tensor x, Tensor weight, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
+    "int candidates, int shared, int routed, str kind, Tensor? padding) -> (Tensor dx, Tensor dweight)",
+    route.backward,
+    _fake_route_backward,
+)
+define("pairs(Tensor active) -> (Tensor token, Tensor offsets)", route.pairs, _fake_pairs)
+differentiate("route", _route, _keep_route)
+differentiate("route_backward", no_second_derivative)

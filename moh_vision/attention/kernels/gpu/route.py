@@ -1,0 +1,509 @@
+"""`route` and the list of pairs in Triton: two kernels and a cumulative sum, and nothing waits for the device.
+
+The first kernel reads a block of tokens once. It multiplies them by the router's weight, computes the gates and counts
+the pairs of every head. The cumulative sum of these counts says where the pairs of every head and block begin in the
+list, and the second kernel writes them there.
+
+The router has a kernel of its own, although its rows could be further columns of the product for queries, keys and
+values. That product rounds its results to 16 bits: heads would change, and equal logits would become common.
+
+Arguments, results and gradients are those of the C++ operator, see `kernels.route`.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KINDS = ("released", "paper", "renormalised")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST_GATE = tl.constexpr(1e-30)
+
+
+class Router(NamedTuple):
+    """What the kernels must know of a router at compile time. Its rows are as in `kernels.route.route`."""
+
+    CANDIDATES: int
+    SHARED: int
+    ROUTED: int
+    RELEASED: bool
+    RENORMALISED: bool
+    BALANCED: bool
+    ROWS: int
+
+
+def router_of(candidates: int, shared: int, routed: int, kind: str, rows: int) -> Router:
+    """Raises ValueError for a router that does not exist."""
+    if kind not in KINDS:
+        raise ValueError(f"route: no kind {kind!r}")
+    exists = 0 <= routed <= candidates and shared >= 0 and shared + candidates > 0 and (routed > 0 or candidates == 0)
+    if not exists or (shared > 0 and kind == "renormalised"):
+        raise ValueError(f"route: {candidates} candidates, {shared} shared and {routed} routed heads, kind {kind!r}")
+    plain = candidates + (shared if shared > 1 else 0)
+    balanced = shared > 0 and candidates > 0 and rows == plain + 2
+    if rows != plain and not balanced:
+        raise ValueError(f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads")
+    return Router(candidates, shared, routed, kind == "released", kind == "renormalised", balanced, rows)
+
+
+def tile(width: int) -> Tuple[int, int, int]:
+    """Tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
+    columns = max(16, triton.next_power_of_2(width))
+    return (32 if columns <= 64 else 16), columns, (4 if columns <= 32 else 8)
+
+
+# ---- gates
+
+
+@triton.jit
+def _softmax(logits, member):
+    """Softmax over the columns of a tile [BLOCK_N, COLUMNS] that are members; 0 in the others."""
+    logits = tl.where(member, logits, -float("inf"))
+    powers = tl.exp(logits - tl.max(logits, 1)[:, None])
+    # div_rn because the usual division is approximate: gates of equal logits must be exactly 1 where all heads run.
+    return tl.where(member, tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 1)[:, None], logits.shape)), 0.0)
+
+
+@triton.jit
+def _chosen(logits, member, ROUTED: tl.constexpr):
+    """True for the ROUTED largest logits of members; among equal ones the lower column wins, NaN counts as -inf."""
+    COLUMNS: tl.constexpr = logits.shape[1]
+    column = tl.arange(0, COLUMNS)[None, :]
+    score = tl.where(logits == logits, logits, -float("inf"))
+    left = tl.broadcast_to(member, logits.shape)
+    for _ in range(ROUTED):
+        largest = tl.max(tl.where(left, score, -float("inf")), 1)
+        # -inf may be the largest of what is left, and columns that are not left must not win then.
+        first = tl.min(tl.where(left & (score == largest[:, None]), column, COLUMNS), 1)
+        left = left & (column != first[:, None])
+    return member & (left == 0)
+
+
+@triton.jit
+def _gates(
+    logits,
+    CANDIDATES: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROUTED: tl.constexpr,
+    RELEASED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    BALANCED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What gates and their gradients are made of, logits [BLOCK_N, COLUMNS].
+
+    Returns:
+        probabilities of the candidates and, in their columns, of the shared heads; which candidates are chosen
+        [BLOCK_N, COLUMNS]; the shares of both groups, the factors of both, and the sum of the chosen probabilities
+        [BLOCK_N].
+    """
+    column = tl.arange(0, logits.shape[1])[None, :]
+    candidate = column < CANDIDATES
+    probs = tl.zeros(logits.shape, tl.float32)
+    chosen = tl.broadcast_to(candidate, logits.shape)
+    if CANDIDATES > 0:
+        probs = _softmax(logits, candidate)
+        if ROUTED < CANDIDATES:
+            chosen = _chosen(logits, candidate, ROUTED)
+    selected_sum = tl.sum(tl.where(chosen, probs, 0.0), 1)
+    if SHARED > 1:
+        probs += _softmax(logits, (column >= CANDIDATES) & (column < CANDIDATES + SHARED))
+
+    TWO_GROUPS: tl.constexpr = SHARED > 0 and CANDIDATES > 0
+    if BALANCED:
+        alpha = _softmax(logits, (column >= ROWS - 2) & (column < ROWS))  # Jin 2024, eq. 6
+        shared_alpha = tl.sum(tl.where(column == ROWS - 2, alpha, 0.0), 1)
+        routed_alpha = tl.sum(tl.where(column == ROWS - 1, alpha, 0.0), 1)
+    else:
+        shared_alpha = tl.full([logits.shape[0]], 0.5 if TWO_GROUPS else 1.0, tl.float32)
+        routed_alpha = shared_alpha
+    shared_factor, routed_factor = shared_alpha, routed_alpha
+    if RELEASED:
+        GROUPS: tl.constexpr = 2.0 if TWO_GROUPS else 1.0
+        shared_factor = SHARED * (GROUPS * shared_alpha)
+        routed_factor = ROUTED * (GROUPS * routed_alpha)
+    if RENORMALISED or (RELEASED and ROUTED < CANDIDATES):  # else the sum is 1, and rounding would spoil the identity
+        routed_factor = tl.div_rn(routed_factor, selected_sum)
+    return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
+
+
+@triton.jit
+def _route_kernel(
+    x,
+    weight,
+    padding,
+    weights,
+    active,
+    rows,
+    probs,
+    counts,
+    B,
+    N,
+    C,
+    x_sequence,
+    x_token,
+    weight_row,
+    blocks,
+    CANDIDATES: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROUTED: tl.constexpr,
+    RELEASED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    BALANCED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """A program routes BLOCK_N tokens of one sequence; its counts [H, B, blocks] are those of its pairs."""
+    HEADS: tl.constexpr = SHARED + CANDIDATES
+    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = n < N
+    column = tl.arange(0, COLUMNS)
+
+    logits = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    if ROWS > 0:
+        x_rows = x + sequence.to(tl.int64) * x_sequence + n.to(tl.int64)[:, None] * x_token
+        weight_columns = weight + column.to(tl.int64)[None, :] * weight_row
+        for start in range(0, C, BLOCK_C):
+            c = start + tl.arange(0, BLOCK_C)
+            x_tile = tl.load(x_rows + c[None, :], mask=exists[:, None] & (c < C)[None, :], other=0.0)
+            w_tile = tl.load(weight_columns + c[:, None], mask=(c < C)[:, None] & (column < ROWS)[None, :], other=0.0)
+            if WIDEN:
+                x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+            # Never tf32: rounding must not decide which head wins. Products of 16-bit numbers are exact.
+            logits = tl.dot(x_tile, w_tile, logits, input_precision="ieee")
+
+    probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(
+        logits, CANDIDATES, SHARED, ROUTED, RELEASED, RENORMALISED, BALANCED, ROWS
+    )
+    if RENORMALISED:  # p / p is exactly 1
+        routed_gates = tl.div_rn(probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape))
+    else:
+        routed_gates = probabilities * routed_factor[:, None]
+    candidate = (column < CANDIDATES)[None, :]
+    runs = chosen | (column >= CANDIDATES)[None, :]
+    gates = tl.where(candidate, routed_gates, probabilities * shared_factor[:, None])
+    gates = tl.where(runs, gates, 0.0)
+    gates = tl.where(gates < SMALLEST_GATE, 0.0, gates)  # NaN stays
+
+    token = sequence.to(tl.int64) * N + n  # [BLOCK_N]
+    here = exists[:, None] & candidate
+    tl.store(rows + token[:, None] * ROWS + column[None, :], logits, mask=exists[:, None] & (column < ROWS)[None, :])
+    shown = probabilities
+    if padding is not None:
+        is_padding = tl.load(padding + token, mask=exists, other=0) != 0
+        shown = tl.where(is_padding[:, None], 0.0, probabilities)
+    tl.store(probs + token[:, None] * CANDIDATES + column[None, :], shown, mask=here)
+
+    # Rows of the weight begin with the candidates, heads with the shared ones.
+    head = tl.where(column < CANDIDATES, column + SHARED, column - CANDIDATES)
+    is_head = column < (HEADS if SHARED != 1 else CANDIDATES)
+    to = token[:, None] * HEADS + head[None, :]
+    tl.store(weights + to, gates, mask=exists[:, None] & is_head[None, :])
+    tl.store(active + to, runs.to(tl.uint8), mask=exists[:, None] & is_head[None, :])
+    count = tl.sum((runs & exists[:, None]).to(tl.int32), 0)
+    tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=is_head)
+    if SHARED == 1:  # it has no row
+        gate = tl.where(shared_factor < SMALLEST_GATE, 0.0, shared_factor)
+        tl.store(weights + token * HEADS, gate, mask=exists)
+        tl.store(active + token * HEADS, tl.full([BLOCK_N], 1, tl.uint8), mask=exists)
+        tl.store(counts + sequence * blocks + block, tl.sum(exists.to(tl.int32), 0))
+
+
+@triton.jit
+def _route_backward_kernel(
+    dweights,
+    dprobs,
+    drows,
+    rows,
+    padding,
+    dlogits,
+    T,
+    CANDIDATES: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROUTED: tl.constexpr,
+    RELEASED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    BALANCED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program computes the gradients of the logits of BLOCK_N tokens. Gates are computed again from the logits."""
+    HEADS: tl.constexpr = SHARED + CANDIDATES
+    token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = token < T
+    column = tl.arange(0, COLUMNS)
+    candidate = (column < CANDIDATES)[None, :]
+    in_rows = exists[:, None] & (column < ROWS)[None, :]
+    row = token[:, None] * ROWS + column[None, :]
+
+    logits = tl.load(rows + row, mask=in_rows, other=0.0)
+    probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum = _gates(
+        logits, CANDIDATES, SHARED, ROUTED, RELEASED, RENORMALISED, BALANCED, ROWS
+    )
+    grad = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    if drows is not None:
+        grad = tl.load(drows + row, mask=in_rows, other=0.0)
+
+    dprob = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
+    if dprobs is not None:
+        seen = exists
+        if padding is not None:
+            seen = exists & (tl.load(padding + token, mask=exists, other=1) == 0)
+        dprob = tl.load(
+            dprobs + token[:, None] * CANDIDATES + column[None, :], mask=seen[:, None] & candidate, other=0.0
+        )
+
+    if dweights is not None:
+        head = tl.where(column < CANDIDATES, column + SHARED, column - CANDIDATES)
+        is_head = column < (HEADS if SHARED != 1 else CANDIDATES)
+        dgate = tl.load(
+            dweights + token[:, None] * HEADS + head[None, :], mask=exists[:, None] & is_head[None, :], other=0.0
+        )
+        routed_product = tl.sum(tl.where(chosen, dgate * probs, 0.0), 1)
+        dchosen = dgate
+        if RELEASED and ROUTED < CANDIDATES:  # through the sum of the chosen probabilities too; MoA's is detached
+            dchosen = dgate - tl.div_rn(routed_product, selected_sum)[:, None]
+        dprob += tl.where(chosen, routed_factor[:, None] * dchosen, 0.0)
+
+        if SHARED == 1:
+            shared_product = tl.load(dweights + token * HEADS, mask=exists, other=0.0)
+        else:
+            shared = ((column >= CANDIDATES) & (column < HEADS))[None, :]
+            shared_product = tl.sum(tl.where(shared, dgate * probs, 0.0), 1)
+            dshared = shared_factor[:, None] * probs * (dgate - shared_product[:, None])
+            grad += tl.where(shared, dshared, 0.0)
+        if BALANCED:
+            of_shared, of_routed = shared_factor * shared_product, routed_factor * routed_product
+            both = of_shared + of_routed
+            grad += tl.where((column == ROWS - 2)[None, :], (of_shared - shared_alpha * both)[:, None], 0.0)
+            grad += tl.where((column == ROWS - 1)[None, :], (of_routed - routed_alpha * both)[:, None], 0.0)
+
+    if CANDIDATES > 0:
+        mean = tl.sum(tl.where(candidate, probs * dprob, 0.0), 1)
+        grad += tl.where(candidate, probs * (dprob - mean[:, None]), 0.0)
+    tl.store(dlogits + row, grad, mask=in_rows)
+
+
+# ---- the list of pairs
+
+
+@triton.jit
+def _count_kernel(active, counts, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program counts the pairs of BLOCK_N tokens of one sequence for every head: counts [H, B, blocks]."""
+    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = tl.arange(0, COLUMNS)
+    token = sequence.to(tl.int64) * N + n
+    runs = tl.load(active + token[:, None] * H + head[None, :], mask=(n < N)[:, None] & (head < H)[None, :], other=0)
+    count = tl.sum((runs != 0).to(tl.int32), 0)
+    tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
+
+
+@triton.jit
+def _list_kernel(
+    active, counts, ends, token_list, offsets, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """A program lists the pairs of BLOCK_N tokens of one sequence; counts, ends [H, B, blocks]."""
+    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = tl.arange(0, COLUMNS)
+    token = sequence.to(tl.int64) * N + n
+    runs = tl.load(active + token[:, None] * H + head[None, :], mask=(n < N)[:, None] & (head < H)[None, :], other=0)
+    runs = (runs != 0).to(tl.int32)
+
+    segment = head.to(tl.int64) * B + sequence
+    end = tl.load(ends + segment * blocks + block, mask=head < H, other=0)
+    begin = end - tl.load(counts + segment * blocks + block, mask=head < H, other=0)
+    place = begin[None, :] + tl.cumsum(runs, 0) - 1
+    tl.store(token_list + place, tl.broadcast_to(token[:, None].to(tl.int32), [BLOCK_N, COLUMNS]), mask=runs != 0)
+    if block == 0:
+        tl.store(offsets + segment, begin, mask=head < H)
+    if tl.program_id(0) == B * blocks - 1:
+        tl.store(offsets + segment + 1, end, mask=head == H - 1)
+
+
+def _list(active: Tensor, counts: Tensor, block: int, token: Tensor) -> Tensor:
+    """Fill the list `token` and return its offsets. active [B, N, H]; counts [H, B, blocks] of blocks of tokens."""
+    (B, N, H), blocks = active.shape, counts.shape[2]
+    offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
+    _, columns, warps = tile(H)
+    ends = counts.flatten().cumsum(0, dtype=torch.int32)
+    _list_kernel[(B * blocks,)](
+        active.view(torch.uint8),
+        counts,
+        ends,
+        token,
+        offsets,
+        B,
+        N,
+        H,
+        blocks,
+        BLOCK_N=block,
+        COLUMNS=columns,
+        num_warps=warps,
+    )
+    return offsets
+
+
+def pairs(active: Tensor) -> Tuple[Tensor, Tensor]:
+    """The list of what runs, sorted by head, then sequence, then token.
+
+    Args:
+        active: bool [B, N, H].
+
+    Returns:
+        token: int32 [B * N * H], b * N + n of every pair. What lies beyond the last pair is undefined.
+        offsets: int32 [H * B + 1], where segment h * B + b begins. The last is the number of pairs.
+
+    Raises:
+        ValueError: `active` has another type or number of dimensions, or more than 2^31 - 1 pairs.
+    """
+    if active.dim() != 3 or active.dtype != torch.bool:
+        raise ValueError("pairs: active must be bool [B, N, H]")
+    B, N, H = active.shape
+    token = torch.empty(_length(B * N * H), dtype=torch.int32, device=active.device)
+    if token.numel() == 0:
+        return token, token.new_zeros(H * B + 1)
+    active = active.contiguous()
+    block, columns, warps = tile(H)
+    counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=active.device)
+    _count_kernel[(counts[0].numel(),)](
+        active.view(torch.uint8), counts, B, N, H, counts.shape[2], BLOCK_N=block, COLUMNS=columns, num_warps=warps
+    )
+    return token, _list(active, counts, block, token)
+
+
+def _length(pairs: int) -> int:
+    if pairs >= 2**31:
+        raise ValueError(f"pairs: {pairs} pairs are too many for int32")
+    return pairs
+
+
+# ---- the operators
+
+
+def check(x: Tensor, weight: Tensor, padding: Optional[Tensor]) -> None:
+    for dtype in (x.dtype, weight.dtype):
+        if dtype not in DTYPES:
+            raise ValueError(f"route: float32, bfloat16 or float16, not {dtype}")
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[1] != x.shape[2]:
+        raise ValueError(f"route: x {list(x.shape)}, weight {list(weight.shape)}")
+    if padding is not None and (padding.dtype != torch.bool or padding.shape != x.shape[:2]):
+        raise ValueError("route: padding must be bool [B, N]")
+
+
+def as_bytes(mask: Optional[Tensor]) -> Optional[Tensor]:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    candidates: int,
+    shared: int,
+    routed: int,
+    kind: str,
+    padding: Optional[Tensor],
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Route tokens.
+
+    Args:
+        x: tokens [B, N, C].
+        weight: of the router [R, C], see `kernels.route.route`.
+        candidates, shared, routed, kind: likewise.
+        padding: bool [B, N], True at padding, which probs and counts leave out.
+
+    Returns:
+        weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H], and
+        the list of pairs: token (int32) [B * N * (shared + routed)], offsets (int32) [H * B + 1].
+
+    Raises:
+        ValueError: shapes or types are wrong, or there is no such router.
+    """
+    check(x, weight, padding)
+    router = router_of(candidates, shared, routed, kind, weight.shape[0])
+    (B, N, C), H = x.shape, shared + candidates
+    outputs = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
+    weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
+    active = x.new_empty((B, N, H), dtype=torch.bool)
+    token = x.new_empty(_length(B * N * (shared + routed)), dtype=torch.int32)
+    if B * N == 0:
+        counts = x.new_zeros((B, H), dtype=torch.float32)
+        return weights, active, rows, probs, counts, token, token.new_zeros(H * B + 1)
+
+    x = x if x.stride(2) == 1 else x.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    block, columns, warps = tile(max(router.ROWS, H))
+    counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=x.device)
+    _route_kernel[(counts[0].numel(),)](
+        x,
+        weight,
+        as_bytes(padding),
+        weights,
+        active.view(torch.uint8),
+        rows,
+        probs,
+        counts,
+        B,
+        N,
+        C,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(0),
+        counts.shape[2],
+        **router._asdict(),
+        BLOCK_N=block,
+        BLOCK_C=64 if x.dtype == weight.dtype != torch.float32 else 32,
+        COLUMNS=columns,
+        WIDEN=x.dtype != weight.dtype or not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as integers
+        num_warps=warps,
+    )
+    offsets = _list(active, counts, block, token)
+    shown = active if padding is None else active & ~padding.unsqueeze(-1)
+    return weights, active, rows, probs, shown.sum(1, dtype=torch.float32), token, offsets
+
+
+def backward(
+    rows: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    dweights: Optional[Tensor],
+    dprobs: Optional[Tensor],
+    drows: Optional[Tensor],
+    candidates: int,
+    shared: int,
+    routed: int,
+    kind: str,
+    padding: Optional[Tensor],
+) -> Tuple[Tensor, Tensor]:
+    """The gradients of tokens and weight, from those of the first, fourth and third output of `forward`."""
+    check(x, weight, padding)
+    router = router_of(candidates, shared, routed, kind, weight.shape[0])
+    (B, N, C), T = x.shape, x.shape[0] * x.shape[1]
+    if T * router.ROWS == 0:
+        return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
+    grads = [None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)]
+    block, columns, warps = tile(router.ROWS)
+    dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
+    _route_backward_kernel[(triton.cdiv(T, block),)](
+        *grads,
+        rows.contiguous(),
+        as_bytes(padding),
+        dlogits,
+        T,
+        **router._asdict(),
+        BLOCK_N=block,
+        COLUMNS=columns,
+        num_warps=warps,
+    )
+    with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
+        dx = dlogits @ weight.float()
+        dweight = dlogits.t() @ x.reshape(T, C).float()
+    return dx.to(x.dtype).view(B, N, C), dweight.to(weight.dtype)
