@@ -13,6 +13,7 @@ from torch import Tensor
 from moh_vision.attention.kernels.gpu import products, route
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
+from moh_vision.attention.kernels.gpu.decode import forward as decode_forward
 
 NAME = "moh_vision_triton"
 LIBRARY = torch.library.Library(NAME, "DEF")
@@ -284,3 +285,52 @@ define(
 define("pairs(Tensor active) -> (Tensor token, Tensor offsets)", route.pairs, _fake_pairs)
 differentiate("route", _route, _keep_route)
 differentiate("route_backward", no_second_derivative)
+
+
+# ---- decode
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, weights: Optional[Tensor], active: Tensor, mask: Optional[Tensor] = None
+) -> Tensor:
+    """Weighted attention of one token that reads only the keys and values of heads that run. It has no gradient.
+
+    Query heads of one key-value head are computed together, so a key-value head is left out where all of them are off.
+    Scores are divided by sqrt(D). Sums are in float32, in an order that depends on shapes alone.
+
+    Args:
+        q: queries [B, H, 1, D], float32, bfloat16 or float16, D at most 256.
+        k, v: [B, G, M, D] of the same dtype, G a divisor of H. They may be views of a larger cache. What they hold for
+            heads that are not read, and for keys that the mask hides from all heads, may be anything, also NaN.
+        weights: gates [B, 1, H]; None: all 1.
+        active: [B, 1, H], True where a head runs.
+        mask: [B or 1, H or 1, 1, M], True (attend) or an additive float; None: all keys.
+
+    Returns:
+        o [B, 1, H*D]: 0 for heads that are off or see no key.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+    """
+    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; not one of {DTYPES}")
+    if N != 1 or D > WIDEST or k.shape != (B, G, M, D) or v.shape != k.shape or H % G:
+        raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}")
+    if active.dtype != torch.bool or active.shape != (B, 1, H) or (weights is not None and weights.shape != (B, 1, H)):
+        raise ValueError(f"active heads and their weights are not bool and float {(B, 1, H)}")
+    if mask is not None and (mask.dim() != 4 or mask.shape[2:] != (1, M)):
+        raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, 1, {M}]")
+    return OPS.decode(q, k, v, weights, active, mask)
+
+
+def _fake_decode(q, k, v, weights, active, mask):
+    B, H, N, D = q.shape
+    return q.new_empty(B, N, H * D)
+
+
+define(
+    "decode(Tensor q, Tensor k, Tensor v, Tensor? weights, Tensor active, Tensor? mask) -> Tensor",
+    decode_forward,
+    _fake_decode,
+)
