@@ -12,6 +12,7 @@ import torch
 from timing import interleaved, machine, spread, wall
 
 SECONDS, ROUNDS = 2.0, (5, 50)  # of one table; at least and at most
+PART = 60.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
 PACKAGES = ("torch", "torchvision", "triton", "timm", "diffusers")
 
 
@@ -52,9 +53,12 @@ class Run:
     def __init__(self, device, out, minutes, compile_seconds, quick, **about):
         self.device, self.out, self.quick, self.cuda = device, out, quick, device == "cuda"
         self.deadline, self.compile_seconds = time.monotonic() + 60 * minutes, compile_seconds
+        self.lost = False  # the device answers no more
         installed = {d.name: d.version for d in importlib.metadata.distributions()}
         versions = {name: installed.get(name) for name in PACKAGES} | dict(cuda=torch.version.cuda)
-        self.report = dict(machine=machine(), versions=versions, quick=quick, **about, errors={}, skipped=[])
+        self.report = dict(
+            machine=machine(), versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[]
+        )
         self.flush = None
         if self.cuda:
             p = torch.cuda.get_device_properties(device)
@@ -66,9 +70,15 @@ class Run:
             self.flush = torch.empty(max(2 * p.L2_cache_size, 2**27), dtype=torch.uint8, device=self.device)
 
     def part(self, name, measure, *arguments, compiles=False):
-        """Call measure(self, *arguments). A failure, or the end of the time, goes into the report and is not raised."""
+        """Call measure(self, *arguments). A failure, or the end of the time, goes into the report and is not raised.
+
+        After an error such as an illegal address nothing runs on the device in this process: `lost` is set, and all
+        other parts are left to another process.
+        """
+        if self.lost:
+            return
         begin = time.monotonic()
-        left = min(self.deadline - begin, self.compile_seconds if compiles else float("inf"))
+        left = min(self.deadline - begin, self.compile_seconds if compiles else PART)
         try:
             if left <= 0:
                 raise OutOfTime
@@ -79,9 +89,25 @@ class Run:
         except Exception as error:
             self.report["errors"][name] = one_line(error)
             print(f"failed: {name}: {one_line(error)}", flush=True)
+        taken = time.monotonic() - begin
+        self.report["seconds"][name] = round(taken, 1)
         if compiles:
-            self.compile_seconds -= time.monotonic() - begin
+            self.compile_seconds -= taken
+        if self.cuda:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                self.lost, self.report["errors"][name] = True, one_line(error)
+        self.write()
+
+    def write(self):
+        self.report["time_left"] = [self.deadline, self.compile_seconds]
         self.out.write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def resume(self):
+        """Go on with the report and the time that another process of this machine left."""
+        self.report = json.loads(self.out.read_text())
+        self.deadline, self.compile_seconds = self.report["time_left"]
 
     def clocks(self):
         """Driver, clocks, power and temperature as nvidia-smi reads them; nothing on a CPU."""
@@ -127,21 +153,27 @@ class Run:
             floors: {name: the least seconds that it could take}, for some or none.
 
         Returns:
-            about, with the rows by name; ratios are to the fastest whose name begins with "dense".
+            about, with the rows by name; ratios are to the fastest whose name begins with "dense", and to the one that
+            is called "masked" instead of the first word. Where time runs out, what is ready then is measured.
         """
         if self.cuda:  # what earlier tables held
             gc.collect()
             torch.cuda.empty_cache()
-        rows, steps = {}, {}
-        for name, make in makers.items():
-            try:
-                step = make()
-                for _ in range(1 if self.quick else 5):
-                    step()
-                rows[name] = dict(peak_mib=self.peak_mib(step)) if self.cuda else {}
-                steps[name] = captured(step) if about["form"] == "graph" else step
-            except Exception as error:
-                rows[name] = dict(error=one_line(error))
+        rows, steps = {name: dict(error="no time was left") for name in makers}, {}
+        try:
+            for name, make in makers.items():
+                try:
+                    step = make()
+                    for _ in range(1 if self.quick else 5):
+                        step()
+                    found = dict(peak_mib=self.peak_mib(step)) if self.cuda else {}
+                    steps[name] = captured(step) if about["form"] == "graph" else step
+                    rows[name] = found
+                except Exception as error:
+                    rows[name] = dict(error=one_line(error))
+        except OutOfTime:
+            if len(steps) < 2:
+                raise
         times = self.interleaved(steps)
         dense = [name for name in times if name.startswith("dense")]
         base = min(dense, key=lambda name: times[name].quantile(0.5).item(), default=None)
@@ -149,11 +181,14 @@ class Run:
             rows[name].update(microseconds=spread(1e6 * taken), rounds=len(taken))
             if base is not None:
                 rows[name]["to_dense"] = spread(taken / times[base])
+            masked = " ".join(["masked", *name.split()[1:]])
+            if masked in times and masked != name:
+                rows[name]["to_masked"] = spread(taken / times[masked])
             if name in floors:
                 rows[name]["roofline"] = float(f"{floors[name] / taken.quantile(0.5).item():.3g}")
         print("\n" + " ".join(str(value) for value in about.values()))
         for name, row in rows.items():
-            print(f"  {name:16}{line(row)}", flush=True)
+            print(f"  {name:21}{line(row)}", flush=True)
         return dict(about, fastest_dense=base, clocks=self.clocks(), rows=rows)
 
     def peak_mib(self, step):

@@ -265,9 +265,16 @@ def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
 def gpu_benchmark(tmp_path, monkeypatch):
     """Run benchmarks/gpu.py, as small as possible, on the CPU: (exit code, report)."""
     import gpu
+    import gpu_times
 
-    monkeypatch.setattr(gpu, "QUICK", {"vit_small": (2, 9, 6, 8, False)})
-    monkeypatch.setattr(gpu, "MODELS", {name: gpu.MODELS[name] for name in ("vit", "dit")})
+    cases = {
+        "token": gpu.QUICK_CASES["token 64"]._replace(tokens=9, heads=6, width=8),
+        "sample": gpu.QUICK_CASES["sample 64"]._replace(tokens=9, heads=6, width=8),
+        "grouped": gpu.QUICK_CASES["grouped causal 128"]._replace(tokens=9, width=8),
+        "keys": gpu.QUICK_CASES["keys masked 64"]._replace(tokens=9, heads=6, width=8),
+    }
+    monkeypatch.setattr(gpu, "QUICK_CASES", cases)
+    monkeypatch.setattr(gpu, "QUICK_SHAPES", {"vit_base": gpu_times.Shape(2, 9, 8, 8)})
 
     def run(*options):
         out = tmp_path / "gpu.json"
@@ -280,52 +287,121 @@ def gpu_benchmark(tmp_path, monkeypatch):
 
 
 def test_gpu_benchmark_without_a_gpu_and_without_diffusers(gpu_benchmark, monkeypatch, capsys):
+    from moh_vision.attention import EXECUTORS
+
     monkeypatch.setitem(sys.modules, "diffusers", None)
     code, report = gpu_benchmark()
     assert code == 0 and report["errors"] == {}
     assert {"cpu", "torch", "date"} <= report["machine"].keys() and report["versions"]["timm"]
-    checked = {(row["dtype"], row["executor"]) for row in report["numerics"] if row["error"] <= row["allowed"]}
-    dtypes, executors = gpu_benchmark.module.DTYPES, {"masked", "packed", "decode", "auto"}
-    assert checked == {(d, e) for d in dtypes for e in executors} | {("float64", "released")}
-    assert len(report["routers"]) == len(dtypes) - 1 and report["peaks"]["copy"] > 0
-    measured = [(dtype, mode) for dtype in ("bfloat16", "tf32") for mode in ("forward", "train")]
-    assert [(t["dtype"], t["mode"]) for t in report["layers"]] == measured
-    for table in report["layers"]:
+    rows = report["numerics"]
+    assert all(row["error"] <= row["allowed"] and row["differs"] == [] for row in rows)
+    dtypes, cases = gpu_benchmark.module.DTYPES, gpu_benchmark.module.QUICK_CASES
+    layers = {(row["dtype"], row["case"], row["executor"]) for row in rows if row["executor"] in EXECUTORS}
+    executors = set(EXECUTORS) - {"reference", "decode"}
+    tokens = {(d, c, "decode") for d in ("bfloat16", "float32", "float16") for c in ("one token", "one token, grouped")}
+    assert layers == {(d, c, e) for d in dtypes for c in cases for e in executors} | tokens
+    assert {row["case"] for row in rows if row["executor"] == "released"} == {"token", "sample"}
+    assert {row["dtype"] for row in rows if row["executor"] == "router"} == set(dtypes) - {"float64"}
+    assert all(row["tokens_routed_otherwise"] == 0 for row in report["routers"])
+    assert [row["differs"] for row in report["races"]] == [[]] and report["peaks"]["copy"] > 0
+    found = [(t["part"], t["shape"], t["scope"], t["dtype"], t["mode"]) for t in report["tables"]]
+    assert found == [
+        *(("layer", "vit_base", "token", "bfloat16", mode) for mode in ("forward", "train")),
+        *(("decode", f"batch {batch}", "token", "bfloat16", "forward") for batch in (8, 1)),
+        ("prefill", "llama_8b", "token", "bfloat16", "forward"),
+        *(("layer", "vit_base", "sample", "bfloat16", mode) for mode in ("forward", "train")),
+        ("cached layer", "batch 1", "token", "bfloat16", "forward"),
+        ("step", "vit_base", "both", "bfloat16", "train"),
+        *(("layer", "vit_base", "token", "tf32", mode) for mode in ("forward", "train")),
+    ]
+    for table in report["tables"]:
         rows = table["rows"]
-        assert {"dense", "dense cudnn", "released 0.75", "masked 0.75", "packed 0.75", "auto 0.75"} <= rows.keys()
         assert rows[table["fastest_dense"]]["to_dense"] == dict(median=1.0, quartiles=[1.0, 1.0])
-        assert "backend" in rows["dense cudnn"]["error"]  # there is none on a CPU: recorded, and the others are timed
-        for name in ("released 0.75", "packed 0.75"):
-            assert rows[name]["microseconds"]["median"] > 0 and rows[name]["roofline"] > 0
-    assert {name for table in report["models"] for name in table["rows"]} == {
-        "dense", "masked 0.75", "packed 0.75", "auto 0.75"
-    }  # fmt: skip
-    assert "dit step: diffusers is not installed" in report["skipped"]
-    assert "vit step compiled" in report["skipped"]
-    assert "vit_small 2 9 6 8 bfloat16 train eager" in capsys.readouterr().out
+        bad = {name for name, row in rows.items() if "error" in row}
+        assert bad <= {"dense flash", "dense cudnn", "dense efficient"}  # recorded, and the others are timed
+        if table["part"] == "layer":
+            names = {f"{name} 0.75 {table['scope']}" for name in ("released", "masked", "packed", "auto")}
+            assert {"dense", "dense cudnn"} | names <= rows.keys() and "backend" in rows["dense cudnn"]["error"]
+            assert all(rows[name]["microseconds"]["median"] > 0 and rows[name]["roofline"] > 0 for name in names)
+            assert rows[f"packed 0.75 {table['scope']}"]["to_masked"]["median"] > 0
+            assert ("saved_bytes" in rows["dense"]) == (table["mode"] == "train")
+    assert {goal["verdict"] for goal in report["goals"]} == {"not measured"}  # goals are for a card
+    assert "sampling eager: diffusers is not installed" in report["skipped"]
+    assert "step vit_base compiled" in report["skipped"] and "peaks" in report["seconds"]
+    assert "layer vit_base token bfloat16 train eager 2 9 8 8" in capsys.readouterr().out
 
 
-def test_gpu_benchmark_times_nothing_after_a_wrong_result(gpu_benchmark, monkeypatch, capsys):
-    masked = gpu_benchmark.module.EXECUTORS["masked"]
-    monkeypatch.setitem(gpu_benchmark.module.EXECUTORS, "masked", lambda *args: 1.001 * masked(*args))
-    monkeypatch.setattr(gpu_benchmark.module.HeadMixtureAttention, "packed", lambda *args: 1 / 0)
-    code, report = gpu_benchmark()
-    assert code == 1 and report["layers"] == report["models"] == []
+def test_gpu_benchmark_with_an_executor_that_is_wrong(gpu_benchmark, monkeypatch, capsys):
+    from moh_vision.attention import EXECUTORS, HeadMixtureAttention
+
+    monkeypatch.setattr(HeadMixtureAttention, "packed", lambda *args: 1 / 0)
+    masked = EXECUTORS["masked"]
+    monkeypatch.setitem(EXECUTORS, "masked", lambda *args: 1.1 * masked(*args))
+    code, report = gpu_benchmark("--parts", "numerics token bfloat16", "layer vit_base token bfloat16 forward")
+    assert code == 1
     raised = {row["raised"] for row in report["numerics"] if row["executor"] == "packed"}
     assert raised == {"ZeroDivisionError: division by zero"}
+    (table,) = report["tables"]
+    assert {"masked 0.75 token", "auto 0.75 token"}.isdisjoint(table["rows"])  # wrong: not timed
+    assert table["rows"]["packed 0.75 token"]["error"] == "ZeroDivisionError: division by zero"
+    assert table["rows"]["released 0.75 token"]["microseconds"]["median"] > 0
     error = capsys.readouterr().err
-    assert error.startswith("gpu: error: auto, vit_small, float64, share 0.75: ") and error.count("\n") == 1
+    assert error.startswith("gpu: error: auto, token, bfloat16, share 0.5: ") and error.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_gpu_benchmark_compiles(gpu_benchmark, monkeypatch):
-    monkeypatch.setattr(gpu_benchmark.module, "COMPILER", "eager")
-    _, report = gpu_benchmark("--compile-seconds", "600")
+    import gpu_times
+
+    monkeypatch.setattr(gpu_times, "COMPILER", "eager")
+    parts = ["step", "sampling", "layer vit_base token bfloat16"]
+    _, report = gpu_benchmark("--compile-seconds", "600", "--parts", *parts)
     assert report["errors"] == {} and report["skipped"] == []
-    compiled = [table for key in ("layers", "models") for table in report[key] if table["form"] == "compiled"]
-    assert [table.get("family") or table["mode"] for table in compiled] == ["forward", "train", "vit", "dit"]
+    compiled = [table for table in report["tables"] if table["form"] == "compiled"]
+    assert [(t["part"], t["shape"]) for t in compiled] == [
+        ("step", "vit_base"), ("step", "dit_xlarge"), ("layer", "vit_base"), ("layer", "vit_base")
+    ]  # fmt: skip
     for table in compiled:
         assert not any("error" in row for row in table["rows"].values())
+
+
+def test_goals_of_the_gpu_benchmark(tmp_path, monkeypatch, capsys):
+    import gpu
+    import gpu_goals
+
+    def table(form, rows, **about):
+        about = dict(part="layer", shape="n1024", scope="token", dtype="bfloat16", mode="train", form=form) | about
+        return dict(about, rows=rows)
+
+    def ratio(low, **more):
+        return dict(to_dense=dict(median=low + 0.01, quartiles=[low, low + 0.02]), **more)
+
+    tables = [
+        table("eager", {"auto 0.5 token": ratio(0.9)}),
+        table("graph", {"auto 0.5 token": ratio(0.82), "packed 0.5 token": ratio(0.7), "auto 0.75 token": ratio(0.93)}),
+        table("compiled", {"auto 0.75 token": ratio(0.1)}, shape="n4096"),
+        table("eager", {"packed 0.75 token": ratio(0.1)}, part="step", shape="vit_base"),
+        table("compiled", {"packed 0.5 sample": ratio(0.89)}, part="step", shape="vit_base", scope="both"),
+        table("graph", {"decode 0.5 token": ratio(0.6)}, part="decode", shape="batch 8", mode="forward"),
+    ]
+    report = dict(card={}, quick=False, tables=tables)
+    keys = ("part", "shape", "scope", "share", "mode")
+    verdicts = {tuple(row[key] for key in keys): row["verdict"] for row in gpu_goals.judged(report)}
+    measured = {what: found for what, found in verdicts.items() if found != "not measured"}
+    assert measured == {
+        ("layer", "n1024", "token", 0.5, "train"): "met",
+        ("layer", "n1024", "token", 0.75, "train"): "missed",
+        ("step", "vit_base", "sample", 0.5, "train"): "met",
+        ("decode", "batch 8", "token", 0.5, "forward"): "missed",
+    }
+    assert "| 0.82 | auto 0.83 [0.82 0.84]; packed 0.71 [0.70 0.72] | met |" in gpu_goals.goal_table(report)
+    for other in ({}, dict(report, quick=True)):
+        assert {row["verdict"] for row in gpu_goals.judged(other)} == {"not measured"}
+
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--table"])  # what the docs show is what is in the results
+    assert gpu.main() == 0
+    shown = (gpu.HERE.parent / "docs/results/speed_gpu.md").read_text()
+    assert capsys.readouterr().out in shown
 
 
 def test_parts_of_a_gpu_run(tmp_path, monkeypatch):
@@ -347,3 +423,27 @@ def test_parts_of_a_gpu_run(tmp_path, monkeypatch):
     assert report["done"] == ["good", "a first row"]
     assert report["errors"] == {"bad": "ZeroDivisionError: division by zero"}
     assert report["skipped"] == ["endless: stopped after 0 s", "late"]
+
+    run.lost = True  # the device answers no more: what is left is for another process
+    run.part("never", lambda run: 1 / 0)
+    other = Run("cpu", tmp_path / "run.json", 9.0, 9.0, True)
+    other.resume()
+    assert other.report == report and "never" not in report["seconds"]
+    assert (other.deadline, other.compile_seconds) == (run.deadline, run.compile_seconds)
+
+
+def test_a_table_of_a_gpu_run_that_time_ends(tmp_path):
+    """What is ready when time runs out is measured, if there is something to compare."""
+    from device_run import OutOfTime, Run
+
+    def late():
+        raise OutOfTime
+
+    run = Run("cpu", tmp_path / "run.json", 1.0, 0.2, True)
+    table = run.table(
+        dict(form="eager"), {"dense": lambda: int, "packed 1": lambda: int, "late": late, "never": late}, {}
+    )
+    assert table["rows"]["late"] == table["rows"]["never"] == dict(error="no time was left")
+    assert table["rows"]["packed 1"]["to_dense"]["median"] > 0
+    with pytest.raises(OutOfTime):
+        run.table(dict(form="eager"), {"dense": lambda: int, "late": late}, {})

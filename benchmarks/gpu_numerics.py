@@ -1,0 +1,289 @@
+"""Numerics of benchmarks/gpu.py: every executor and the router against float64, and against themselves."""
+
+import copy
+import functools
+import zlib
+from contextlib import contextmanager
+from typing import NamedTuple, Optional
+
+import torch
+from attention import Released, copies, draw_router, output
+from decode import draw
+from device_run import one_line
+from torch import nn
+
+from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
+from moh_vision.attention.kernels import eager
+from moh_vision.attention.routing import RoutingStats
+
+
+class Shape(NamedTuple):
+    """Self-attention of one layer."""
+
+    batch: int
+    tokens: int
+    heads: int
+    width: int  # D
+    kv_heads: Optional[int] = None
+    causal: bool = False
+    mask: str = ""  # "keys": bool, of each sequence; "bias": additive, of each head
+    scope: str = "token"
+
+
+CASES = {
+    "token 64": Shape(2, 197, 6, 64),
+    "token 72": Shape(2, 256, 16, 72),
+    "grouped causal 128": Shape(2, 300, 8, 128, kv_heads=2, causal=True),
+    "sample 64": Shape(3, 197, 6, 64, scope="sample"),
+    "sample 72": Shape(3, 256, 16, 72, scope="sample"),
+    "keys masked 64": Shape(2, 197, 6, 64, mask="keys"),
+    "bias 64": Shape(2, 197, 6, 64, mask="bias"),
+}
+QUICK_CASES = {name: shape._replace(tokens=24, heads=8) for name, shape in CASES.items()}
+# name -> dtype, torch's float32 matmul precision, largest relative error
+DTYPES = {
+    "float64": (torch.float64, "highest", 1e-10),
+    "float32": (torch.float32, "highest", 1e-5),
+    "tf32": (torch.float32, "high", 5e-3),
+    "bfloat16": (torch.bfloat16, "highest", 2e-2),
+    "float16": (torch.float16, "highest", 5e-3),
+}
+CHECKED = sorted(set(EXECUTORS) - {"reference", "decode"})  # decode is for one token and is checked by itself
+
+
+class Given(nn.Module):
+    """A router that answers with a routing computed before, whose weights are its parameter."""
+
+    def __init__(self, routing, budget):
+        super().__init__()
+        self.weights, self.active, self.stats = nn.Parameter(routing.weights.float()), routing.active, routing.stats
+        self.budget = budget
+
+    def forward(self, x, q=None, padding_mask=None):
+        return Routing(self.weights * self.active, self.active, self.stats)
+
+
+@contextmanager
+def precision(dtype_name):
+    """Matrix products of float32 tensors in float32, or in tf32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(DTYPES[dtype_name][1])
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def make_layer(shape, share, dtype, device):
+    budget = resolve_budget(f"uniform:{share}", 1, shape.heads, shape.width)[0]
+    layer = HeadMixtureAttention(
+        shape.heads * shape.width, budget, scope=shape.scope, kv_heads=shape.kv_heads, dtype=dtype, device=device
+    )
+    draw_router(layer.router, shape.tokens if shape.scope == "sample" else 1)
+    return layer
+
+
+def make_mask(shape, dtype, device):
+    """The mask of a call, in which every token sees a key, or None."""
+    B, N = shape.batch, shape.tokens
+    if shape.mask == "keys":
+        seen = torch.rand(B, 1, 1, N, device=device) < 0.8
+        seen[..., 0] = True
+        return seen.expand(B, 1, N, N)
+    return torch.randn(1, shape.heads, N, N, device=device, dtype=dtype) if shape.mask == "bias" else None
+
+
+def poison(run):
+    """Fill memory that is free with NaN: what is never written, but read, shows."""
+    if run.cuda:
+        blocks = [torch.full((2**size,), float("nan"), device=run.device) for size in [16] * 64 + [22] * 64 + [28]]
+        del blocks
+
+
+def results(module, x, dy, **options):
+    """{name: tensor}: the output with and without autograd, and the gradients of x and of all parameters."""
+    with torch.no_grad():
+        found = {"y without autograd": output(module, x, **options)}
+    x = x.detach().requires_grad_()
+    found["y"] = output(module, x, **options)
+    inputs = {"x": x, **dict(module.named_parameters())}
+    grads = torch.autograd.grad(found["y"], list(inputs.values()), dy.to(x.dtype))
+    return found | {f"gradient of {name.removeprefix('layer.')}": grad for name, grad in zip(inputs, grads)}
+
+
+def router_results(router, x, alike, dw):
+    """As `results`, of a router; tokens [B, N or 1] that are not `alike` routed count for nothing."""
+    x = x.detach().requires_grad_()
+    weights = router(x).weights * alike.unsqueeze(-1)
+    inputs = {"x": x, **dict(router.named_parameters())}
+    grads = torch.autograd.grad(weights, list(inputs.values()), dw.to(weights.dtype))
+    return {"weights": weights} | {f"gradient of {name}": grad for name, grad in zip(inputs, grads)}
+
+
+def worst_error(got, want):
+    """(error, name) of the tensor that is farthest from `want` {name: float64 tensor}, relative in norm.
+
+    Gradients that are small by cancellation are held to the rounding of the largest one.
+    """
+    largest = max((t.norm().item() for name, t in want.items() if name.startswith("gradient")), default=0.0)
+    errors = []
+    for name, tensor in want.items():
+        scale = tensor.norm().item() + (0.02 * largest if name.startswith("gradient") else 0)
+        error = (got[name].double() - tensor).norm().item() / scale
+        errors.append((error if error == error else float("inf"), name))  # nan
+    return max(errors)
+
+
+def differing(first, second):
+    """Names of the tensors that have other bits when computed again."""
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def check(run, about, compute, want):
+    """Compute twice and report a row: the error, what differs between both, or what was raised."""
+    row = dict(about, allowed=DTYPES[about["dtype"]][2])
+    try:
+        poison(run)
+        got = compute()
+        row["error"], row["of"] = worst_error(got, want)
+        row["differs"] = differing(got, compute())
+    except Exception as error:
+        row["raised"] = one_line(error)
+        print("raised: " + ", ".join(str(value) for value in [*about.values(), row["raised"]]), flush=True)
+    run.report["numerics"].append(row)
+
+
+def numerics(run, case, shape, dtype_name, share):
+    """Report what every executor makes of a case, and the router, which below float64 is checked apart.
+
+    In float64 the router and the released operations take part; below, all executors get the routing that float64 gave.
+    """
+    # Each case has its own numbers, whichever ran before it.
+    torch.manual_seed(run.report["seed"] + zlib.crc32(f"{case} {dtype_name} {share}".encode()))
+    dtype = DTYPES[dtype_name][0]
+    about = dict(case=case, dtype=dtype_name, share=share)
+    with precision(dtype_name):
+        layer = make_layer(shape, share, dtype, run.device)
+        x, dy = torch.randn(2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=dtype)
+        mask = make_mask(shape, dtype, run.device)
+        oracle = copy.deepcopy(layer).double()
+        contestants = copies(layer, CHECKED)
+        if dtype_name == "float64":
+            if shape.kv_heads is None and not shape.mask:
+                contestants["released"] = Released(layer)
+        else:
+            routing = check_router(run, about, layer, oracle, x)
+            for module in (oracle, *contestants.values()):
+                module.router = Given(routing, module.budget)
+        oracle.double().executor = "reference"
+        exact = mask.double() if shape.mask == "bias" else mask
+        options = dict(is_causal=shape.causal) if shape.causal else {}
+        want = results(oracle, x.double(), dy, **options, **({} if mask is None else dict(attn_mask=exact)))
+        if mask is not None:
+            options["attn_mask"] = mask
+        for name, module in contestants.items():
+            check(run, dict(about, executor=name), functools.partial(results, module, x, dy, **options), want)
+
+
+def check_router(run, about, layer, oracle, x):
+    """Report the router of `layer`, against that of `oracle` for tokens that both route alike; returns the oracle's."""
+    read = x.mean(1, keepdim=True) if layer.scope == "sample" else x
+    with torch.no_grad():
+        routing, here = oracle.router(read.double()), layer.router(read)
+    alike = (routing.active == here.active).all(-1)  # [B, N or 1]
+    row = dict(about, tokens_routed_otherwise=1 - alike.double().mean().item())
+    if here.pairs is not None:
+        want = eager.pairs(here.active)
+        got = [t.clone() for t in here.pairs]
+        row["list_is_right"] = torch.equal(got[1], want[1]) and torch.equal(got[0][: len(want[0])], want[0])
+    run.report["routers"].append(row)
+    dw = torch.randn(routing.weights.shape, device=x.device, dtype=torch.float64)
+    want = router_results(oracle.router, read.double(), alike, dw)
+    # The router of a layer in 16 bits has weights in 16 bits, whose gradients are rounded to them.
+    compute = functools.partial(router_results, layer.router, read, alike, dw)
+    check(run, dict(about, executor="router"), compute, want)
+    return routing
+
+
+@torch.no_grad()
+def one_token(run, dtype_name, share, keys):
+    """Report `decode` for one new token, against all heads in float64; what unread heads hold is NaN."""
+    dtype = DTYPES[dtype_name][0]
+    for case, group in (("one token", 1), ("one token, grouped", 4)):
+        active = draw(3, share, group).to(run.device)  # [B, 1, 32]
+        B, H, G = len(active), active.shape[-1], active.shape[-1] // group
+        q = torch.randn(B, H, 1, 128, device=run.device, dtype=dtype)
+        k, v = torch.randn(2, B, G, keys, 128, device=run.device, dtype=dtype)
+        routing = given(active)
+        want = {"o": EXECUTORS["reference"](q.double(), k.double(), v.double(), routing)}
+        unread = ~active.view(B, G, group).any(-1)
+        k[unread] = v[unread] = float("nan")
+        about = dict(case=case, dtype=dtype_name, share=share, executor="decode")
+        with precision(dtype_name):
+            check(run, about, functools.partial(decoded, q, k, v, routing), want)
+
+
+def decoded(q, k, v, routing):
+    return {"o": EXECUTORS["decode"](q, k, v, routing)}
+
+
+def given(active):
+    """A routing with random gates, active [B, N or 1, H]."""
+    none = torch.empty(0, device=active.device)
+    weights = torch.rand(active.shape, device=active.device) + 0.5
+    return Routing(weights * active, active, RoutingStats(none, none, none))
+
+
+def races(run, name, shape, dtype_name, share):
+    """Report whether `packed` at its full size gives the same bits twice."""
+    with precision(dtype_name):
+        layer = make_layer(shape, share, DTYPES[dtype_name][0], run.device)
+        layer.executor = "packed"
+        x, dy = torch.randn(2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=DTYPES[dtype_name][0])
+        first = results(layer, x, dy, is_causal=shape.causal)
+        differs = differing(first, results(layer, x, dy, is_causal=shape.causal))
+    row = dict(case=name, scope=shape.scope, dtype=dtype_name, share=share, executor="packed", differs=differs)
+    run.report["races"].append(row)
+
+
+def wrong(report):
+    """What numerics found wrong, one line each; errors first."""
+    lines = []
+    for row in report["numerics"]:
+        if row.get("error", 0) > row["allowed"]:
+            what = f"{row['executor']}, {row['case']}, {row['dtype']}, share {row['share']}: {row['of']}"
+            lines.append(f"{what} is off by {row['error']:.1e}, allowed is {row['allowed']:.0e}")
+    for row in report["routers"]:
+        if not row.get("list_is_right", True):
+            lines.append(f"router, {row['case']}, {row['dtype']}, share {row['share']}: the list of pairs is wrong")
+    for row in report["numerics"] + report["races"]:
+        # In float64 sums are torch's, and heads chosen per sample go through torch's attention, whose gradient of the
+        # queries may be added up in any order.
+        names = [n for n in row.get("differs", ()) if "sample" not in (row.get("scope") or row["case"]) or n[0] == "y"]
+        if names and row["executor"] in ("packed", "router", "decode") and row["dtype"] != "float64":
+            what = f"{row['executor']}, {row['case']}, {row['dtype']}, share {row['share']}"
+            lines.append(f"{what}: other bits when computed again: {', '.join(names)}")
+    return lines
+
+
+def excluded(report, dtype_name):
+    """Executors that are wrong somewhere in this dtype, and are not timed in it."""
+    rows = (row for row in report["numerics"] if row["dtype"] == dtype_name)
+    return {row["executor"] for row in rows if row.get("error", 0) > row["allowed"]}
+
+
+def summary(report):
+    checked = [row for row in report["numerics"] if "error" in row]
+    raised = len(report["numerics"]) - len(checked)
+    yield f"numerics: {len(checked)} checked, {raised} raised"
+    for name in sorted({row["executor"] for row in checked}):
+        worst = {}
+        for row in checked:
+            if row["executor"] == name:
+                worst[row["dtype"]] = max(worst.get(row["dtype"], 0.0), row["error"])
+        yield f"  {name}: " + ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items())
+    for dtype in DTYPES:
+        otherwise = [r["tokens_routed_otherwise"] for r in report["routers"] if r["dtype"] == dtype]
+        if otherwise:
+            yield f"  {dtype}: at most {max(otherwise):.2g} of the tokens are routed otherwise than in float64"
+    yield from (f"  wrong: {line}" for line in wrong(report))
