@@ -145,10 +145,21 @@ def test_sum_in_parts_and_equal_bits(monkeypatch):
         assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
+def test_list_of_sequences():
+    """More places than one step of the kernel reads."""
+    B, H, K = 700, 5, 2
+    heads = choose(B, H, K)
+    heads[heads == 4] = 5  # nobody runs the last head
+    runs, counts = products.list_sequences(heads, H)
+    for h in range(H):
+        places = (heads.flatten() == h).nonzero().flatten()
+        assert counts[h] == len(places) and torch.equal(runs[h, : len(places)].long(), places)
+
+
 def test_strides():
     """Weights that are part of a stacked one, tokens and outputs that are views."""
     B, M, C, H, K, D = 2, 12, 40, 3, 2, 24
-    heads = choose(B, H, K)
+    heads = choose(B, H, K).t().contiguous().t()
     stacked = torch.randn(3 * H * D, C, device=DEVICE, requires_grad=True)
     x = torch.randn(M, B, C, device=DEVICE, requires_grad=True)
 
@@ -203,7 +214,7 @@ def test_opcheck():
     o, gates, w_o, _ = combine
     checks = "test_schema", "test_faketensor"
     grad = torch.randn(B, M, K, D, device=DEVICE)
-    torch.library.opcheck(OPS.project_heads_backward, (grad, x, weight, heads), test_utils=checks)
+    torch.library.opcheck(OPS.project_heads_backward, (grad, x, weight, heads, True), test_utils=checks)
     grad = torch.randn(B, M, C, device=DEVICE)
     torch.library.opcheck(OPS.combine_heads_backward, (grad, o, gates, w_o, heads), test_utils=checks)
 

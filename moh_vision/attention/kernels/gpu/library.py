@@ -176,8 +176,8 @@ def _fake_project_heads(x, weight, bias, heads, head_dim):
     return x.new_empty(*x.shape[:2], heads.shape[1], head_dim)
 
 
-def _fake_project_heads_backward(grad, x, weight, heads):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+def _fake_project_heads_backward(grad, x, weight, heads, has_bias):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0] if has_bias else 0)
 
 
 def _fake_combine_heads(o, gates, weight, bias, heads):
@@ -195,7 +195,7 @@ def _keep_project_heads(ctx, inputs, output):
 
 
 def _project_heads(ctx, grad):
-    dx, dweight, dbias = OPS.project_heads_backward(grad, *ctx.saved_tensors)
+    dx, dweight, dbias = OPS.project_heads_backward(grad, *ctx.saved_tensors, ctx.has_bias)
     return dx, dweight, dbias if ctx.has_bias else None, None, None
 
 
@@ -216,7 +216,8 @@ define(
     _fake_project_heads,
 )
 define(
-    "project_heads_backward(Tensor grad, Tensor x, Tensor weight, Tensor heads) -> (Tensor, Tensor, Tensor)",
+    "project_heads_backward(Tensor grad, Tensor x, Tensor weight, Tensor heads, bool has_bias)"
+    " -> (Tensor, Tensor, Tensor)",
     products.project_backward,
     _fake_project_heads_backward,
 )

@@ -10,6 +10,7 @@ Three kernels serve forward and backward of both projections:
     chosen_inner     out[b, m, c] = sum_i  a[b, m, i] weight[row(b, i), c]
     weight_gradient  out[row, c]  = sum    a[b, m, i] x[b, m, c] over all b, m, i with row(b, i) = row
 
+The third reads which sequences run a head from a list that `list_runs` makes; `bias_gradient` does so too.
 W_O [C, H*D] is read by the same code with its two strides exchanged. Sums are in float32 and in a fixed order: there are no
 atomic additions. Letters as in `moh_vision.attention`; K heads run.
 """
@@ -161,9 +162,10 @@ def weight_gradient(
     a,  # [B, M, K, D]
     x,  # [B, M, C]
     gates,  # [B, K] float32 that weigh a, or None: 1
-    order,  # [B*K] places b * K + k in `heads`, sorted by head, then by sequence
-    offsets,  # [H + 1] where each head begins in `order`
+    runs,  # see list_runs
+    counts,
     out,  # [splits, H*D, C] or [splits, C, H*D], element (row, c) at row * out_row + c * out_c
+    B,
     M,
     C,
     K,
@@ -190,9 +192,8 @@ def weight_gradient(
     h = tl.program_id(1) // tiles_d
     d = (tl.program_id(1) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     has_d = d < D
-    begin, end = tl.load(offsets + h), tl.load(offsets + h + 1)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    steps = (end - begin).to(tl.int64) * tiles_m
+    steps = tl.load(counts + h).to(tl.int64) * tiles_m
     split, splits = tl.program_id(2), tl.num_programs(2)
     m = tl.arange(0, BLOCK_M)
     token = tl.multiple_of(m * a_m, VECTOR)
@@ -204,7 +205,7 @@ def weight_gradient(
         total_rest = tl.zeros([BLOCK_C, REST_D], dtype=tl.float32)
     lo, hi = (steps * split // splits).to(tl.int32), (steps * (split + 1) // splits).to(tl.int32)
     for step in range(lo, hi):
-        place = tl.load(order + begin + step // tiles_m).to(tl.int32)
+        place = tl.load(runs + h * B + step // tiles_m)
         b = (place // K).to(tl.int64)
         k = (place % K).to(tl.int64)
         first = (step % tiles_m) * BLOCK_M
@@ -231,6 +232,50 @@ def weight_gradient(
     if REST_D:
         at = out + c[:, None] * out_c + rest[None, :] * out_row
         tl.store(at, total_rest.to(out.dtype.element_ty), mask=has_c[:, None] & has_rest[None, :])
+
+
+@triton.jit
+def list_runs(
+    heads,  # [B, K]
+    runs,  # [H, B] of every head the places b * K + k in `heads` where it stands, by rising b; the rest is not written
+    counts,  # [H] how many they are
+    B,
+    K,
+    BLOCK: tl.constexpr,
+):
+    h = tl.program_id(0)
+    found = 0
+    for start in range(0, B * K, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        hit = tl.load(heads + place, mask=place < B * K, other=-1) == h
+        one = hit.to(tl.int32)
+        at = found + tl.cumsum(one, 0) - one
+        tl.store(runs + h * B + at, place, mask=hit & (at < B))
+        found += tl.sum(one, 0)
+    tl.store(counts + h, tl.minimum(found, B))
+
+
+@triton.jit
+def bias_gradient(
+    sums,  # [B, K, D] float32, over tokens
+    runs,  # see list_runs
+    counts,
+    out,  # [H*D]
+    B,
+    D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    h = tl.program_id(0)
+    d = tl.arange(0, BLOCK_D)
+    count = tl.load(counts + h)
+    total = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for start in range(0, count, BLOCK_B):
+        j = start + tl.arange(0, BLOCK_B)
+        place = tl.load(runs + h * B + j, mask=j < count, other=0)
+        inside = (j < count)[:, None] & (d < D)[None, :]
+        total += tl.sum(tl.load(sums + place[:, None] * D + d[None, :], mask=inside, other=0.0), 0)
+    tl.store(out + h * D + d, total.to(out.dtype.element_ty), mask=d < D)
 
 
 # ---- block sizes
@@ -334,8 +379,8 @@ def columns(
     chosen_columns[(B * tiles_m * tiles_i,)](
         x,
         weight,
-        bias,
-        heads,
+        None if bias is None else bias.contiguous(),
+        heads.contiguous(),
         gates,
         o,
         out,
@@ -373,8 +418,8 @@ def inner(
     chosen_inner[(B * triton.cdiv(M, size.rows) * triton.cdiv(C, size.columns),)](
         a,
         weight,
-        bias,
-        heads,
+        None if bias is None else bias.contiguous(),
+        heads.contiguous(),
         gates,
         out,
         M,
@@ -393,25 +438,37 @@ def inner(
     return out
 
 
+def list_sequences(heads: Tensor, H: int) -> Tuple[Tensor, Tensor]:
+    """Which sequences run each head, runs [H, B] and counts [H]: see `list_runs`."""
+    (B, K), heads = heads.shape, heads.contiguous()
+    runs, counts = heads.new_empty(H, B), heads.new_empty(H)
+    list_runs[(H,)](heads, runs, counts, B, K, BLOCK=1024, num_warps=4)
+    return runs, counts
+
+
 def gradient_of_weight(
-    a: Tensor, x: Tensor, gates: Optional[Tensor], heads: Tensor, weight: Tensor, transposed: bool
+    a: Tensor,
+    x: Tensor,
+    gates: Optional[Tensor],
+    runs: Tensor,
+    counts: Tensor,
+    weight: Tensor,
+    transposed: bool,
 ) -> Tensor:
     """Like `weight` [H*D, C], or [C, H*D] if transposed: see `weight_gradient`."""
-    (B, M, C), (_, _, K, D) = x.shape, a.shape
-    H = weight.numel() // (C * D)
+    (B, M, C), (_, _, K, D), H = x.shape, a.shape, counts.shape[0]
     size, rest = weight_tiling(a.dtype, D)
     tiles_c, tiles_d = triton.cdiv(C, size.rows), 1 if rest else triton.cdiv(D, size.columns)
     parts = splits(tiles_c * tiles_d * H, B * K * triton.cdiv(M, size.inner) // H)
     out = weight.new_empty(parts, *weight.shape, dtype=weight.dtype if parts == 1 else torch.float32)
-    by_head, order = heads.flatten().sort(stable=True)
-    offsets = torch.searchsorted(by_head, torch.arange(H + 1, dtype=heads.dtype, device=heads.device), out_int32=True)
     weight_gradient[(tiles_c, H * tiles_d, parts)](
         a,
         x,
         gates,
-        order,
-        offsets,
+        runs,
+        counts,
         out,
+        B,
         M,
         C,
         K,
@@ -440,29 +497,34 @@ def project(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, he
     return columns(rows_contiguous(x), weight, weight.stride(), bias, heads, head_dim)[0]
 
 
-def project_backward(grad: Tensor, x: Tensor, weight: Tensor, heads: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias for grad [B, M, K, D]."""
-    D = grad.shape[3]
+def project_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, heads: Tensor, has_bias: bool
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias for grad [B, M, K, D]; the last is empty without a bias."""
+    D, H = grad.shape[3], weight.shape[0] // grad.shape[3]
     grad, x, weight = heads_contiguous(grad), rows_contiguous(x), rows_contiguous(weight)
     dx = inner(grad, weight, weight.stride(), None, heads, x.shape[2])
-    dweight = gradient_of_weight(grad, x, None, heads, weight, transposed=False)
-    dbias = x.new_zeros(weight.shape[0] // D, D, dtype=torch.float32)
-    # index_put_ adds in a fixed order on a GPU (index_add_ does not).
-    dbias.index_put_((heads.flatten().long(),), grad.sum(1, dtype=torch.float32).flatten(0, 1), accumulate=True)
-    return dx, dweight, dbias.flatten().to(x.dtype)
+    runs, counts = list_sequences(heads, H)
+    dweight = gradient_of_weight(grad, x, None, runs, counts, weight, transposed=False)
+    dbias = weight.new_empty(H * D if has_bias else 0)
+    if has_bias:
+        width = triton.next_power_of_2(D)
+        sums = grad.sum(1, dtype=torch.float32)
+        bias_gradient[(H,)](sums, runs, counts, dbias, x.shape[0], D=D, BLOCK_B=16, BLOCK_D=width, num_warps=4)
+    return dx, dweight, dbias
 
 
 def combine(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
     """Weigh the heads of every sequence and send them through W_O; same as `kernels.eager.combine_heads`."""
     weight = rows_contiguous(weight)
-    strides = weight.stride()[::-1]
-    return inner(heads_contiguous(o), weight, strides, bias, heads, weight.shape[0], gates.contiguous())
+    return inner(heads_contiguous(o), weight, weight.stride()[::-1], bias, heads, weight.shape[0], gates.contiguous())
 
 
 def combine_backward(
     grad: Tensor, o: Tensor, gates: Tensor, weight: Tensor, heads: Tensor
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Gradients of o, gates and weight for grad [B, N, C]."""
-    grad, o, gates, weight = rows_contiguous(grad), heads_contiguous(o), gates.contiguous(), rows_contiguous(weight)
+    grad, o, weight, gates = rows_contiguous(grad), heads_contiguous(o), rows_contiguous(weight), gates.contiguous()
     do, dgates = columns(grad, weight, weight.stride()[::-1], None, heads, o.shape[3], gates, o)
-    return do, dgates, gradient_of_weight(o, grad, gates, heads, weight, transposed=True)
+    runs, counts = list_sequences(heads, weight.shape[1] // o.shape[3])
+    return do, dgates, gradient_of_weight(o, grad, gates, runs, counts, weight, transposed=True)
