@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from moh_vision.attention import HeadBudget, kernels
 from moh_vision.attention.kernels import build, eager
+from moh_vision.attention.kernels.gpu import route as gpu_route
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.route import choose, gate_logits, route
 from moh_vision.attention.routers import MoARouter, MoHRouter
@@ -103,6 +104,13 @@ def test_equal_to_pytorch_in_float64(name, padded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shapes_and_types(shape, dtype):
     compare(*make("released", shape, dtype), "released", tolerance=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_the_weight_gradient_in_parts(monkeypatch):
+    monkeypatch.setattr(gpu_route, "PART", 32)
+    for programs in (1, 2, 100):
+        monkeypatch.setattr(gpu_route, "PROGRAMS", programs)
+        compare(*make("released", (2, 37, 70)), "released")
 
 
 def test_16_bit_tokens_with_a_float32_weight():

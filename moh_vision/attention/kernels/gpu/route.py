@@ -19,6 +19,8 @@ from torch import Tensor
 
 KINDS = ("released", "paper", "renormalised")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_C = 64  # of the products of gradients
+PART, PROGRAMS = 256, 1024  # the weight's gradient sums parts of this many tokens, more if that takes more programs
 SMALLEST_GATE = tl.constexpr(1e-30)
 
 
@@ -222,8 +224,12 @@ def _route_backward_kernel(
     drows,
     rows,
     padding,
+    weight,
     dlogits,
+    dx,
     T,
+    C,
+    weight_row,
     CANDIDATES: tl.constexpr,
     SHARED: tl.constexpr,
     ROUTED: tl.constexpr,
@@ -232,9 +238,11 @@ def _route_backward_kernel(
     BALANCED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """A program computes the gradients of the logits of BLOCK_N tokens. Gates are computed again from the logits."""
+    """A program computes the gradients of BLOCK_N tokens and of their logits, from which it computes the gates again."""
     HEADS: tl.constexpr = SHARED + CANDIDATES
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = token < T
@@ -289,6 +297,45 @@ def _route_backward_kernel(
         mean = tl.sum(tl.where(candidate, probs * dprob, 0.0), 1)
         grad += tl.where(candidate, probs * (dprob - mean[:, None]), 0.0)
     tl.store(dlogits + row, grad, mask=in_rows)
+
+    weight_rows = weight + column.to(tl.int64)[:, None] * weight_row
+    for start in range(0, C, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        w_tile = tl.load(weight_rows + c[None, :], mask=(column < ROWS)[:, None] & (c < C)[None, :], other=0.0)
+        dx_tile = tl.dot(grad, w_tile.to(tl.float32), input_precision=PRECISION)
+        dx_mask = exists[:, None] & (c < C)[None, :]
+        tl.store(dx + token[:, None] * C + c[None, :], dx_tile.to(dx.dtype.element_ty), mask=dx_mask)
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    dlogits,
+    x,
+    sums,
+    T,
+    C,
+    x_token,
+    part,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A program sums BLOCK_C columns of the weight's gradient over a part of the tokens: sums [parts, R, C]."""
+    column, c = tl.arange(0, COLUMNS), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.program_id(1) * part
+    total = tl.zeros([COLUMNS, BLOCK_C], tl.float32)
+    for start in range(first, tl.minimum(first + part, T), BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        exists = (token < T)[:, None]
+        x_tile = tl.load(x + token[:, None] * x_token + c[None, :], mask=exists & (c < C)[None, :], other=0.0)
+        grad = tl.load(
+            dlogits + token[:, None] * ROWS + column[None, :], mask=exists & (column < ROWS)[None, :], other=0.0
+        )
+        total = tl.dot(tl.trans(grad), x_tile.to(tl.float32), total, input_precision=PRECISION)
+    to = (tl.program_id(1) * ROWS + column)[:, None] * C + c[None, :]
+    tl.store(sums + to, total, mask=(column < ROWS)[:, None] & (c < C)[None, :])
 
 
 # ---- the list of pairs
@@ -486,24 +533,53 @@ def backward(
     """The gradients of tokens and weight, from those of the first, fourth and third output of `forward`."""
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
-    (B, N, C), T = x.shape, x.shape[0] * x.shape[1]
+    C, T = x.shape[2], x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
     grads = [None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)]
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    # tf32 loses nothing of 16-bit tokens, and less of the other factor than 16 bits lose of every gradient around.
+    fast = x.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    precision = "tf32" if fast else "ieee"
     block, columns, warps = tile(router.ROWS)
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _route_backward_kernel[(triton.cdiv(T, block),)](
         *grads,
         rows.contiguous(),
         as_bytes(padding),
+        weight,
         dlogits,
+        dx,
         T,
+        C,
+        weight.stride(0),
         **router._asdict(),
         BLOCK_N=block,
+        BLOCK_C=BLOCK_C,
         COLUMNS=columns,
+        PRECISION=precision,
         num_warps=warps,
     )
-    with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
-        dx = dlogits @ weight.float()
-        dweight = dlogits.t() @ x.reshape(T, C).float()
-    return dx.to(x.dtype).view(B, N, C), dweight.to(weight.dtype)
+
+    x = x.reshape(T, C)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    pieces = triton.cdiv(C, BLOCK_C)
+    part = PART * max(1, triton.cdiv(T * pieces, PART * PROGRAMS))
+    sums = torch.empty((triton.cdiv(T, part), router.ROWS, C), dtype=torch.float32, device=x.device)
+    _weight_gradient_kernel[(pieces, sums.shape[0])](
+        dlogits,
+        x,
+        sums,
+        T,
+        C,
+        x.stride(0),
+        part,
+        ROWS=router.ROWS,
+        BLOCK_N=32,
+        BLOCK_C=BLOCK_C,
+        COLUMNS=columns,
+        PRECISION=precision,
+        num_warps=warps,
+    )
+    return dx, sums.sum(0).to(weight.dtype)
