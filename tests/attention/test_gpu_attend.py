@@ -222,6 +222,7 @@ def test_two_runs_have_equal_bits(small_blocks):
 
 
 def test_opcheck():
+    """Schema, shapes and strides without values, and gradients under tracing."""
     arguments = operands()
     torch.library.opcheck(torch.ops.moh_vision_triton.attend.default, (*arguments, True, None))
     mask = torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
@@ -277,6 +278,7 @@ def test_other_operands_are_refused():
         (q, k, v, weights, token.long(), offsets),
         (q, k, v, weights, token, offsets[1:]),
         (q, k, v, weights, token, offsets, False, torch.ones(6, 6)),
+        (q, k, v, weights, token, offsets, False, torch.ones(1, 1, 6, 6, requires_grad=True)),
     ):
         with pytest.raises(ValueError):
             attend(*wrong)

@@ -26,28 +26,53 @@ LOG2E = tl.constexpr(math.log2(math.e))
 NO_MASK, BOOL_MASK, FLOAT_MASK = 0, 1, 2
 
 
-def blocks(kernel: str, D: int, dtype: torch.dtype, tokens: int) -> Dict[str, int]:
+def blocks(
+    kernel: str, D: int, dtype: torch.dtype, exact: bool, masked: bool, tokens: int, memory: int
+) -> Dict[str, int]:
     """Queries and keys of a block, warps and stages: the one place that says them.
+
+    With few exceptions ptxas spills nothing (Triton 3.6 for an H100). None is timed yet.
 
     Args:
         kernel: "forward", "queries" or "keys".
         D: head width.
         dtype: of the queries.
+        exact: float32 without tf32, for which tensor cores are no use.
+        masked: there is a mask, which takes registers.
         tokens: N. Few tokens: small blocks of queries, because the last tile of a segment is half empty on average.
+        memory: bytes of shared memory that a program may use; 227 KB on an H100, 99 KB on small GPUs.
     """
-    if dtype == torch.float32:  # products without tensor cores, or with tf32: operands are twice as wide
-        small = D > 64
-        return dict(BLOCK_M=32 if small else 64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if D > 128:
-        block = dict(BLOCK_M=64, BLOCK_N=32 if kernel == "queries" else 64, num_warps=8, num_stages=2)
-        return block if kernel == "forward" else dict(block, BLOCK_M=32 if kernel == "keys" else 64, num_stages=1)
-    if kernel == "forward":
-        if tokens <= 512:
-            return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
-        return dict(BLOCK_M=128, BLOCK_N=64, num_warps=8 if D > 64 else 4, num_stages=3)
-    if kernel == "queries":
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=64, BLOCK_N=64, num_warps=8 if D > 64 else 4, num_stages=2)
+    warps = 4 if D <= 80 else 8
+    if dtype == torch.float32 and exact:
+        if D <= 80:
+            block = dict(forward=(32, 32, 4, 2), queries=(32, 32, 4, 2), keys=(16, 32, 4, 1))
+        else:
+            block = dict(forward=(16, 32, 8, 1), queries=(16, 16, 8, 1), keys=(16, 16, 8, 1))
+    elif dtype == torch.float32:
+        if D <= 80:
+            block = dict(forward=(64, 32, 4, 2), queries=(64, 32, 4, 2), keys=(32, 32, 4, 1))
+        elif D <= 128:
+            block = dict(forward=(32, 32, 8, 1), queries=(32, 32, 8, 1), keys=(16, 32, 8, 1))
+        else:
+            block = dict(forward=(32, 32, 8, 1), queries=(16, 32, 8, 1), keys=(16, 16, 8, 1))
+    elif memory < 160 * 1024:
+        rows = 64 if D <= 128 else 32
+        block = dict(forward=(rows, 32, 4, 2), queries=(rows, 32, warps, 2), keys=(32, 32, warps, 1))
+    elif D > 128:
+        block = dict(forward=(64, 64, 8, 2), queries=(64, 32, 8, 2), keys=(32, 64, 8, 1))
+    else:
+        block = dict(forward=(128, 128 if D <= 64 else 64, 8, 3), queries=(128, 64, 8, 2), keys=(64, 64, warps, 2))
+        if tokens <= 512 or masked:
+            block.update(forward=(64, 64, warps if masked else 4, 2 if masked else 3), queries=(64, 64, warps, 2))
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), block[kernel]))
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 2**31
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 def widths(D: int) -> Tuple[int, int]:
@@ -96,23 +121,22 @@ def product(a0, a1, b0, b1, WIDTH1: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def see(scores, mask_rows, n, key, real, root, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """Mask the scores, which are not yet divided by `root` = sqrt(D).
+def see(scores, mask_rows, n, key, M, root, MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
+    """Mask the scores [queries, keys], which are not yet divided by `root` = sqrt(D).
 
-    mask_rows (pointers) and n of the queries and key of the keys are columns or rows, so that they spread over the
-    scores; real: key < M. EDGE: some of these keys may lie beyond M or after a token.
+    mask_rows: pointers to the queries' rows of the mask. EDGE: some keys may lie beyond M or after a token.
     """
+    real = (key < M)[None, :]
     if MASK == 1:
-        allowed = tl.load(mask_rows + key, mask=real, other=0)
+        allowed = tl.load(mask_rows[:, None] + key[None, :], mask=real, other=0)
         scores = tl.where(allowed != 0, scores, -float("inf"))
     if MASK == 2:
-        bias = tl.load(mask_rows + key, mask=real, other=0.0).to(tl.float32)
+        bias = tl.load(mask_rows[:, None] + key[None, :], mask=real, other=0.0).to(tl.float32)
         scores += bias * root
     if EDGE:
         if CAUSAL:
-            scores = tl.where(real & (key <= n), scores, -float("inf"))
-        else:
-            scores = tl.where(real, scores, -float("inf"))
+            real = real & (key[None, :] <= n[:, None])
+        scores = tl.where(real, scores, -float("inf"))
     return scores
 
 
@@ -227,7 +251,7 @@ def attend_keys(
         if WIDTH1 > 0:
             k1 = load_rows(k_block, rows * k_m, real, WIDTH0, WIDTH1, D, not EDGE)
         scores = product(q0, q1, k0, k1, WIDTH1, PRECISION)  # [BLOCK_M, BLOCK_N]
-        scores = see(scores, mask_rows[:, None], n[:, None], key[None, :], real[None, :], root, MASK, CAUSAL, EDGE)
+        scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, EDGE)
 
         new = tl.maximum(top, tl.max(scores, 1))
         shift = new * scale
@@ -408,7 +432,7 @@ def queries_keys(
             k1 = load_rows(k_block, rows * k_m, real, WIDTH0, WIDTH1, D, not EDGE)
             v1 = load_rows(v_block, rows * v_m, real, WIDTH0, WIDTH1, D, not EDGE)
         scores = product(q0, q1, k0, k1, WIDTH1, PRECISION)
-        scores = see(scores, mask_rows[:, None], n[:, None], key[None, :], real[None, :], root, MASK, CAUSAL, EDGE)
+        scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, EDGE)
         p = tl.exp2(scores * scale - lse[:, None])
         dp = product(do0, do1, v0, v1, WIDTH1, PRECISION)
         dgate += tl.sum(p * dp, 1)
@@ -582,11 +606,10 @@ def keys_queries(
     GATED: tl.constexpr,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    EDGE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """What pairs low .. high - 1 add to the gradients of a block of keys and values; scores are [keys, queries].
+    """What pairs low .. high - 1 add to the gradients of a block of keys and values.
 
     Keys beyond M need no mask: their rows are not stored.
     """
@@ -608,18 +631,18 @@ def keys_queries(
         mask_rows = n64
         if MASK > 0:
             mask_rows = mask + n64 * mask_n
-        scores = product(k0, k1, q0, q1, WIDTH1, PRECISION)  # [BLOCK_N, BLOCK_M]
-        scores = see(scores, mask_rows[None, :], n[None, :], key[:, None], key[:, None] < M, root, MASK, CAUSAL, EDGE)
-        p = tl.exp2(scores * scale - row_lse[None, :])
-        dp = product(v0, v1, do0, do1, WIDTH1, PRECISION)
+        scores = product(q0, q1, k0, k1, WIDTH1, PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, CAUSAL)
+        p = tl.exp2(scores * scale - row_lse[:, None])
+        dp = product(do0, do1, v0, v1, WIDTH1, PRECISION)
         if GATED:
             gate = tl.load(weights + n64 * w_n, mask=real, other=0.0).to(tl.float32)
-            ds = p * (dp * gate[None, :] - row_delta[None, :])
-            p = p * gate[None, :]
+            ds = p * (dp * gate[:, None] - row_delta[:, None])
+            p = p * gate[:, None]
         else:
-            ds = p * (dp - row_delta[None, :])
-        p = p.to(do0.dtype)
-        ds = ds.to(q0.dtype)
+            ds = p * (dp - row_delta[:, None])
+        p = tl.trans(p.to(do0.dtype))
+        ds = tl.trans(ds.to(q0.dtype))
         dv0 = tl.dot(p, do0, dv0, input_precision=PRECISION)
         dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
         if WIDTH1 > 0:
@@ -715,23 +738,13 @@ def keys_kernel(
             mask_head = mask + b64 * mask_b + h64 * mask_h
         low = tl.load(offsets + h * B + b)
         high = tl.load(offsets + h * B + b + 1)
+        if CAUSAL:  # pairs before see none of these keys
+            low += count_below(token, low, high, shift + start)
         # fmt: off
-        if CAUSAL:
-            # Pairs before `first` see none of these keys; those from `middle` on see all.
-            end = high
-            first = low + count_below(token, low, end, shift + start)
-            middle = low + count_below(token, low, end, shift + start + BLOCK_N - 1)
-            middle = tl.minimum(first + tl.cdiv(middle - first, BLOCK_M) * BLOCK_M, end)
-            dk0, dk1, dv0, dv1 = keys_queries(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, key, q_head, do_head, weights_head, mask_head, lse, delta, token,
-                q_n * UNIT, do_n * UNIT, w_n, mask_n, first, middle, shift, M, scale, root,
-                D, WIDTH0, WIDTH1, GATED, MASK, CAUSAL, True, PRECISION, BLOCK_M,
-            )
-            low = middle
         dk0, dk1, dv0, dv1 = keys_queries(
             dk0, dk1, dv0, dv1, k0, k1, v0, v1, key, q_head, do_head, weights_head, mask_head, lse, delta, token,
             q_n * UNIT, do_n * UNIT, w_n, mask_n, low, high, shift, M, scale, root,
-            D, WIDTH0, WIDTH1, GATED, MASK, CAUSAL, False, PRECISION, BLOCK_M,
+            D, WIDTH0, WIDTH1, GATED, MASK, CAUSAL, PRECISION, BLOCK_M,
         )
         # fmt: on
 
@@ -792,7 +805,7 @@ def constants(kernel: str, rows: Tuple[Tensor, ...], tokens: int, gated: bool, m
         MASK=mask,
         CAUSAL=is_causal,
         PRECISION="ieee" if exact else "tf32",
-        **blocks(kernel, D, dtype, tokens),
+        **blocks(kernel, D, dtype, exact, mask != NO_MASK, tokens, shared_memory(rows[0].device)),
     )
 
 

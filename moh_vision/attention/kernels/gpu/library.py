@@ -81,7 +81,7 @@ def attend(
         pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
 
     Raises:
-        ValueError: other dtypes or shapes.
+        ValueError: other dtypes or shapes, or a mask that requires a gradient.
     """
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
@@ -94,6 +94,8 @@ def attend(
         raise ValueError(f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}")
     if mask is not None and (mask.dim() != 4 or mask.shape[3] != M):
         raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, {N} or 1, {M}]")
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError("the mask requires a gradient, and this operator has none for it")
     return OPS.attend(q, k, v, weights, token, offsets, is_causal, mask)
 
 
@@ -311,7 +313,7 @@ def decode(
         o [B, 1, H*D]: 0 for heads that are off or see no key.
 
     Raises:
-        ValueError: other dtypes or shapes.
+        ValueError: other dtypes or shapes, or a mask that requires a gradient.
     """
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
