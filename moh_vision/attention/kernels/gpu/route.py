@@ -131,7 +131,8 @@ def _gates(
     return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
 
 
-@triton.jit
+# No kernel is specialised to numbers of tokens: batches of other lengths would compile them again.
+@triton.jit(do_not_specialize=["B", "N", "blocks"])
 def _route_kernel(
     x,
     weight,
@@ -217,7 +218,7 @@ def _route_kernel(
         tl.store(counts + sequence * blocks + block, tl.sum(exists.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _route_backward_kernel(
     dweights,
     dprobs,
@@ -307,7 +308,7 @@ def _route_backward_kernel(
         tl.store(dx + token[:, None] * C + c[None, :], dx_tile.to(dx.dtype.element_ty), mask=dx_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "part"])
 def _weight_gradient_kernel(
     dlogits,
     x,
@@ -341,7 +342,7 @@ def _weight_gradient_kernel(
 # ---- the list of pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "N", "blocks"])
 def _count_kernel(active, counts, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """A program counts the pairs of BLOCK_N tokens of one sequence for every head: counts [H, B, blocks]."""
     block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -353,7 +354,7 @@ def _count_kernel(active, counts, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMN
     tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "N", "blocks"])
 def _list_kernel(
     active, counts, ends, token_list, offsets, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
 ):
