@@ -83,6 +83,10 @@ def widths(D: int) -> Tuple[int, int]:
     return (first, second) if first >= 16 and first + second < whole else (whole, 0)
 
 
+# Triton would compile a kernel for each of these that is 1 or divisible by 16, and make a constant of a 1.
+SIZES = ["B", "N", "M", "H", "G", "group", "tiles", "key_blocks"]
+
+
 # ---- What the kernels share
 
 
@@ -270,7 +274,7 @@ def attend_keys(
     return acc0, acc1, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q,
     k,
@@ -361,7 +365,7 @@ def forward_kernel(
         gate = tl.load(weights + b64 * w_b + n64 * w_n + h64 * w_h, mask=real, other=0.0)
         factor *= gate.to(tl.float32)
     o += (b64 * N * H + h64) * D
-    row = H.to(tl.int64) * D
+    row = tl.cast(H, tl.int64) * D
     store_rows(o, n64 * row, acc0 * factor[:, None], real, 0, WIDTH0, D)
     if WIDTH1 > 0:
         store_rows(o, n64 * row, acc1 * factor[:, None], real, WIDTH0, WIDTH1, D)
@@ -443,7 +447,7 @@ def queries_keys(
     return dq0, dq1, dgate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def queries_kernel(
     q,
     k,
@@ -504,7 +508,7 @@ def queries_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     g64 = (h // group).to(tl.int64)
-    row = H.to(tl.int64) * D
+    row = tl.cast(H, tl.int64) * D
 
     q += b64 * (q_b * UNIT) + h64 * (q_h * UNIT)
     do += b64 * (do_b * UNIT) + h64 * D
@@ -651,7 +655,7 @@ def keys_queries(
     return dk0, dk1, dv0, dv1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
     q,
     k,
@@ -750,7 +754,7 @@ def keys_kernel(
 
     dk += (b64 * M * G + g64) * D
     dv += (b64 * M * G + g64) * D
-    row = G.to(tl.int64) * D
+    row = tl.cast(G, tl.int64) * D
     store_rows(dk, key64 * row, dk0 / root, real, 0, WIDTH0, D)
     store_rows(dv, key64 * row, dv0, real, 0, WIDTH0, D)
     if WIDTH1 > 0:
