@@ -135,6 +135,18 @@ def test_what_is_not_read_may_be_anything(heads):
     assert gpu.decode(q, k, v, None, active).isnan().any()
 
 
+@pytest.mark.parametrize("heads", [(6, 6), (6, 3)], ids=["6/6", "6/3"])
+def test_reads_only_what_it_wrote(heads):
+    case = inputs(*heads, 300)
+    want = gpu.decode(*case)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert torch.empty(1).isnan()
+        assert torch.equal(gpu.decode(*case), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_strides():
     """Queries, keys and values as projections without a cache leave them, and a last dimension that is not contiguous."""
     case = inputs(6, 3, 40)

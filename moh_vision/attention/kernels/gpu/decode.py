@@ -6,7 +6,7 @@ merges the parts (Flash-Decoding, Dao et al. 2023). A program ends at once where
 """
 
 import math
-from typing import NamedTuple, Optional
+from typing import Dict, Optional
 
 import torch
 import triton
@@ -273,23 +273,16 @@ def _merge(
 # ---- operator
 
 
-class Blocks(NamedTuple):
-    """Sizes that a kernel is compiled for."""
-
-    D: int
-    M: int
-    warps: int
-    stages: int
-
-
-def blocks(head_dim: int, itemsize: int) -> Blocks:
-    """Block sizes for numbers of `itemsize` bytes.
+def blocks(head_dim: int, itemsize: int, exact: bool) -> Dict[str, int]:
+    """Block sizes and warps of the first kernel, for numbers of `itemsize` bytes.
 
     A block of keys and one of values together are about 32 KB: enough to keep the memory busy with a few programs on a
     multiprocessor, and little enough for the registers, or for the shared memory of a product in two stages.
+
+    exact: products of float32 without tensor cores, which need the registers of more warps.
     """
     D = max(32, triton.next_power_of_2(head_dim))
-    return Blocks(D, min(128, 16384 // (D * itemsize)), 4, 2)
+    return dict(BLOCK_D=D, BLOCK_M=min(128, 16384 // (D * itemsize)), num_warps=8 if exact else 4, num_stages=2)
 
 
 def split_keys(programs: int, keys: int, block: int, multiprocessors: int) -> int:
@@ -324,24 +317,22 @@ def forward(
         mask_strides = mask.stride()
 
     size = H // G
-    sizes = blocks(D, k.element_size())
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    sizes = blocks(D, k.element_size(), size > 1 and k.dtype == torch.float32 and precision == "ieee")
     programs = B * H if size == 1 else B * G * triton.cdiv(size, ROWS)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else MULTIPROCESSORS
-    split_size = split_keys(programs, M, sizes.M, count)
+    split_size = split_keys(programs, M, sizes["BLOCK_M"], count)
     splits = max(1, triton.cdiv(M, split_size))
     top, total = torch.empty(2, splits, B * H, dtype=torch.float32, device=q.device)
     acc = torch.empty(splits, B * H, D, dtype=torch.float32, device=q.device)
 
     strides = (*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *mask_strides)
-    shared = dict(MASK=kind, D=D, BLOCK_D=sizes.D, BLOCK_M=sizes.M, num_warps=sizes.warps, num_stages=sizes.stages)
     arguments = (q, k, v, active, mask, top, total, acc, G, B * H, M, split_size, 1 / math.sqrt(D), *strides)
     if size == 1:
-        _attend_one[programs, splits](*arguments, **shared)
+        _attend_one[programs, splits](*arguments, MASK=kind, D=D, **sizes)
     else:
-        exact = torch.get_float32_matmul_precision() == "highest"
-        precision = "ieee" if exact else "tf32"
         _attend_group[programs, splits](
-            *arguments, SIZE=size, ROWS=ROWS, PER_HEAD=per_head, PRECISION=precision, **shared
+            *arguments, SIZE=size, ROWS=ROWS, MASK=kind, PER_HEAD=per_head, PRECISION=precision, D=D, **sizes
         )
     _merge[(B * H,)](
         top,
@@ -354,7 +345,7 @@ def forward(
         splits,
         WEIGHTED=weights is not None,
         D=D,
-        BLOCK_D=sizes.D,
+        BLOCK_D=sizes["BLOCK_D"],
         BLOCK_S=MERGED,
     )
     return o
