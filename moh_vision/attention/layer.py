@@ -11,7 +11,7 @@ from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS, announce, choose
 from moh_vision.attention.executors.masked import attend, autocast
-from moh_vision.attention.executors.packed import gates_of, has_static_shapes, pairs_of, products_of_sequences
+from moh_vision.attention.executors.packed import gates_of, has_static_shapes, in_float, pairs_of, products_of_sequences
 from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible, without_padding
 from moh_vision.attention.routers import ROUTERS
@@ -225,8 +225,16 @@ class HeadMixtureAttention(nn.Module):
         empty = call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0)
         if call.routing.active is None or empty or not all(map(plain, self.projections)):
             return False
-        static = has_static_shapes(call.routing, autocast(call.x[:0]), call.attn_mask, call.dropout_p)
-        return static or not torch.compiler.is_compiling()
+        path = self.path_of(call)
+        if path == "triton":  # narrow products pay for whole sequences alone, with the same number of heads in each
+            per_head = call.attn_mask is not None and call.attn_mask.shape[1] > 1
+            apart = call.routing.active.shape[1] == 1 and self.kv_heads == self.num_heads
+            return apart and call.routing.pairs is not None and call.cache is None and not per_head
+        return has_static_shapes(call.routing, path) or not torch.compiler.is_compiling()
+
+    @torch.jit.unused
+    def path_of(self, call: Call) -> str:
+        return kernels.attend_path(call.x.device, autocast(call.x[:0]).dtype, call.attn_mask, call.dropout_p)
 
     @torch.jit.unused
     def packed(self, call: Call, *positions) -> Tensor:
@@ -237,9 +245,11 @@ class HeadMixtureAttention(nn.Module):
 
         positions: handed to `attend_pairs`.
         """
-        x, routing = autocast(call.x), call.routing
+        x, routing, path = autocast(call.x), call.routing, self.path_of(call)
+        if path == "triton":
+            return self.packed_sequences(call, x)
         (B, N, C), H = x.shape, self.num_heads
-        pairs, whole = pairs_of(routing, N), products_of_sequences(call, x)
+        pairs, whole = pairs_of(routing, N, path), products_of_sequences(call, x)
         queries, *keys_values = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
         if call.q is None:
             q = kernels.project(x.flatten(0, 1), *queries, pairs, H, whole)  # [P, D]
@@ -249,6 +259,29 @@ class HeadMixtureAttention(nn.Module):
         weight, bias = in_dtype(self.proj.weight, self.proj.bias, x.dtype)
         y = kernels.combine(o.to(x.dtype), gates_of(routing, B, N), weight, bias, pairs, H, whole)
         return y.view(B, N, C)
+
+    @torch.jit.unused
+    def packed_sequences(self, call: Call, x: Tensor) -> Tensor:
+        """`packed` on a GPU, where every sequence runs the same number of heads: all tensors are dense."""
+        routing, H, D = call.routing, self.num_heads, self.head_dim
+        K = routing.pairs.token.shape[0] // x.shape[0]
+        heads = routing.active.squeeze(1).int().sort(-1, descending=True, stable=True).indices[:, :K].int()  # rising
+        q, *kv = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
+        context = x if call.context is None else autocast(call.context).expand(x.shape[0], -1, -1)
+        if len(kv) == 1:  # both in one block: the value of head h is its head H + h
+            k, v = kernels.project_heads(context, *kv[0], torch.cat([heads, heads + H], 1), D).chunk(2, 2)
+        else:
+            k, v = (kernels.project_heads(context, *rows, heads, D) for rows in kv)
+        if call.q is None:
+            q = kernels.project_heads(x, *q, heads, D)  # [B, N, K, D]
+        else:
+            q = call.q.transpose(1, 2).gather(2, heads.long()[:, None, :, None].expand(-1, x.shape[1], -1, D))
+        q, k = self.prepare_queries(q, call.rotary).to(v.dtype), self.prepare_keys(k, call.rotary).to(v.dtype)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, call.attn_mask, call.dropout_p, call.is_causal)
+        gates = in_float(routing.weights).squeeze(1).gather(1, heads.long())
+        weight, bias = in_dtype(self.proj.weight, self.proj.bias, x.dtype)
+        return kernels.combine_heads(o.transpose(1, 2), gates, weight, bias, heads)
 
     @torch.jit.unused
     def attend_pairs(
@@ -271,7 +304,7 @@ class HeadMixtureAttention(nn.Module):
         source = None
         if whole and call.cache is None and self.kv_heads == H:
             M = context.shape[1]
-            key_pairs = pairs if M == N else pairs_of(call.routing, M)
+            key_pairs = pairs if M == N else pairs_of(call.routing, M, self.path_of(call))
             if len(keys_values) == 1:  # both in one block
                 ((w, b),) = keys_values
                 keys_values = list(zip(w.chunk(2), (None, None) if b is None else b.chunk(2)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decoding_pays
-from moh_vision.attention.executors.limits import Row, rows, table, use_table
+from moh_vision.attention.executors.limits import COMMAND, Row, measured, rows, table, use_table
 from moh_vision.attention.executors.masked import autocast, is_short
 from moh_vision.attention.executors.packed import alike, has_static_shapes
 from moh_vision.attention.linear import plain
@@ -22,6 +22,7 @@ log = logging.getLogger("moh_vision.attention")
 
 # A block of packed queries is one small attention call; what more threads make of it has not been measured.
 CAUSAL_THREADS = 2
+NOT_MEASURED = f"nothing has been measured on this GPU; `{COMMAND}` does it"
 
 
 def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
@@ -33,27 +34,32 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
     active, compiling = routing.active, torch.compiler.is_compiling()
     if active is None:
         return "masked", "every head may run"
-    if x.device.type != "cpu":
-        return "masked", f"packed has not been measured on {x.device.type}"
+    like = autocast(x[:0])  # in the dtype of the products
+    path = kernels.attend_path(x.device, like.dtype, call.attn_mask, call.dropout_p)
+    if x.device.type != "cpu" and path != "triton":
+        return "masked", f"heads are skipped on a CPU, and by Triton's kernels: not in this call on {x.device.type}"
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     train = layer.training or torch.is_grad_enabled()
     if call.cache is not None and (train or compiling or isinstance(call.cache, ContextCache)):
         return "masked", "a cache needs the keys of all heads"
     if call.cache is not None and x.shape[1] == 1:
+        if path == "triton":
+            return decoding_by_table(layer, call, is_short(like.dtype))
         if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
             return "decode", "one token, and much of the cache need not be read"
         return "masked", "one token, but little of the cache could be left unread"
-    if not all(map(plain, layer.projections)):
+    if path != "triton" and not all(map(plain, layer.projections)):
         return "masked", "the projections carry hooks or are not plain linear layers"
     scope = "sample" if active.shape[1] == 1 else "token"
     if scope == "sample" and call.cache is not None:
         return "masked", "a cache needs the keys of all heads"
-    like = autocast(x[:0])  # in the dtype of the products
-    path = "cpp" if kernels.attends_in_cpp(x.device, like.dtype, call.attn_mask, call.dropout_p) else "torch"
-    if compiling and not has_static_shapes(routing, like, call.attn_mask, call.dropout_p):
-        return "masked", "compiled, and the C++ operators do not run the call"
-    kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, like.dtype)
+    if compiling and not has_static_shapes(routing, path):
+        return "masked", "compiled, and neither C++ operators nor Triton's kernels run the call"
+    if path == "triton":
+        kind = "sample" if layer.skips_projections(call) else "token"
+    else:
+        kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, like.dtype)
     if kind is None:
         return "masked", "packed would have to write out the mask of every query"
     row = reached(
@@ -62,9 +68,11 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
         x.shape[0] * x.shape[1] * layer.q_dim,
     )
     if row is None:
+        if path == "triton" and not measured(path):
+            return "masked", NOT_MEASURED
         return "masked", f"too few keys, or numbers in the queries of all heads, for packing to pay ({kind}, {path})"
     keys, numbers, limit = row
-    if scope == "sample" and not compiling:
+    if scope == "sample" and path != "triton" and not compiling:  # on a GPU the value would have to be waited for
         share = active[0].sum().item() / layer.num_heads
     else:
         share = layer.budget.active / layer.num_heads
@@ -76,6 +84,19 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
         if padded_share(layer, routing.stats.counts, active.shape[1]) > limit:
             return "masked", reason + ", but they are spread too unevenly over the tokens"
     return "packed", reason
+
+
+def decoding_by_table(layer: nn.Module, call: Call, short: bool) -> Tuple[str, str]:
+    """As `choose`, for one token and a cache on a GPU."""
+    if not measured("triton"):
+        return "masked", NOT_MEASURED
+    if getattr(layer.router, "group", 1) != layer.num_heads // layer.kv_heads:
+        return "masked", "one token, and key-value heads are read for any of their query heads"
+    keys = call.cache.length + 1
+    row = reached(rows("triton", "decode", short, False), keys, len(call.x) * layer.kv_heads * keys * layer.head_dim)
+    if row is None or layer.budget.active / layer.num_heads > row[2]:
+        return "masked", "one token, but little of the cache could be left unread"
+    return "decode", "one token, and much of the cache need not be read"
 
 
 def padded_kind(kv_heads: int, call: Call, scope: str, dtype: torch.dtype) -> Optional[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moh_vision.attention import kernels
 from moh_vision.attention.executors.masked import has_head_masks, masked
 from moh_vision.attention.routing import Routing
 
@@ -165,4 +166,10 @@ def decode(
     if routing.active is None or q.shape[2] != 1 or is_causal or dropout_p > 0 or elsewhere:
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
     weights = None if routing.weights is routing.active else routing.weights
+    if kernels.attend_path(q.device, v.dtype, attn_mask) == "triton":
+        from moh_vision.attention.kernels import gpu  # imports Triton
+
+        return gpu.decode(q.to(v.dtype), k.to(v.dtype), v, weights, routing.active, attn_mask)
+    if q.device.type != "cpu":  # it would wait for the device
+        return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
     return attend_chosen(q, k, v, weights, routing.active, attn_mask)

@@ -23,6 +23,7 @@ COMMAND = "python -m moh_vision.attention.tune"
 # head serves all heads or all sequences chose alike; the operators' path knows no such differences.
 KINDS = {
     "cpp": ("token", "sample"),
+    "triton": ("token", "sample", "decode"),
     "torch": ("token", "token, causal", "one key-value head", "sample", "sample, alike"),
 }
 BITS, MODES = ("float32", "16 bits"), ("forward", "training")
@@ -58,6 +59,8 @@ def checked(table: object) -> dict:
     if not isinstance(table, dict) or not isinstance(table.get("about"), str):
         raise ValueError("the table of auto does not say what it is about")
     for path, kinds in KINDS.items():
+        if path == "triton" and path not in table:
+            continue  # measured on a machine without a GPU
         for names in itertools.product([path], kinds, BITS, MODES):
             rows = functools.reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, names, table)
             if not isinstance(rows, list) or not all(map(_is_row, rows)):
@@ -73,10 +76,17 @@ def _is_row(row: object) -> bool:
     return numbers and min(row) >= 0 and row[2] <= 1
 
 
+@torch.compiler.assume_constant_result
+def measured(path: str) -> bool:
+    """Whether the table has rows for a path. None is shipped for "triton"."""
+    return path in table()
+
+
 @torch.compiler.assume_constant_result  # a compiled model keeps the table that it was compiled with
 def rows(path: str, kind: str, short: bool, train: bool) -> Tuple[Row, ...]:
     """The rows for one kind of call, short: in 16 bits."""
-    return tuple(map(tuple, table()[path][kind][BITS[short]][MODES[train]]))
+    kinds = table().get(path)
+    return () if kinds is None else tuple(map(tuple, kinds[kind][BITS[short]][MODES[train]]))
 
 
 @functools.cache

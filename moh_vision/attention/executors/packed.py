@@ -26,34 +26,40 @@ def packed(
 ) -> Tensor:
     """Attention of the heads that run. It cannot be differentiated twice.
 
-    On a CPU a layer skips projections too (`HeadMixtureAttention.packed`) and comes here only where they must be called.
+    On a CPU, and on a GPU where heads are chosen per sequence, a layer skips projections too (`HeadMixtureAttention.packed`)
+    and comes here only where they must be called.
     """
-    (B, H, N, D), active = q.shape, routing.active
+    active = routing.active
     if active is None or q.numel() == 0 or k.numel() == 0:
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    if torch.compiler.is_compiling() and not has_static_shapes(routing, q, attn_mask, dropout_p):
+    path = kernels.attend_path(q.device, v.dtype, attn_mask, dropout_p)
+    if torch.compiler.is_compiling() and not has_static_shapes(routing, path):
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    pairs = pairs_of(routing, N)
-    o = kernels.select(q.transpose(1, 2), pairs, H)
-    o = kernels.attend(o, k, v, pairs, H, N, None, is_causal, attn_mask, dropout_p)
-    return kernels.place(o, gates_of(routing, B, N), pairs, H).view(B, N, H * D)
+    # A norm leaves queries and keys in float32 under autocast.
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    pairs = pairs_of(routing, q.shape[2], path)
+    return kernels.attend_placed(q, k, v, in_float(routing.weights), pairs, is_causal, attn_mask, dropout_p)
 
 
-def pairs_of(routing: Routing, tokens: int) -> Pairs:
-    """The pairs of all tokens, N of each sequence."""
-    pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active)
+def in_float(weights: Tensor) -> Tensor:
+    """In float32 or better."""
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def pairs_of(routing: Routing, tokens: int, path: str) -> Pairs:
+    """The pairs of all tokens, N of each sequence, for `attend` on a path."""
+    pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active, path)
     return kernels.spread(pairs, tokens) if routing.active.shape[1] == 1 else pairs
 
 
 def gates_of(routing: Routing, batch: int, tokens: int) -> Tensor:
     """[B * N, H], in float32 or better."""
-    weights = routing.weights.to(torch.promote_types(routing.weights.dtype, torch.float32))
-    return weights.expand(batch, tokens, -1).reshape(batch * tokens, -1).contiguous()
+    return in_float(routing.weights).expand(batch, tokens, -1).reshape(batch * tokens, -1).contiguous()
 
 
-def has_static_shapes(routing: Routing, x: Tensor, mask: Optional[Tensor], dropout_p: float) -> bool:
-    """Whether no shape depends on which heads run: a top-k router made the list, and C++ goes through it. x: any input."""
-    return routing.pairs is not None and kernels.attends_in_cpp(x.device, x.dtype, mask, dropout_p)
+def has_static_shapes(routing: Routing, path: str) -> bool:
+    """Whether no shape depends on which heads run: C++ needs the list of a top-k router for that, Triton any list."""
+    return path == "triton" or (path == "cpp" and routing.pairs is not None)
 
 
 def products_of_sequences(call: Call, x: Tensor) -> bool:
@@ -67,7 +73,7 @@ def products_of_sequences(call: Call, x: Tensor) -> bool:
         return False
     if kernels.native(x.device, x.dtype):
         return True
-    if not kernels.attends_in_cpp(x.device, x.dtype, call.attn_mask, call.dropout_p):
+    if kernels.attend_path(x.device, x.dtype, call.attn_mask, call.dropout_p) != "cpp":
         return True
     if torch.compiler.is_compiling():  # these products have shapes that depend on the choice
         return False

@@ -1,4 +1,4 @@
-"""The operators under the executors: compiled C++ where they are built, plain PyTorch where not.
+"""The operators under the executors: Triton on a GPU, compiled C++ on a CPU where it is built, plain PyTorch where not.
 
     route     tokens, W_router   -> gates, and the pairs that run (in `kernels.route`, for routers)
     project   tokens, W_q        -> queries of the pairs that run
@@ -18,9 +18,23 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about, path, use
 from moh_vision.attention.routing import Pairs
 
-__all__ = ["about", "attend", "combine", "list_pairs", "native", "path", "place", "project", "select", "spread", "use"]
+__all__ = [
+    "about",
+    "attend",
+    "attend_path",
+    "attend_placed",
+    "combine",
+    "list_pairs",
+    "native",
+    "path",
+    "project",
+    "select",
+    "spread",
+    "use",
+]
 
 OPS = torch.ops.moh_vision
+SHORT_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
@@ -37,17 +51,24 @@ def _has_products(dtype: torch.dtype) -> bool:
     return OPS.brgemm_available(dtype)
 
 
-def attends_in_cpp(
-    device: torch.device, dtype: torch.dtype, mask: Optional[Tensor] = None, dropout_p: float = 0.0
-) -> bool:
-    """Whether C++ runs `attend`: it has no dropout, and no gradient of a mask."""
+def attend_path(device: torch.device, dtype: torch.dtype, mask: Optional[Tensor] = None, dropout_p: float = 0.0) -> str:
+    """The path that `attend` takes. Only plain PyTorch has dropout, and a gradient of a mask."""
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    return dropout_p == 0 and not learned and native(device, dtype, "attend")
+    if dropout_p == 0 and not learned:
+        if native(device, dtype, "attend"):
+            return "cpp"
+        if path(device.type) == "triton" and dtype in SHORT_OR_SINGLE:
+            return "triton"
+    return "torch"
 
 
-def list_pairs(active: Tensor) -> Pairs:
-    """What runs, active [B, N, H]."""
-    if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
+def list_pairs(active: Tensor, path: str) -> Pairs:
+    """What runs, active [B, N, H]; path: of `attend`. For Triton `token` has room for all pairs, and ends undefined."""
+    if path == "triton":
+        from moh_vision.attention.kernels import gpu  # imports Triton
+
+        return Pairs(*gpu.pairs(active))
+    if path == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return Pairs(*eager.pairs(active))
 
@@ -63,11 +84,56 @@ def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
     return eager.Select.apply(q.reshape(-1, q.shape[-1]), eager.places(*pairs, heads))
 
 
-def place(o: Tensor, weights: Tensor, pairs: Pairs, heads: int) -> Tensor:
-    """Weighted outputs of the pairs among those of all heads, of which the others are 0: o [P, D], weights [T, H] -> [T, H, D]."""
-    where = eager.places(*pairs, heads)
-    gates = weights.view(-1).index_select(0, where).unsqueeze(1)
-    return eager.Place.apply(o * gates.to(o.dtype), where, weights.numel()).view(*weights.shape, -1)
+def attend_placed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    pairs: Pairs,
+    is_causal: bool = False,
+    mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """`attend` out of the queries of all heads, weighted and put in place: one kernel in Triton.
+
+    Args:
+        q: [B, H, N, D].
+        weights: [B, N or 1, H], in float32 or better.
+        others: see `attend`.
+
+    Returns:
+        [B, N, H*D], 0 where a head is off.
+    """
+    B, H, N, D = q.shape
+    if attend_path(q.device, q.dtype, mask, dropout_p) == "triton":
+        from moh_vision.attention.kernels import gpu  # imports Triton
+
+        return gpu.attend(q, k, v, weights, *pairs, is_causal, mask)[0]
+    where = eager.places(*pairs, H)  # [P]
+    o = eager.Select.apply(q.transpose(1, 2).reshape(B * N * H, D), where)
+    o = attend(o, k, v, pairs, H, N, None, is_causal, mask, dropout_p)
+    gates = weights.expand(B, N, H).reshape(-1).index_select(0, where).unsqueeze(1)
+    return eager.Place.apply(o * gates.to(o.dtype), where, B * N * H).view(B, N, H * D)
+
+
+def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, head_dim: int) -> Tensor:
+    """Project every sequence to the heads that it runs, the same number K in each.
+
+    Args:
+        x: tokens [B, M, C].
+        weight, bias: of all heads, [H*D, C] and [H*D] or None. Several projections of the same tokens may be stacked:
+            with the weights of q, k and v on top of each other their heads are h, H + h and 2 H + h.
+        heads: [B, K] int32, which heads run, none twice in a sequence.
+        head_dim: D.
+
+    Returns:
+        [B, M, K, D].
+    """
+    if path(x.device.type) == "triton" and x.dtype in SHORT_OR_SINGLE:
+        from moh_vision.attention.kernels import gpu  # imports Triton
+
+        return gpu.project_heads(x, weight, bias, heads, head_dim)
+    return eager.project_heads(x, weight, bias, heads, head_dim)
 
 
 def project(x: Tensor, weight: Tensor, bias: Optional[Tensor], pairs: Pairs, heads: int, whole: bool) -> Tensor:
@@ -112,7 +178,7 @@ def attend(
     Returns:
         [P, D], not weighted; 0 where a query sees no key.
     """
-    if not attends_in_cpp(q.device, q.dtype, mask, dropout_p):
+    if attend_path(q.device, q.dtype, mask, dropout_p) != "cpp":
         return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask, dropout_p)
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()
@@ -138,3 +204,22 @@ def combine(
     if native(o.device, o.dtype):
         return OPS.combine(o, weights, weight, bias, *pairs, heads)
     return eager.combine(o, weights, weight, bias, *pairs, heads, whole)
+
+
+def combine_heads(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
+    """Weigh the heads of every sequence, send each through its part of W_O and add them up.
+
+    Args:
+        o: outputs of the heads that run [B, N, K, D].
+        gates: their weights [B, K], in float32 or better.
+        weight, bias: W_O [C, H*D] and [C] or None.
+        heads: [B, K] int32, which heads run, none twice in a sequence.
+
+    Returns:
+        [B, N, C].
+    """
+    if path(o.device.type) == "triton" and o.dtype in SHORT_OR_SINGLE:
+        from moh_vision.attention.kernels import gpu  # imports Triton
+
+        return gpu.combine_heads(o, gates, weight, bias, heads)
+    return eager.combine_heads(o, gates, weight, bias, heads)

@@ -6,6 +6,7 @@ cache folder. They are never required: without them plain PyTorch does the same 
 
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -29,57 +30,78 @@ SOURCES = Path(__file__).with_name("csrc")
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
 ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
 
+PATHS = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}  # by kind of device, the wanted one first
+
 _used: Optional[str] = None  # what `use` was given
 _loaded = False
 
 
-def path() -> str:
-    """The path of this process: "cpp", the compiled operators, or "torch", the same functions in plain PyTorch.
+def path(device: str = "cpu") -> str:
+    """The path of this process on a kind of device.
 
-    Without `use` it is "cpp" if a library is found that loads. The choice is made at the first call, which logs it at
-    level INFO of `moh_vision.attention`, and stays: a library built meanwhile does not change a process that runs.
+        "cpp"     compiled operators, on a CPU
+        "triton"  Triton's kernels, on a GPU; in Triton's interpreter also on a CPU, for tests
+        "torch"   the same functions in plain PyTorch
+
+    Without `use` it is the first of them that is there. The choice is made at the first call, which logs it at level INFO
+    of `moh_vision.attention`, and stays: a library built meanwhile does not change a process that runs.
 
     Raises:
         ValueError: the environment variable MOH_VISION_KERNELS is neither "auto" nor "off".
     """
-    return _used or _found()
+    if device not in PATHS:
+        return "torch"
+    return _used if _used in PATHS[device] or _used == "triton" else _found(device)
 
 
-def about() -> str:
+def about(device: str = "cpu") -> str:
     """Which path `path` finds where `use` is not called, and how to get the other: the line that it logs."""
-    return _find()[1]
+    return _find(device)[1]
 
 
 def use(path: Optional[str]) -> None:
-    """Set the path of this process, whatever the environment variable says.
+    """Set the path of this process on the devices that have it, whatever the environment variable says.
 
     Args:
-        path: "cpp", "torch", or None: back to what `path` finds.
+        path: "cpp", "triton", "torch", or None: back to what `path` finds.
 
     Raises:
-        ValueError: another name, or "cpp" where no library is found that loads.
+        ValueError: another name, "cpp" where no library is found that loads, or "triton" where it cannot run.
     """
     global _used
-    if path not in ("cpp", "torch", None):
-        raise ValueError(f"the operators' path is 'cpp', 'torch' or None, not {path!r}")
+    if path not in ("cpp", "triton", "torch", None):
+        raise ValueError(f"the operators' path is 'cpp', 'triton', 'torch' or None, not {path!r}")
     if path == "cpp" and not load():
         raise ValueError(f"the C++ operators are not built for this torch and processor; `{COMMAND}` builds them")
+    if path == "triton" and not _runs_triton():
+        raise ValueError("Triton's kernels need a GPU and the package triton, or TRITON_INTERPRET=1")
     _used = path
 
 
+def _runs_triton() -> bool:
+    """Whether Triton's kernels can run in this process."""
+    # Its package comes with torch for GPUs; importing it takes half a second.
+    there = importlib.util.find_spec("triton") is not None
+    return there and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+
+
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
-def _found() -> str:
-    return _find()[0]
+def _found(device: str) -> str:
+    return _find(device)[0]
 
 
 @functools.cache
-def _find() -> Tuple[str, str]:
+def _find(device: str) -> Tuple[str, str]:
     """Choose once; returns the path and the line that is logged."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
-        raise ValueError(f"{VARIABLE}={wish}: only auto (take the C++ operators if they are built) and off (skip them)")
+        raise ValueError(f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)")
     if wish == "off":
-        found = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, C++ operators that were built"
+        found = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there"
+    elif device == "cuda" and _runs_triton():
+        found = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
+    elif device == "cuda":
+        found = "torch", "in plain PyTorch; the package triton brings kernels for a GPU"
     elif load():
         found = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
     else:
