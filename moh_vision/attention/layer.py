@@ -265,7 +265,9 @@ class HeadMixtureAttention(nn.Module):
         """`packed` on a GPU, where every sequence runs the same number of heads: all tensors are dense."""
         routing, H, D = call.routing, self.num_heads, self.head_dim
         K = routing.pairs.token.shape[0] // x.shape[0]
-        heads = routing.active.squeeze(1).int().sort(-1, descending=True, stable=True).indices[:, :K].int()  # rising
+        heads = (
+            routing.active.squeeze(1).int().sort(dim=-1, descending=True, stable=True).indices[:, :K].int()
+        )  # rising
         q, *kv = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
         context = x if call.context is None else autocast(call.context).expand(x.shape[0], -1, -1)
         if len(kv) == 1:  # both in one block: the value of head h is its head H + h

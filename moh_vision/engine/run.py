@@ -60,7 +60,7 @@ class Run:
 
     Attributes:
         config, flags: of the command line, see `parse_config`.
-        settings: an `AttentionRecord`, or None where attention does not run on a CPU.
+        settings: an `AttentionRecord`, or None on a device without operators.
         accelerator: accelerate's Accelerator.
         folder: of the run.
         checkpoint: the folder that the run goes on from, or None.

@@ -207,7 +207,7 @@ def test_the_variable_lets_operators_be_taken(monkeypatch, value):
 
 
 def test_use(monkeypatch):
-    with pytest.raises(ValueError, match="'cpp', 'torch' or None, not 'c'"):
+    with pytest.raises(ValueError, match="'cpp', 'triton', 'torch' or None, not 'c'"):
         kernels.use("c")
     with pytest.raises(ValueError, match="`python -m moh_vision.attention.kernels` builds them"):
         kernels.use("cpp")

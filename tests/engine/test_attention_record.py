@@ -26,10 +26,12 @@ class Machine:
     def __init__(self, path, table):
         self.found, self.measured, self.used = path, table, [None, None]
 
-    def path(self):
+    PATHS = building.PATHS
+
+    def path(self, device):
         return self.found
 
-    def about(self):
+    def about(self, device):
         return f"attention runs on {self.found}"
 
     def table(self):
@@ -76,6 +78,18 @@ def test_operators_that_are_gone_are_refused_by_name(tmp_path):
     assert goes_on(tmp_path, "torch", WARM, "attention.path") == (["torch", COLD], [])
 
 
+def test_on_a_gpu(tmp_path):
+    """Triton's kernels that are gone are refused; a path of a CPU says nothing about them."""
+    AttentionRecord(Machine("triton", COLD), None, device="cuda").save(tmp_path)
+    record = AttentionRecord(Machine("torch", COLD), tmp_path, device="cuda")
+    assert record.refused == ["attention.path: 'triton' -> 'torch' (attention runs on torch)"]
+    assert AttentionRecord(Machine("triton", WARM), tmp_path, device="cuda").path == "triton"
+    assert AttentionRecord(Machine("torch", WARM), tmp_path).path == "torch"
+    AttentionRecord(Machine("cpp", COLD), None).save(tmp_path)
+    machine = Machine("triton", WARM)
+    assert not AttentionRecord(machine, tmp_path, device="cuda").refused and machine.used == ["triton", COLD]
+
+
 def test_a_folder_of_an_earlier_version_is_not_checked(tmp_path):
     assert goes_on(tmp_path, "cpp", COLD) == (["cpp", COLD], [])
 
@@ -93,9 +107,9 @@ def test_a_table_of_another_version_is_refused_by_name(tmp_path):
     assert goes_on(tmp_path, "torch", COLD, "attention.table") == (["torch", COLD], [])
 
 
-def test_on_a_gpu_nothing_is_kept(tmp_path):
-    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    assert keep_settings(Machine("cpp", COLD), tmp_path, gpu, contextlib.ExitStack()) is None
+def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
+    other = SimpleNamespace(device=SimpleNamespace(type="mps"))
+    assert keep_settings(Machine("torch", COLD), tmp_path, other, contextlib.ExitStack()) is None
 
 
 def on_a_rank(rank, folder):
@@ -118,7 +132,7 @@ def on_a_rank(rank, folder):
     assert machine.used == ["cpp", COLD]
 
     if rank:
-        machine.path = lambda: int("nothing")
+        machine.path = lambda device: int("nothing")
     with one_line("invalid literal"):  # on both, none waits for the other
         AttentionRecord(machine, folder)
 

@@ -48,7 +48,7 @@ def in_float(weights: Tensor) -> Tensor:
 
 def pairs_of(routing: Routing, tokens: int, path: str) -> Pairs:
     """The pairs of all tokens, N of each sequence, for `attend` on a path."""
-    pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active, path)
+    pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active, path == "triton")
     return kernels.spread(pairs, tokens) if routing.active.shape[1] == 1 else pairs
 
 

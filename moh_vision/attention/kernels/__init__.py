@@ -62,13 +62,17 @@ def attend_path(device: torch.device, dtype: torch.dtype, mask: Optional[Tensor]
     return "torch"
 
 
-def list_pairs(active: Tensor, path: str) -> Pairs:
-    """What runs, active [B, N, H]; path: of `attend`. For Triton `token` has room for all pairs, and ends undefined."""
-    if path == "triton":
+def list_pairs(active: Tensor, has_tail: bool = False) -> Pairs:
+    """What runs, active [B, N, H].
+
+    has_tail: whether Triton makes the list, without waiting for the device: `token` has room for all pairs, and what
+        follows the last of them is undefined.
+    """
+    if has_tail:
         from moh_vision.attention.kernels import gpu  # imports Triton
 
         return Pairs(*gpu.pairs(active))
-    if path == "cpp" and not torch.compiler.is_compiling():
+    if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return Pairs(*eager.pairs(active))
 

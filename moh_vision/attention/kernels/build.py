@@ -6,7 +6,6 @@ cache folder. They are never required: without them plain PyTorch does the same 
 
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import platform
@@ -78,11 +77,16 @@ def use(path: Optional[str]) -> None:
     _used = path
 
 
+@functools.cache
 def _runs_triton() -> bool:
-    """Whether Triton's kernels can run in this process."""
-    # Its package comes with torch for GPUs; importing it takes half a second.
-    there = importlib.util.find_spec("triton") is not None
-    return there and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether Triton's kernels can run in this process; then they are registered."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    try:
+        import moh_vision.attention.kernels.gpu.library  # noqa: F401  imports triton, which comes with torch for GPUs
+    except ImportError:
+        return False
+    return True
 
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has

@@ -5,8 +5,6 @@ It is one operator on a GPU, in Triton (see `gpu.route`), one C++ operator on a 
 order; equal logits rank the same.
 """
 
-import functools
-import os
 from typing import List, Optional
 
 import torch
@@ -14,7 +12,7 @@ import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.kernels import build
+from moh_vision.attention.kernels.build import path
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -209,37 +207,12 @@ def _operator(x: Tensor, weight: Tensor):
             return None
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return None
-    if x.device.type == "cpu" and build.path() == "cpp":
+    where = path(x.device.type)
+    if where == "cpp":
         return torch.ops.moh_vision.route
-    if _on_triton(x) and weight.shape[0] <= MOST_ROWS:
+    if where == "triton" and weight.shape[0] <= MOST_ROWS:
         return torch.ops.moh_vision_triton.route
     return None
-
-
-def _on_triton(x: Tensor) -> bool:
-    """Whether Triton runs the operators on x: on a GPU unless PyTorch is asked for, on a CPU if its interpreter is."""
-    if x.device.type == "cuda":
-        return build._used != "torch" and not _switched_off() and _has_triton()
-    return x.device.type == "cpu" and build.path() == "triton" and _has_triton()
-
-
-@torch.compiler.assume_constant_result
-def _switched_off() -> bool:
-    return os.environ.get(build.VARIABLE) == "off"
-
-
-@torch.compiler.assume_constant_result
-def _has_triton() -> bool:
-    return _load_triton()
-
-
-@functools.cache
-def _load_triton() -> bool:
-    try:
-        import moh_vision.attention.kernels.gpu.library  # noqa: F401  registers the operators
-    except ImportError:
-        return False
-    return True
 
 
 def _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:

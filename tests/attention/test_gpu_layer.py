@@ -1,0 +1,146 @@
+"""A layer on Triton's kernels, in its interpreter: every way through them equals the reference, gradients included."""
+
+import pytest
+import torch
+from torch import nn
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache, SeparateHeadMixtureAttention, kernels
+
+B, N, M, C, H, D = 2, 7, 9, 24, 6, 16
+ROUTERS = {
+    "moh": dict(router="moh", budget=(2, 2)),
+    "moa": dict(router="moa", budget=(0, 2), kv_heads=1, qkv_bias=False, proj_bias=False),
+    "query_norm": dict(router="query_norm", budget=(2, 2)),
+    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
+}
+CASES = {
+    "self": {},
+    "sequences choose": dict(scope="sample"),
+    "sequences choose, cross": dict(scope="sample", context=True),
+    "sequences choose, masks": dict(scope="sample", mask=(1, 1, N, N)),
+    "sequences choose, masks of heads": dict(scope="sample", mask=(B, H, N, N)),
+    "sequences choose, two key-value heads": dict(scope="sample", kv_heads=2),
+    "sequences choose, norms and rotation": dict(scope="sample", qk_norm=True, rotary=True),
+    "cross": dict(context=True),
+    "causal": dict(is_causal=True),
+    "masks of heads": dict(mask=(H, N, N)),
+    "three key-value heads": dict(kv_heads=3),
+    "norms and rotation": dict(qk_norm=True, rotary=True),
+}
+
+
+pytestmark = pytest.mark.parametrize("path", ["triton"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def everywhere(path):
+    """All of this file runs on Triton's kernels."""
+
+
+def build(budget, separate=False, **kwargs):
+    kind = SeparateHeadMixtureAttention if separate else HeadMixtureAttention
+    layer = kind(C, HeadBudget(H, D, *budget), **kwargs)
+    for p in layer.router.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p)
+    return layer.eval()
+
+
+def call_of(context=False, mask=None, rotary=False, is_causal=False):
+    call = dict(context=torch.randn(B, M, C, requires_grad=True)) if context else {}
+    if mask is not None:
+        call["attn_mask"] = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
+    if rotary:
+        angles = torch.arange(N).unsqueeze(1) / torch.logspace(0, 1, D // 2).repeat(2)
+        call["rotary"] = angles.cos(), angles.sin()
+    if is_causal:
+        call["is_causal"] = True
+    return call
+
+
+def output_and_gradients(layer, x, call):
+    y, stats = layer(x, **call)
+    inputs = [x, *(t for t in call.values() if isinstance(t, torch.Tensor) and t.requires_grad), *layer.parameters()]
+    loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + stats.probs.square().sum()
+    return [y.detach(), *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)]
+
+
+def assert_near(got, want):
+    largest = max(t.norm() for t in want[1:])
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 2e-5 * (b.norm() + 0.04 * largest)
+
+
+@pytest.mark.parametrize(
+    "router, case",
+    [("moh", case) for case in CASES]
+    + [(router, case) for router in ROUTERS if router != "moh" for case in ("self", "sequences choose", "causal")],
+)
+def test_packed_equals_the_reference(router, case):
+    options = {**ROUTERS[router], **CASES[case]}
+    call = call_of(**{k: options.pop(k) for k in ("context", "mask", "rotary", "is_causal") if k in options})
+    layer, x = build(**options), torch.randn(B, N, C, requires_grad=True)
+    results = []
+    for executor in ("reference", "packed"):
+        layer.executor = executor
+        results.append(output_and_gradients(layer, x, call))
+    assert_near(results[1], results[0])
+
+
+def test_separate_projections():
+    layer, x = build((2, 2), separate=True, scope="sample"), torch.randn(B, N, C, requires_grad=True)
+    results = []
+    for executor in ("reference", "packed"):
+        layer.executor = executor
+        results.append(output_and_gradients(layer, x, {}))
+    assert_near(results[1], results[0])
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_what_is_skipped_is_not_read(scope, monkeypatch):
+    """Triton's kernels run, and not the products of all heads where sequences choose."""
+    calls = []
+    for name in ("attend_placed", "project_heads", "combine_heads"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, real=real, name=name: calls.append(name) or real(*args))
+    layer = build((2, 2), scope=scope, executor="packed")
+    with torch.no_grad():
+        layer(torch.randn(B, N, C))
+    assert calls == dict(token=["attend_placed"], sample=["project_heads", "project_heads", "combine_heads"])[scope]
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("router", ["moh", "mae"])
+def test_compiled_in_one_graph(router, scope):
+    layer = build(**ROUTERS[router], scope=scope, executor="packed")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        x = torch.randn(B, N, C, requires_grad=True)
+        want, got = output_and_gradients(layer, x, {}), output_and_gradients(compiled, x, {})
+        assert_near(got, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
+
+
+@pytest.mark.parametrize("kv_heads, router_kwargs", [(6, {}), (3, dict(group=2))])
+def test_one_token_after_another(kv_heads, router_kwargs):
+    layer = build((2, 2), router="query_norm", kv_heads=kv_heads, router_kwargs=router_kwargs)
+    x = torch.randn(B, N, C)
+    outputs = {}
+    with torch.no_grad():
+        for executor in ("reference", "decode"):
+            layer.executor, cache = executor, KeyValueCache()
+            parts = [layer(x[:, :4], is_causal=True, cache=cache)[0]]
+            parts += [layer(x[:, n : n + 1], is_causal=True, cache=cache)[0] for n in range(4, N)]
+            outputs[executor] = torch.cat(parts, 1)
+    torch.testing.assert_close(outputs["decode"], outputs["reference"], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_and_double_precision_go_another_way():
+    layer = build((2, 2), attn_drop=0.5, executor="packed").train()
+    assert layer(torch.randn(B, N, C))[0].isfinite().all()
+    layer = build((2, 2), executor="packed", dtype=torch.float64)
+    x = torch.randn(B, N, C, dtype=torch.float64)
+    got = layer(x)[0]
+    layer.executor = "reference"
+    torch.testing.assert_close(got, layer(x)[0])
