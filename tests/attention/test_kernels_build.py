@@ -280,3 +280,25 @@ def test_the_sources_ship_with_the_package():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["moh_vision"]
     sources = [p.relative_to(package).as_posix() for p in package.glob("attention/kernels/csrc/*.*")]
     assert sources and all(any(fnmatch.fnmatch(source, p) for p in patterns) for source in sources)
+
+
+@pytest.mark.parametrize("broken, said", [("compiler", "ValueError: no C compiler"), ("choice", "chooses other heads")])
+def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):
+    from moh_vision.attention.kernels.gpu import check
+
+    choose, problem = check.choose, check.problem
+    assert problem("cpu") is None
+    monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
+    if broken == "compiler":
+        monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=lambda *_: raise_value_error("no C compiler")))
+    else:
+        monkeypatch.setattr(check, "choose", lambda rows, *args: choose(-rows, *args))
+    monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)
+    assert building.path("cuda") == "torch" and said in caplog.text
+    with pytest.raises(ValueError, match="need a GPU"):
+        building.use("triton")
+
+
+def raise_value_error(words):
+    raise ValueError(words)

@@ -15,13 +15,15 @@ from moh_vision.attention.executors.decode import attend_chosen, decode
 from moh_vision.attention.executors.masked import masked
 from moh_vision.attention.executors.packed import packed
 from moh_vision.attention.executors.reference import reference
+from moh_vision.attention.executors.varlen import varlen
 
 EXECUTORS: Dict[str, Optional[Callable[..., Tensor]]] = {
     "reference": reference,
     "masked": masked,
     "packed": packed,
+    "varlen": varlen,
     "decode": decode,
     "auto": None,  # one of the others, which `choose` names for every call
 }
 
-__all__ = ["EXECUTORS", "announce", "attend_chosen", "choose", "decode", "masked", "packed", "reference"]
+__all__ = ["EXECUTORS", "announce", "attend_chosen", "choose", "decode", "masked", "packed", "reference", "varlen"]

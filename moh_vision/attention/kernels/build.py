@@ -79,14 +79,18 @@ def use(path: Optional[str]) -> None:
 
 @functools.cache
 def _runs_triton() -> bool:
-    """Whether Triton's kernels can run in this process; then they are registered."""
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    """Whether Triton's kernels can run in this process; then they are registered. On a GPU some are tried."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
-        import moh_vision.attention.kernels.gpu.library  # noqa: F401  imports triton, which comes with torch for GPUs
+        from moh_vision.attention.kernels.gpu.check import problem  # imports triton, which comes with torch for GPUs
     except ImportError:
         return False
-    return True
+    said = problem() if on_gpu else None
+    if said:
+        log.warning(f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there")
+    return said is None
 
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
