@@ -2,10 +2,14 @@
 
 Two minutes on an idle machine, with as many threads as torch takes (OMP_NUM_THREADS). Both paths are measured where the
 C++ operators are built. What is too slow for two minutes keeps the limits that come with the package.
+
+With a GPU two more minutes go to Triton's kernels there, one minute of which compiles them. Each is first compared with
+`masked`: a kind of call for which a kernel fails or is wrong gets no limits, so that `auto` computes all heads there.
 """
 
 import copy
 import datetime
+import functools
 import itertools
 import json
 import random
@@ -19,8 +23,21 @@ from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.executors.limits import BITS, COMMAND, MODES, checked, processor, shipped, table_path
+from moh_vision.attention.executors import EXECUTORS
+from moh_vision.attention.executors.limits import (
+    BITS,
+    COMMAND,
+    KINDS,
+    MODES,
+    checked,
+    gpu_name,
+    processor,
+    shipped,
+    table,
+    table_path,
+)
 from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.routing import Routing, RoutingStats
 from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.engine.io import write_whole
 
@@ -33,10 +50,20 @@ SHAPES = [  # batch, tokens, width
     (1, 1024, 384),
     (1, 1024, 768),
 ]
+GPU_SHAPES = [
+    (8, 197, 384),
+    (64, 197, 768),
+    (2, 1024, 768),
+    (16, 1024, 768),
+    (1, 4096, 768),
+    (8, 4096, 768),
+]
+DECODE_SHAPES = [(1, 2048, 4096), (1, 8192, 4096), (8, 4096, 4096)]  # batch, keys in the cache, width of all heads
 SHARES = (0.5, 0.75, 0.9)
-PATHS = {"cpp": "C++", "torch": "PyTorch"}
+PATHS = {"cpp": "C++", "triton": "Triton", "torch": "PyTorch"}
 SCOPES = ("token", "sample")
 DTYPES = {"float32": torch.float32, "16 bits": torch.bfloat16}
+AGREES = {"float32": 1e-3, "16 bits": 0.05}  # largest relative difference between packed and masked
 PAYS = 0.97  # time of packed over that of masked; what is nearer to 1 may be noise
 MOST = 0.95  # no limit goes further: with all heads `masked` is plain attention to the bit, which models promise
 REACH = 0.9  # a row holds from this part of the keys and numbers that were measured
@@ -47,7 +74,7 @@ LEAST_ROUNDS = 3
 class Case(NamedTuple):
     """What one row of the table is measured by."""
 
-    scope: str
+    scope: str  # or "decode"
     bits: str
     mode: str
     shape: Tuple[int, int, int]  # batch, tokens, width
@@ -65,19 +92,23 @@ Points = List[Tuple[float, float]]  # share of the heads, median time of packed 
 Measured = Dict[Tuple[Case, str], Points]  # by case and path
 
 
-def measure(seconds: float) -> Tuple[Measured, int]:
+def measure(seconds: float, device: str = "cpu") -> Tuple[Measured, int, List[str]]:
     """Time all cases round after round, so that a noisy machine hits all alike.
 
     Args:
         seconds: no further round begins after so long, once LEAST_ROUNDS are done.
+        device: "cpu", or "cuda" for Triton's kernels.
 
     Returns:
-        what was measured, and in how many rounds.
+        what was measured, in how many rounds, and a line for each kind of call that fails on a GPU.
     """
-    begin, paths = time.perf_counter(), ["cpp", "torch"] if kernels.path() == "cpp" else ["torch"]
-    cases = {
-        case: steps_of(case, paths) for case in itertools.starmap(Case, itertools.product(SCOPES, BITS, MODES, SHAPES))
-    }
+    begin = time.perf_counter()
+    if device == "cpu":
+        paths = ["cpp", "torch"] if kernels.path() == "cpp" else ["torch"]
+        cases = {case: steps_of(case, paths) for case in itertools.starmap(Case, every(SHAPES))}
+        failures = []
+    else:
+        cases, failures = cases_on_gpu(device)
     taken: Dict[Case, List[List[float]]] = {case: [] for case in cases}  # seconds by round and step
     try:
         for number in itertools.count():
@@ -94,15 +125,48 @@ def measure(seconds: float) -> Tuple[Measured, int]:
         for case, steps in cases.items()
         for path in sorted({step.path for step in steps})
     }
-    return measured, number - 1
+    return measured, number - 1, failures
 
 
-def steps_of(case: Case, paths: Sequence[str]) -> List[Step]:
-    """`masked` and, with several shares of heads, `packed` on every path that has the operators for such a case."""
+def every(shapes: Sequence[Tuple[int, int, int]]) -> Iterator[tuple]:
+    return itertools.product(SCOPES, BITS, MODES, shapes)
+
+
+def cases_on_gpu(device: str) -> Tuple[Dict[Case, List["Step"]], List[str]]:
+    """The cases of Triton's kernels with their steps, and a line for each kind of call that fails or is wrong.
+
+    Such a kind has no cases. A case that needs more memory than there is is left out.
+    """
+    wanted = [*every(GPU_SHAPES), *itertools.product(["decode"], BITS, ["forward"], DECODE_SHAPES)]
+    cases: Dict[Case, List[Step]] = {}
+    failed: Dict[Tuple[str, str], str] = {}
+    for case in itertools.starmap(Case, wanted):
+        kind = (case.scope, case.bits)
+        if kind in failed:
+            continue
+        try:
+            kernels.use("triton")
+            cases[case] = decoding_steps(case, device) if case.scope == "decode" else steps_of(case, ["triton"], device)
+        except torch.OutOfMemoryError:
+            continue
+        except Exception as error:  # whatever a compiler or a driver throws
+            said = " ".join(str(error).split())[:200]
+            failed[kind] = f"Triton, {', '.join(kind)}: no limits, {case.mode} of {case.shape}: {said}"
+    kept = {case: steps for case, steps in cases.items() if (case.scope, case.bits) not in failed}
+    return kept, list(failed.values())
+
+
+def steps_of(case: Case, paths: Sequence[str], device: str = "cpu") -> List[Step]:
+    """`masked` and, with several shares of heads, `packed` on every path that has the operators for such a case.
+
+    Raises:
+        ValueError: on Triton's path packed and masked differ.
+    """
     (B, N, C), dtype = case.shape, DTYPES[case.bits]
     heads = C // HEAD_DIM
-    x = torch.randn(B, N, C, dtype=dtype, requires_grad=case.mode == "training")
-    base = HeadMixtureAttention(C, HeadBudget(heads, HEAD_DIM, 1, heads - 2), scope=case.scope, dtype=dtype)
+    x = torch.randn(B, N, C, dtype=dtype, device=device, requires_grad=case.mode == "training")
+    budget = HeadBudget(heads, HEAD_DIM, 1, heads - 2)
+    base = HeadMixtureAttention(C, budget, scope=case.scope, dtype=dtype, device=device)
     steps = []
     for path in paths:
         if path == "cpp":
@@ -113,24 +177,64 @@ def steps_of(case: Case, paths: Sequence[str]) -> List[Step]:
             layer = with_heads(base, heads // 2 if share is None else share)
             # Logits with a spread of 1.5; the mean of N random tokens is so much smaller.
             nn.init.normal_(layer.router.routed.weight, std=1.5 * ((N if case.scope == "sample" else 1) / C) ** 0.5)
-            layer.executor = "masked" if share is None else "packed"
-            steps.append(Step(path, None if share is None else share / heads, step_of(layer, x, case.mode)))
+            layer.executor = "masked"
+            run = step_of(layer, x, case.mode)
+            if share is not None:
+                want = run() if path == "triton" else None
+                layer.executor = "packed"
+                if want is not None:
+                    compare(run(), want, AGREES[case.bits])
+            steps.append(Step(path, None if share is None else share / heads, run))
     return steps
+
+
+@torch.no_grad()
+def decoding_steps(case: Case, device: str) -> List[Step]:
+    """As `steps_of`, of attention of one new token with a cache: `masked`, and `decode` with several shares of heads."""
+    (B, M, C), dtype = case.shape, DTYPES[case.bits]
+    H = C // HEAD_DIM
+    q = torch.randn(B, H, 1, HEAD_DIM, dtype=dtype, device=device)
+    k, v = torch.randn(2, B, H, M, HEAD_DIM, dtype=dtype, device=device)
+    none, steps = torch.empty(0, device=device), []
+    for share in (None, *sorted({min(round(share * H), H - 1) for share in SHARES})):
+        active = torch.rand(B, 1, H, device=device).argsort(-1).argsort(-1) < (H // 2 if share is None else share)
+        routing = Routing(active.float(), active, RoutingStats(none, none, none))
+        masked = functools.partial(EXECUTORS["masked"], q, k, v, routing)
+        run = masked if share is None else functools.partial(EXECUTORS["decode"], q, k, v, routing)
+        if share is not None:
+            compare([run()], [masked()], AGREES[case.bits])
+        steps.append(Step("triton", None if share is None else share / H, torch.no_grad()(run)))
+    return steps
+
+
+def compare(got: Sequence[Optional[Tensor]], want: Sequence[Optional[Tensor]], allowed: float) -> None:
+    """Raise ValueError where tensors differ by more than `allowed`, relative in norm.
+
+    Gradients that are small by cancellation are held to the rounding of the largest one.
+    """
+    norms = [0.0 if t is None else t.norm(dtype=torch.float32).item() for t in want]
+    for a, b, norm in zip(got, want, norms):
+        if b is not None:
+            error = (a.float() - b.float()).norm().item() / max(norm, 0.02 * max(norms))
+            if not error <= allowed:  # also for NaN
+                raise ValueError(f"it differs from masked by {error:.1e}, allowed is {allowed:.0e}")
 
 
 def with_heads(base: HeadMixtureAttention, active: int) -> HeadMixtureAttention:
     """A layer with the projections of `base`, of whose heads so many run for a token, a fifth of them shared."""
     shared = max(1, active // 5)
     budget = HeadBudget(base.num_heads, base.head_dim, shared, active - shared)
-    layer = HeadMixtureAttention(base.dim, budget, scope=base.scope, dtype=base.qkv.weight.dtype)
+    weight = base.qkv.weight
+    layer = HeadMixtureAttention(base.dim, budget, scope=base.scope, dtype=weight.dtype, device=weight.device)
     layer.qkv, layer.proj = base.qkv, base.proj
     return layer
 
 
-def step_of(layer: HeadMixtureAttention, x: Tensor, mode: str) -> Callable[[], object]:
+def step_of(layer: HeadMixtureAttention, x: Tensor, mode: str) -> Callable[[], Sequence[Optional[Tensor]]]:
+    """What computes the output, or all gradients."""
     layer.train(mode == "training")
     if mode == "forward":
-        return torch.no_grad()(lambda: layer(x))
+        return torch.no_grad()(lambda: layer(x)[:1])
     inputs, dy = [x, *layer.parameters()], torch.randn_like(x)
     return lambda: torch.autograd.grad(layer(x)[0], inputs, dy, allow_unused=True)
 
@@ -140,12 +244,32 @@ def visit(steps: Sequence[Step]) -> List[float]:
     times = [0.0] * len(steps)
     for i in random.sample(range(len(steps)), len(steps)):
         kernels.use(steps[i].path)
-        calls, begin = 0, time.perf_counter()
-        while calls == 0 or time.perf_counter() - begin < VISIT:
-            steps[i].run()
-            calls += 1
-        times[i] = (time.perf_counter() - begin) / calls
+        clock = on_gpu if steps[i].path == "triton" and torch.cuda.is_available() else on_cpu
+        times[i] = clock(steps[i].run)
     return times
+
+
+def on_cpu(run: Callable[[], object]) -> float:
+    calls, begin = 0, time.perf_counter()
+    while calls == 0 or time.perf_counter() - begin < VISIT:
+        run()
+        calls += 1
+    return (time.perf_counter() - begin) / calls
+
+
+def on_gpu(run: Callable[[], object]) -> float:
+    """Between two events: what the device takes, or Python where that is slower, as in a model."""
+    seconds = VISIT
+    for calls in (1, None):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        calls = calls or max(1, min(100, int(VISIT / seconds)))
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        seconds = max(start.elapsed_time(end) / 1e3 / calls, 1e-6)
+    return seconds
 
 
 def ratios(steps: Sequence[Step], rounds: Sequence[Sequence[float]], path: str) -> Points:
@@ -212,8 +336,15 @@ def lines_of(measured: Measured) -> Iterator[str]:
     yield " " * 44 + "".join(f"{' '.join(column):>18}" for column in columns)
     for path, scope, shape in sorted({(path, case.scope, case.shape) for case, path in measured}):
         cells = [measured.get((Case(scope, *column, shape), path)) for column in columns]
-        name = f"{PATHS[path]}, per {scope}, {shape[0]} x {shape[1]} x {shape[2]}"
+        what = scope if scope == "decode" else f"per {scope}"
+        name = f"{PATHS[path]}, {what}, {shape[0]} x {shape[1]} x {shape[2]}"
         yield f"{name:44}" + "".join(f"{'-' if cell is None else f'{limit(cell):.0%}':>18}" for cell in cells)
+
+
+def without_limits(table: dict) -> dict:
+    """A table with no rows for Triton's path in place of those that it had."""
+    empty = {kind: {bits: {mode: [] for mode in MODES} for bits in BITS} for kind in KINDS["triton"]}
+    return {**table, "triton": empty}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -221,17 +352,33 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         parser = Parser(COMMAND, __doc__)
-        parser.add_argument("--seconds", type=float, default=120, help="how long to measure (120)")
-        seconds, place = parser.parse(argv).seconds, table_path()
+        parser.add_argument("--seconds", type=float, default=120, help="how long to measure on each device (120)")
+        parser.add_argument("--device", choices=("cpu", "cuda"), help="measure on this one only; default: on all")
+        args, place = parser.parse(argv), table_path()
+        devices = ["cpu", "cuda"] if args.device is None and gpu_name() else [args.device or "cpu"]
+        if "cuda" in devices and (gpu_name() is None or kernels.path("cuda") != "triton"):
+            raise ValueError(f"--device cuda: {kernels.about('cuda') if gpu_name() else 'torch finds no GPU'}")
         place.parent.mkdir(parents=True, exist_ok=True)  # an error now, and not after two minutes
-        machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        say(f"{machine}: about {seconds:.0f} s")
-        measured, rounds = measure(seconds)
-        say("largest share of the heads at which skipping the others pays, batch x tokens x width:")
-        for line in lines_of(measured):
-            say(line)
-        about = f"{machine}, {rounds} rounds, {datetime.date.today()}"
-        write_whole(place, text_of(checked(tabulate(measured, shipped(), about))), shared=True)
+        before = table()
+        after = {**before, **(shipped() if "cpu" in devices else {})}  # a GPU's rows stay until it is measured again
+        about = before["about"].split("; ")  # of the processor, and of the GPU
+        for device in devices:
+            machine = f"{processor()}, {torch.get_num_threads()} threads" if device == "cpu" else gpu_name()
+            machine = f"{machine}, torch {torch.__version__}"
+            say(f"{machine}: about {args.seconds:.0f} s")
+            measured, rounds, failures = measure(args.seconds, device)
+            for line in failures:
+                say(line)
+            if device == "cuda":
+                after = without_limits(after) if measured else {k: v for k, v in after.items() if k != "triton"}
+            if measured:
+                say("largest share of the heads at which skipping the others pays, batch x tokens x width:")
+                for line in lines_of(measured):
+                    say(line)
+                said = f"{machine}, {rounds} rounds, {datetime.date.today()}"
+                about = [said, *about[1:]] if device == "cpu" else [about[0], said]
+                after = tabulate(measured, after, "; ".join(about))
+        write_whole(place, text_of(checked(after)), shared=True)
         say(f"kept for auto in {place}")
 
     return exit_code("tune", work)

@@ -1,5 +1,6 @@
 """Measuring the limits of `auto`: the command at tiny shapes, and what it makes of times."""
 
+import itertools
 import json
 
 import pytest
@@ -25,6 +26,24 @@ def tiny(monkeypatch):
     monkeypatch.setattr(tune, "SHAPES", [(1, 8, 256), (2, 12, 256)])
     monkeypatch.setattr(tune, "VISIT", 0.0)
     monkeypatch.setattr(tune, "LEAST_ROUNDS", 1)
+
+
+@pytest.fixture
+def gpu(cache, tiny, monkeypatch):
+    """A GPU that is none: Triton's kernels run in its interpreter, on tensors of the CPU."""
+    for module in (limits, tune):
+        monkeypatch.setattr(module, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    cases = tune.cases_on_gpu
+    monkeypatch.setattr(tune, "cases_on_gpu", lambda device: cases("cpu"))
+    monkeypatch.setattr(tune, "GPU_SHAPES", [(1, 8, 256)])
+    monkeypatch.setattr(tune, "DECODE_SHAPES", [(1, 16, 256)])
+    monkeypatch.setitem(tune.DTYPES, "16 bits", torch.float16)  # the interpreter multiplies the bits of bfloat16
+    # Interpreted kernels take their time: one dtype is enough.
+    monkeypatch.setattr(
+        tune, "every", lambda shapes: itertools.product(tune.SCOPES, ["float32"], tune.MODES, shapes[:1])
+    )
+    yield
+    kernels.use(None)
 
 
 def chosen(tokens, active, dtype=torch.float32):
@@ -90,6 +109,80 @@ def test_rows_beside_what_was_measured():
         ],
         "training": before["cpp"]["token"]["float32"]["training"],
     }
+
+
+def test_a_gpu_is_measured_too(gpu, cache, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "visit", lambda steps: [1.0 if s.share is None else s.share for s in steps])
+    kernels.use("triton")
+    assert choose_token()[0] == "masked" and "tune" in choose_token()[1]  # nothing was measured on it
+    limits._found.cache_clear()
+    assert tune.main(["--seconds", "0", "--device", "cuda"]) == 0
+    place = limits.table_path()
+    assert place.name.endswith("-NVIDIA-H100-80GB-HBM3.json") and place != limits.table_path(gpu=None)
+    said = capsys.readouterr().out
+    assert "Triton, per sample, 1 x 8 x 256" in said and "Triton, decode, 1 x 16 x 256" in said
+    limits._found.cache_clear()
+    found = table()
+    rows = found["triton"]
+    assert rows["token"]["float32"] == dict.fromkeys(("forward", "training"), [[7, 1843, 0.95]])
+    assert rows["decode"]["float32"] == dict(forward=[[14, 3686, 0.95]], training=[])
+    assert rows["token"]["16 bits"]["forward"] == [] and rows["decode"]["16 bits"]["forward"] != []
+    assert {path: found[path] for path in ("cpp", "torch")} == {p: limits.shipped()[p] for p in ("cpp", "torch")}
+    assert found["about"].startswith(limits.shipped()["about"].split("; ")[0] + "; NVIDIA H100")
+    kernels.use("triton")
+    assert choose_token()[0] == "packed"
+
+    # Measuring the processor again keeps the GPU's rows; without the GPU they are not seen.
+    kernels.use(None)
+    assert tune.main(["--seconds", "0", "--device", "cpu"]) == 0
+    limits._found.cache_clear()
+    assert table()["triton"] == rows and table()["about"].count(";") == 1
+    monkeypatch.setattr(limits, "gpu_name", lambda: None)
+    limits._found.cache_clear()
+    assert table() == limits.shipped()
+
+
+def choose_token():
+    layer = HeadMixtureAttention(256, HeadBudget(4, 64, 1, 1)).eval()
+    with torch.no_grad():
+        x = torch.randn(1, 20, 256)
+        return choose(layer, Call(x, layer.route(x)[0]))
+
+
+def test_kernels_that_fail_on_a_gpu_get_no_limits(gpu, cache, monkeypatch, capsys):
+    from moh_vision.attention.kernels import gpu as triton_kernels
+
+    monkeypatch.setattr(tune, "visit", lambda steps: [1.0 if s.share is None else s.share for s in steps])
+    right = triton_kernels.attend
+    monkeypatch.setattr(triton_kernels, "attend", lambda *args: [1.01 * t for t in right(*args)])
+    monkeypatch.setattr(triton_kernels, "combine_heads", lambda *args: 1 / 0)
+    assert tune.main(["--seconds", "0", "--device", "cuda"]) == 0
+    said = capsys.readouterr().out
+    assert "Triton, token, float32: no limits, forward of (1, 8, 256): it differs from masked by " in said
+    assert "Triton, sample, float32: no limits, forward of (1, 8, 256): division by zero" in said
+    limits._found.cache_clear()
+    rows = table()["triton"]
+    assert rows["decode"]["float32"]["forward"] != [] and rows["token"]["float32"]["forward"] == []
+
+    monkeypatch.setattr(triton_kernels, "decode", lambda q, *args: float("nan") * q.flatten(1).unsqueeze(1))
+    assert tune.main(["--seconds", "0", "--device", "cuda"]) == 0
+    assert "differs from masked by nan" in capsys.readouterr().out
+    limits._found.cache_clear()
+    assert "triton" not in table()  # nothing was measured
+
+
+def test_a_table_measured_without_a_gpu_counts_beside_one(cache, monkeypatch):
+    place = limits.table_path(gpu=None)
+    place.parent.mkdir(parents=True)
+    old = dict(limits.shipped(), about="measured before there were kernels for a GPU")
+    place.write_text(json.dumps(old))
+    monkeypatch.setattr(limits, "gpu_name", lambda: "NVIDIA H200")
+    assert table() == old and limits.rows("triton", "token", True, False) == ()
+
+
+def test_a_gpu_that_is_not_there(cache, capsys):
+    assert tune.main(["--device", "cuda"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
 
 
 def test_the_file_has_a_row_a_line():

@@ -9,11 +9,13 @@ import itertools
 import json
 import logging
 import platform
+import re
 from pathlib import Path
 from typing import Optional, Tuple
 
 import torch
 
+from moh_vision.attention import kernels
 from moh_vision.attention.kernels.build import cache_folder, isa, key
 
 log = logging.getLogger("moh_vision.attention")
@@ -37,6 +39,8 @@ _given: Optional[dict] = None  # what `use_table` was given
 
 def table() -> dict:
     """The table in use, read once: what `use_table` was given, else what was measured here, else the shipped one.
+
+    What was measured on this processor without this GPU counts where nothing was measured with it.
 
     Its form, as JSON: {"about": where it was measured, path: {kind: {bits: {mode: rows}}}} with the names of KINDS, BITS
     and MODES, and rows as `Row`. Of the rows that a call reaches, with so many keys and numbers, the last one counts.
@@ -91,12 +95,12 @@ def rows(path: str, kind: str, short: bool, train: bool) -> Tuple[Row, ...]:
 
 @functools.cache
 def _found() -> dict:
-    place = table_path()
-    if place.is_file():
-        try:
-            return checked(json.loads(place.read_bytes()))
-        except (OSError, ValueError) as error:
-            log.warning(f"{place} is ignored ({error}); `{COMMAND}` measures again")
+    for place in dict.fromkeys((table_path(), table_path(gpu=None))):
+        if place.is_file():
+            try:
+                return checked(json.loads(place.read_bytes()))
+            except (OSError, ValueError) as error:
+                log.warning(f"{place} is ignored ({error}); `{COMMAND}` measures again")
     return shipped()
 
 
@@ -114,9 +118,30 @@ def shipped() -> dict:
     return checked(json.loads(Path(__file__).with_name(name).read_bytes()))
 
 
-def table_path() -> Path:
-    """Where the measured table of this torch, processor and source code of the operators is kept."""
-    return cache_folder() / "tables" / f"{key()}-{hashlib.sha256(processor().encode()).hexdigest()[:8]}.json"
+@functools.cache
+def gpu_name() -> Optional[str]:
+    """The name of the current GPU, None without one."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.cuda.get_device_name()
+    except RuntimeError:  # a process that was forked from one with a GPU may not ask
+        return None
+
+
+def table_path(gpu: Optional[str] = "here") -> Path:
+    """Where the table is kept that was measured with this torch, processor, GPU and source code of the operators.
+
+    gpu: its name, which the file's name has in it; None: a table without a GPU; "here": of this machine.
+    """
+    gpu = gpu_name() if gpu == "here" else gpu
+    place, digest = cache_folder() / "tables", hashlib.sha256(processor().encode())
+    if gpu is None:
+        return place / f"{key()}-{digest.hexdigest()[:8]}.json"
+    for source in sorted(Path(kernels.__file__).parent.glob("gpu/*.py")):
+        digest.update(b"\0" + source.read_bytes())
+    name = re.sub(r"[^0-9A-Za-z]+", "-", gpu)
+    return place / f"{key()}-{digest.hexdigest()[:8]}-{name}.json"
 
 
 def processor() -> str:
