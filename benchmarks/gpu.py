@@ -1,6 +1,6 @@
 """Numerics, time and memory of routed attention on a GPU, against dense attention and the released MoH operations.
 
-    python -m moh_vision.attention.tune               # first: where skipping heads pays on this card; auto follows it
+    python -m moh_vision.attention.tune --device cuda # first: where skipping heads pays on this card; auto follows it
     python benchmarks/gpu.py                          # one card, less than 8 minutes
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
     python benchmarks/gpu.py --device cpu --quick     # tiny shapes: checks that the benchmark itself runs
@@ -55,6 +55,9 @@ from gpu_times import (
     sampling,
     training,
 )
+
+from moh_vision.attention import kernels
+from moh_vision.attention.executors import limits
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu.json"
@@ -159,7 +162,12 @@ def main():
     run = Run(args.device, out, args.minutes, args.compile_seconds, args.quick, seed=args.seed, **empty)
     if args.resume:
         run.resume()
-    print(", ".join(f"{key} {value}" for key, value in {**run.report["machine"], **run.report.get("card", {})}.items()))
+    run.report.update(operators=kernels.about(args.device), auto=limits.table()["about"])
+    about = {**run.report["machine"], **run.report.get("card", {})}
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(f"{run.report['operators']}; auto by a table of: {run.report['auto']}")
+    if run.cuda and not limits.measured("triton"):
+        print(f"auto computes all heads: nothing was measured on this GPU, `{limits.COMMAND}` does it", flush=True)
     carry_out(run, args.parts)
     if run.lost:
         print("the device answers no more: going on in a new process", flush=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.routing import RoutingStats
+from moh_vision.attention.routing import Pairs, RoutingStats
 
 
 class Shape(NamedTuple):
@@ -52,15 +52,19 @@ CHECKED = sorted(set(EXECUTORS) - {"reference", "decode"})  # decode is for one 
 
 
 class Given(nn.Module):
-    """A router that answers with a routing computed before, whose weights are its parameter."""
+    """A router that answers with a routing computed before, whose weights are its parameter.
+
+    A choice for whole sequences comes with its list, as from a top-k router; for tokens the executors list it themselves.
+    """
 
     def __init__(self, routing, budget):
         super().__init__()
         self.weights, self.active, self.stats = nn.Parameter(routing.weights.float()), routing.active, routing.stats
+        self.pairs = Pairs(*eager.pairs(routing.active)) if routing.active.shape[1] == 1 else None
         self.budget = budget
 
     def forward(self, x, q=None, padding_mask=None):
-        return Routing(self.weights * self.active, self.active, self.stats)
+        return Routing(self.weights * self.active, self.active, self.stats, self.pairs)
 
 
 @contextmanager

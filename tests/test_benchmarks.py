@@ -349,6 +349,21 @@ def test_gpu_benchmark_with_an_executor_that_is_wrong(gpu_benchmark, monkeypatch
     assert error.startswith("gpu: error: auto, token, bfloat16, share 0.5: ") and error.count("\n") == 1
 
 
+def test_gpu_benchmark_checks_tritons_kernels(gpu_benchmark):
+    """In Triton's interpreter, which has no attention in bfloat16."""
+    use("triton")
+    try:
+        code, report = gpu_benchmark(
+            "--parts", *(f"numerics {case} float32 0.5" for case in ("token", "sample", "one"))
+        )
+    finally:
+        use(None)
+    rows = [row for row in report["numerics"] if row["executor"] in ("packed", "router")]
+    assert code == 0 and {row["case"] for row in rows} == {"token", "sample"}
+    assert all(row["error"] <= row["allowed"] and row["differs"] == [] for row in rows)
+    assert all(row["list_is_right"] for row in report["routers"])
+
+
 @pytest.mark.slow
 def test_gpu_benchmark_compiles(gpu_benchmark, monkeypatch):
     import gpu_times
