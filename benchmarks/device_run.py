@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from timing import interleaved, machine, spread, wall
 
-SECONDS, ROUNDS = 2.0, (5, 50)  # of one table; at least and at most
-PART = 60.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
+SECONDS, ROUNDS = 1.5, (5, 50)  # of one table; at least and at most
+PART = 90.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
 PACKAGES = ("torch", "torchvision", "triton", "timm", "diffusers")
 
 
@@ -108,6 +108,23 @@ class Run:
         """Go on with the report and the time that another process of this machine left."""
         self.report = json.loads(self.out.read_text())
         self.deadline, self.compile_seconds = self.report["time_left"]
+
+    def add(self):
+        """Go on with the report of an earlier run, without what it skipped or where it failed, which may run again.
+
+        Raises:
+            ValueError: it is of another card or other versions.
+        """
+        earlier = json.loads(self.out.read_text())
+        for what in ("versions", "quick"):
+            if earlier[what] != self.report[what]:
+                raise ValueError(f"{self.out} was measured with {what} {earlier[what]}, this is {self.report[what]}")
+        here, there = (report.get("card", {}).get("name") for report in (self.report, earlier))
+        if here != there:
+            raise ValueError(f"{self.out} was measured on {there}, this is {here}")
+        again = {name.split(":")[0] for name in earlier["skipped"]} | set(earlier["errors"])
+        seconds = {name: taken for name, taken in earlier["seconds"].items() if name not in again}
+        self.report = {**earlier, "seconds": seconds, "errors": {}, "skipped": []}
 
     def clocks(self):
         """Driver, clocks, power and temperature as nvidia-smi reads them; nothing on a CPU."""

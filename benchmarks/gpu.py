@@ -2,6 +2,7 @@
 
     python -m moh_vision.attention.tune --device cuda # first: where skipping heads pays on this card; auto follows it
     python benchmarks/gpu.py                          # one card, less than 8 minutes
+    python benchmarks/gpu.py --add                    # go on where the time did not suffice
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
     python benchmarks/gpu.py --device cpu --quick     # tiny shapes: checks that the benchmark itself runs
     python benchmarks/gpu.py --table                  # the goals as Markdown, from the results that are there
@@ -148,6 +149,7 @@ def main():
     parser.add_argument("--compile-seconds", type=float, default=200.0, help="for all of torch.compile (default 200)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of weights and inputs; default: a new one")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu.json, on a CPU gpu_on_cpu.json")
+    parser.add_argument("--add", action="store_true", help="keep what is in --out and measure what it lacks")
     parser.add_argument("--table", action="store_true", help="only print the goals and what of them is in --out")
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)  # after the device was lost
     args = parser.parse_args()
@@ -162,6 +164,11 @@ def main():
     run = Run(args.device, out, args.minutes, args.compile_seconds, args.quick, seed=args.seed, **empty)
     if args.resume:
         run.resume()
+    elif args.add:
+        try:
+            run.add()
+        except (OSError, ValueError) as error:
+            parser.error(f"--add: {error}")
     run.report.update(operators=kernels.about(args.device), auto=limits.table()["about"])
     about = {**run.report["machine"], **run.report.get("card", {})}
     print(", ".join(f"{key} {value}" for key, value in about.items()))

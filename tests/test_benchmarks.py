@@ -447,6 +447,43 @@ def test_parts_of_a_gpu_run(tmp_path, monkeypatch):
     assert (other.deadline, other.compile_seconds) == (run.deadline, run.compile_seconds)
 
 
+def test_a_gpu_run_that_goes_on(gpu_benchmark, capsys):
+    """With --add what is in the report stays, and what it lacks is measured."""
+    _, first = gpu_benchmark("--parts", "peaks", "races", "step", "--minutes", "0")
+    steps = [f"step {family} {form}" for form in ("compiled", "eager") for family in ("vit_base", "dit_xlarge")]
+    assert first["skipped"] == ["peaks", "races vit_base", *steps]
+    _, second = gpu_benchmark("--parts", "peaks", "--add")
+    assert second["skipped"] == [] and second["peaks"] and second["races"] == []
+    _, third = gpu_benchmark("--parts", "peaks", "races", "--add")
+    assert third["peaks"] == second["peaks"] and len(third["races"]) == 1
+    with pytest.raises(SystemExit):
+        gpu_benchmark("--add", "--out", "nowhere.json")
+    assert "nowhere.json" in capsys.readouterr().err
+
+
+def test_a_gpu_run_whose_device_is_lost(gpu_benchmark, monkeypatch):
+    """A new process does what is left, and not again what lost the device."""
+    gpu, commands = gpu_benchmark.module, []
+
+    def part(run, name, *args, **kwargs):
+        run.report["seconds"][name], run.report["errors"][name], run.lost = 1.0, "illegal address", True
+        run.write()
+
+    def execute(program, command):
+        commands.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(gpu.os, "execv", execute)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.Run, "part", part)
+        with pytest.raises(SystemExit):
+            gpu_benchmark("--parts", "peaks", "races")
+    ((program, file, *options),) = commands
+    assert program == sys.executable and file.endswith("gpu.py") and options[-1] == "--resume"
+    _, report = gpu_benchmark(*options)
+    assert report["errors"] == {"peaks": "illegal address"} and report["peaks"] == {} and len(report["races"]) == 1
+
+
 def test_a_table_of_a_gpu_run_that_time_ends(tmp_path):
     """What is ready when time runs out is measured, if there is something to compare."""
     from device_run import OutOfTime, Run

@@ -355,9 +355,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.add_argument("--seconds", type=float, default=120, help="how long to measure on each device (120)")
         parser.add_argument("--device", choices=("cpu", "cuda"), help="measure on this one only; default: on all")
         args, place = parser.parse(argv), table_path()
-        devices = ["cpu", "cuda"] if args.device is None and gpu_name() else [args.device or "cpu"]
-        if "cuda" in devices and (gpu_name() is None or kernels.path("cuda") != "triton"):
+        runs = gpu_name() is not None and kernels.path("cuda") == "triton"
+        if args.device == "cuda" and not runs:
             raise ValueError(f"--device cuda: {kernels.about('cuda') if gpu_name() else 'torch finds no GPU'}")
+        devices = [args.device] if args.device else ["cpu", "cuda"] if runs else ["cpu"]
         place.parent.mkdir(parents=True, exist_ok=True)  # an error now, and not after two minutes
         before = table()
         after = {**before, **(shipped() if "cpu" in devices else {})}  # a GPU's rows stay until it is measured again

@@ -180,9 +180,18 @@ def test_a_table_measured_without_a_gpu_counts_beside_one(cache, monkeypatch):
     assert table() == old and limits.rows("triton", "token", True, False) == ()
 
 
-def test_a_gpu_that_is_not_there(cache, capsys):
+def test_a_gpu_that_is_not_there(cache, tiny, monkeypatch, capsys):
     assert tune.main(["--device", "cuda"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
+    for module in (limits, tune):  # one that is there, without kernels
+        monkeypatch.setattr(module, "gpu_name", lambda: "a GPU")
+    kernels.use("torch")
+    try:
+        assert tune.main(["--device", "cuda"]) == 2 and "attention runs" in capsys.readouterr().err
+        monkeypatch.setattr(tune, "measure", lambda seconds, device: ({}, 0, [f"only {device}"]))
+        assert tune.main([]) == 0 and "only cpu" in capsys.readouterr().out
+    finally:
+        kernels.use(None)
 
 
 def test_the_file_has_a_row_a_line():
