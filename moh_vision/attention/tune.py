@@ -16,7 +16,7 @@ import random
 import re
 import time
 from statistics import median
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Collection, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,8 @@ GPU_SHAPES = [
 ]
 DECODE_SHAPES = [(1, 2048, 4096), (1, 8192, 4096), (8, 4096, 4096)]  # batch, keys in the cache, width of all heads
 SHARES = (0.5, 0.75, 0.9)
-PATHS = {"cpp": "C++", "triton": "Triton", "torch": "PyTorch"}
+PATHS = {"cpp": "C++", "triton": "Triton", "varlen": "varlen", "torch": "PyTorch"}
+ON_GPU = ("triton", "varlen")
 SCOPES = ("token", "sample")
 DTYPES = {"float32": torch.float32, "16 bits": torch.bfloat16}
 AGREES = {"float32": 1e-3, "16 bits": 0.05}  # largest relative difference between packed and masked
@@ -133,34 +134,43 @@ def every(shapes: Sequence[Tuple[int, int, int]]) -> Iterator[tuple]:
 
 
 def cases_on_gpu(device: str) -> Tuple[Dict[Case, List["Step"]], List[str]]:
-    """The cases of Triton's kernels with their steps, and a line for each kind of call that fails or is wrong.
+    """The cases of a GPU with their steps, and a line for each kind of call that fails or is wrong.
 
-    Such a kind has no cases. A case that needs more memory than there is is left out.
+    Such a kind has no steps. A case that needs more memory than there is is left out.
     """
+    paths = ON_GPU if kernels.path("cuda") == "triton" else ("varlen",)
     wanted = [*every(GPU_SHAPES), *itertools.product(["decode"], BITS, ["forward"], DECODE_SHAPES)]
     cases: Dict[Case, List[Step]] = {}
-    failed: Dict[Tuple[str, str], str] = {}
-    for case in itertools.starmap(Case, wanted):
-        kind = (case.scope, case.bits)
-        if kind in failed:
+    failed: Dict[Tuple[str, str, str], str] = {}
+    for case, path in itertools.product(itertools.starmap(Case, wanted), paths):
+        kind = (path, case.scope, case.bits)
+        if kind in failed or case.scope not in KINDS[path] or (path == "varlen" and case.bits == "float32"):
             continue
         try:
-            kernels.use("triton")
-            cases[case] = decoding_steps(case, device) if case.scope == "decode" else steps_of(case, ["triton"], device)
+            use(path)
+            steps = decoding_steps(case, device) if case.scope == "decode" else steps_of(case, [path], device)
+            cases.setdefault(case, []).extend(steps)
         except torch.OutOfMemoryError:
             continue
         except Exception as error:  # whatever a compiler or a driver throws
             said = " ".join(str(error).split())[:200]
-            failed[kind] = f"Triton, {', '.join(kind)}: no limits, {case.mode} of {case.shape}: {said}"
-    kept = {case: steps for case, steps in cases.items() if (case.scope, case.bits) not in failed}
-    return kept, list(failed.values())
+            what = f"{PATHS[path]}, {case.scope}, {case.bits}"
+            failed[kind] = f"{what}: no limits, {case.mode} of {case.shape}: {said}"
+    for case in cases:
+        cases[case] = [step for step in cases[case] if (step.path, case.scope, case.bits) not in failed]
+    return {case: steps for case, steps in cases.items() if steps}, list(failed.values())
+
+
+def use(path: str) -> None:
+    """Take a path; "varlen" is an executor, beside whatever operators this machine has."""
+    kernels.use(None if path == "varlen" else path)
 
 
 def steps_of(case: Case, paths: Sequence[str], device: str = "cpu") -> List[Step]:
     """`masked` and, with several shares of heads, `packed` on every path that has the operators for such a case.
 
     Raises:
-        ValueError: on Triton's path packed and masked differ.
+        ValueError: on a GPU the results differ from those of masked.
     """
     (B, N, C), dtype = case.shape, DTYPES[case.bits]
     heads = C // HEAD_DIM
@@ -180,8 +190,8 @@ def steps_of(case: Case, paths: Sequence[str], device: str = "cpu") -> List[Step
             layer.executor = "masked"
             run = step_of(layer, x, case.mode)
             if share is not None:
-                want = run() if path == "triton" else None
-                layer.executor = "packed"
+                want = run() if path in ON_GPU else None
+                layer.executor = "varlen" if path == "varlen" else "packed"
                 if want is not None:
                     compare(run(), want, AGREES[case.bits])
             steps.append(Step(path, None if share is None else share / heads, run))
@@ -243,8 +253,8 @@ def visit(steps: Sequence[Step]) -> List[float]:
     """Seconds that each step takes, in a random order, as a mean over calls of VISIT seconds together."""
     times = [0.0] * len(steps)
     for i in random.sample(range(len(steps)), len(steps)):
-        kernels.use(steps[i].path)
-        clock = on_gpu if steps[i].path == "triton" and torch.cuda.is_available() else on_cpu
+        use(steps[i].path)
+        clock = on_gpu if steps[i].path in ON_GPU and torch.cuda.is_available() else on_cpu
         times[i] = clock(steps[i].run)
     return times
 
@@ -341,10 +351,10 @@ def lines_of(measured: Measured) -> Iterator[str]:
         yield f"{name:44}" + "".join(f"{'-' if cell is None else f'{limit(cell):.0%}':>18}" for cell in cells)
 
 
-def without_limits(table: dict) -> dict:
-    """A table with no rows for Triton's path in place of those that it had."""
-    empty = {kind: {bits: {mode: [] for mode in MODES} for bits in BITS} for kind in KINDS["triton"]}
-    return {**table, "triton": empty}
+def without_limits(table: dict, paths: Collection[str]) -> dict:
+    """A table with empty rows for these of a GPU's paths, and none for its others."""
+    empty = {p: {kind: {bits: {mode: [] for mode in MODES} for bits in BITS} for kind in KINDS[p]} for p in paths}
+    return {path: part for path, part in table.items() if path not in ON_GPU} | empty
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -355,9 +365,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.add_argument("--seconds", type=float, default=120, help="how long to measure on each device (120)")
         parser.add_argument("--device", choices=("cpu", "cuda"), help="measure on this one only; default: on all")
         args, place = parser.parse(argv), table_path()
-        runs = gpu_name() is not None and kernels.path("cuda") == "triton"
+        runs = gpu_name() is not None
         if args.device == "cuda" and not runs:
-            raise ValueError(f"--device cuda: {kernels.about('cuda') if gpu_name() else 'torch finds no GPU'}")
+            raise ValueError("--device cuda: torch finds no GPU")
         devices = [args.device] if args.device else ["cpu", "cuda"] if runs else ["cpu"]
         place.parent.mkdir(parents=True, exist_ok=True)  # an error now, and not after two minutes
         before = table()
@@ -371,7 +381,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             for line in failures:
                 say(line)
             if device == "cuda":
-                after = without_limits(after) if measured else {k: v for k, v in after.items() if k != "triton"}
+                after = without_limits(after, {path for _, path in measured})
             if measured:
                 say("largest share of the heads at which skipping the others pays, batch x tokens x width:")
                 for line in lines_of(measured):

@@ -14,7 +14,7 @@ from torch import nn
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.executors import choose, limits
-from moh_vision.attention.executors.auto import say, table, use_table
+from moh_vision.attention.executors.auto import choose_varlen, say, table, use_table
 from moh_vision.attention.routing import Call
 
 SHIPPED = {
@@ -267,6 +267,30 @@ def test_a_given_table_decides(path):
     assert choice(100, (3, 3), batch=1)[0] == "masked" and choice(100, (3, 3), batch=16)[0] == "packed"
     use_table(everywhere([]))
     assert choice(1024, (3, 1))[0] == "masked"
+
+
+@pytest.mark.parametrize(
+    "change, picks",
+    [
+        ({}, True),
+        (dict(is_causal=True), False),
+        (dict(attn_mask=torch.ones(1, 1, 100, 100, dtype=torch.bool)), False),
+        (dict(dropout_p=0.1), False),
+        (dict(x=torch.randn(1, 99, 256, dtype=torch.bfloat16)), False),  # too few keys
+        (dict(x=torch.randn(1, 100, 256)), False),  # float32
+    ],
+)
+def test_where_varlen_pays(change, picks):
+    use_table(everywhere([[100, 1, 0.5]]))
+    layer = HeadMixtureAttention(256, HeadBudget(4, 64, 1, 1), dtype=torch.bfloat16).eval()
+    x = torch.randn(1, 100, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        call = Call(x, layer.route(x)[0])._replace(**change)
+        assert (choose_varlen(layer, call) is not None) == picks
+        layer.router.budget = HeadBudget(4, 64, 1, 2)
+        assert choose_varlen(layer, call) is None
+    use_table({path: part for path, part in everywhere([]).items() if path != "varlen"})
+    assert choose_varlen(layer, call) is None  # nothing was measured
 
 
 @pytest.mark.parametrize(

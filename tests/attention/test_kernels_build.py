@@ -286,14 +286,14 @@ def test_the_sources_ship_with_the_package():
 def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):
     from moh_vision.attention.kernels.gpu import check
 
-    choose, problem = check.choose, check.problem
+    problem = check.problem
     assert problem("cpu") is None
     monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
     if broken == "compiler":
         monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=lambda *_: raise_value_error("no C compiler")))
     else:
-        monkeypatch.setattr(check, "choose", lambda rows, *args: choose(-rows, *args))
+        monkeypatch.setattr(check, "eager", types.SimpleNamespace(pairs=lambda active: kernels.eager.pairs(~active)))
     monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)
     assert building.path("cuda") == "torch" and said in caplog.text
     with pytest.raises(ValueError, match="need a GPU"):

@@ -38,10 +38,9 @@ def gpu(cache, tiny, monkeypatch):
     monkeypatch.setattr(tune, "GPU_SHAPES", [(1, 8, 256)])
     monkeypatch.setattr(tune, "DECODE_SHAPES", [(1, 16, 256)])
     monkeypatch.setitem(tune.DTYPES, "16 bits", torch.float16)  # the interpreter multiplies the bits of bfloat16
-    # Interpreted kernels take their time: one dtype is enough.
-    monkeypatch.setattr(
-        tune, "every", lambda shapes: itertools.product(tune.SCOPES, ["float32"], tune.MODES, shapes[:1])
-    )
+    # Interpreted kernels take their time.
+    every = [*itertools.product(tune.SCOPES, ["float32"], tune.MODES), ("token", "16 bits", "forward")]
+    monkeypatch.setattr(tune, "every", lambda shapes: [(*case, shapes[0]) for case in every])
     yield
     kernels.use(None)
 
@@ -126,7 +125,8 @@ def test_a_gpu_is_measured_too(gpu, cache, monkeypatch, capsys):
     rows = found["triton"]
     assert rows["token"]["float32"] == dict.fromkeys(("forward", "training"), [[7, 1843, 0.95]])
     assert rows["decode"]["float32"] == dict(forward=[[14, 3686, 0.95]], training=[])
-    assert rows["token"]["16 bits"]["forward"] == [] and rows["decode"]["16 bits"]["forward"] != []
+    assert found["varlen"]["token"]["16 bits"]["forward"] == [[7, 1843, 0.95]]
+    assert rows["token"]["16 bits"]["training"] == [] and rows["decode"]["16 bits"]["forward"] != []
     assert {path: found[path] for path in ("cpp", "torch")} == {p: limits.shipped()[p] for p in ("cpp", "torch")}
     assert found["about"].startswith(limits.shipped()["about"].split("; ")[0] + "; NVIDIA H100")
     kernels.use("triton")
@@ -154,7 +154,7 @@ def test_kernels_that_fail_on_a_gpu_get_no_limits(gpu, cache, monkeypatch, capsy
 
     monkeypatch.setattr(tune, "visit", lambda steps: [1.0 if s.share is None else s.share for s in steps])
     right = triton_kernels.attend
-    monkeypatch.setattr(triton_kernels, "attend", lambda *args: [1.01 * t for t in right(*args)])
+    monkeypatch.setattr(triton_kernels, "attend", lambda *args: [1.1 * t for t in right(*args)])
     monkeypatch.setattr(triton_kernels, "combine_heads", lambda *args: 1 / 0)
     assert tune.main(["--seconds", "0", "--device", "cuda"]) == 0
     said = capsys.readouterr().out
@@ -180,16 +180,16 @@ def test_a_table_measured_without_a_gpu_counts_beside_one(cache, monkeypatch):
     assert table() == old and limits.rows("triton", "token", True, False) == ()
 
 
-def test_a_gpu_that_is_not_there(cache, tiny, monkeypatch, capsys):
+def test_a_gpu_that_is_not_there(cache, monkeypatch, capsys):
     assert tune.main(["--device", "cuda"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
-    for module in (limits, tune):  # one that is there, without kernels
-        monkeypatch.setattr(module, "gpu_name", lambda: "a GPU")
+
+
+def test_a_gpu_without_triton(gpu):
     kernels.use("torch")
     try:
-        assert tune.main(["--device", "cuda"]) == 2 and "attention runs" in capsys.readouterr().err
-        monkeypatch.setattr(tune, "measure", lambda seconds, device: ({}, 0, [f"only {device}"]))
-        assert tune.main([]) == 0 and "only cpu" in capsys.readouterr().out
+        cases, failures = tune.cases_on_gpu("cpu")
+        assert {step.path for steps in cases.values() for step in steps} == {"varlen"} and not failures
     finally:
         kernels.use(None)
 

@@ -26,10 +26,42 @@ NOT_MEASURED = f"nothing has been measured on this GPU; `{COMMAND}` does it"
 
 
 def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
-    """The executor that `auto` takes for a call of a HeadMixtureAttention, "packed", "decode" or "masked", and why.
+    """The executor that `auto` takes for a call of a HeadMixtureAttention, and why.
 
-    While torch.compile traces, only shapes, the budget and the table decide, never a value.
+    It is "packed", "decode" or "masked", and "varlen" where that pays on a GPU and Triton's kernels do not. While
+    torch.compile traces, only shapes, the budget and the table decide, never a value; on a GPU neither, for that would wait.
     """
+    picked = choose_operators(layer, call)
+    if picked[0] == "masked" and call.x.device.type == "cuda" and measured("varlen"):
+        return choose_varlen(layer, call) or picked
+    return picked
+
+
+def choose_varlen(layer: nn.Module, call: Call) -> Optional[Tuple[str, str]]:
+    masks = call.attn_mask is not None or call.is_causal or call.dropout_p > 0
+    dtype = autocast(call.x[:0]).dtype
+    if call.routing.active is None or masks or call.cache is not None or not is_short(dtype):
+        return None
+    row = row_of(layer, call, "varlen", "token", dtype)
+    share = layer.budget.active / layer.num_heads
+    if row is None or share > row[2]:
+        return None
+    return "varlen", f"{share:.0%} of the heads run, varlen pays up to {row[2]:.0%}"
+
+
+def row_of(layer: nn.Module, call: Call, path: str, kind: str, dtype: torch.dtype) -> Optional[Row]:
+    """The row of the table for a call; None: it has too few keys or queries."""
+    (B, N, _), keys = call.x.shape, (call.x if call.context is None else call.context).shape[1]
+    return reached(rows(path, kind, is_short(dtype), trains(layer)), keys, B * N * layer.q_dim)
+
+
+def trains(layer: nn.Module) -> bool:
+    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
+    # the same executor must draw the dropout.
+    return layer.training or torch.is_grad_enabled()
+
+
+def choose_operators(layer: nn.Module, call: Call) -> Tuple[str, str]:
     x, routing = call.x, call.routing
     active, compiling = routing.active, torch.compiler.is_compiling()
     if active is None:
@@ -38,10 +70,7 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
     path = kernels.attend_path(x.device, like.dtype, call.attn_mask, call.dropout_p)
     if x.device.type != "cpu" and path != "triton":
         return "masked", f"heads are skipped on a CPU, and by Triton's kernels: not in this call on {x.device.type}"
-    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
-    # the same executor must draw the dropout.
-    train = layer.training or torch.is_grad_enabled()
-    if call.cache is not None and (train or compiling or isinstance(call.cache, ContextCache)):
+    if call.cache is not None and (trains(layer) or compiling or isinstance(call.cache, ContextCache)):
         return "masked", "a cache needs the keys of all heads"
     if call.cache is not None and x.shape[1] == 1:
         if path == "triton":
@@ -62,11 +91,7 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
         kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, like.dtype)
     if kind is None:
         return "masked", "packed would have to write out the mask of every query"
-    row = reached(
-        rows(path, kind, is_short(like.dtype), train),
-        (x if call.context is None else call.context).shape[1],
-        x.shape[0] * x.shape[1] * layer.q_dim,
-    )
+    row = row_of(layer, call, path, kind, like.dtype)
     if row is None:
         if path == "triton" and not measured(path):
             return "masked", NOT_MEASURED

@@ -21,11 +21,12 @@ from moh_vision.attention.kernels.build import cache_folder, isa, key
 log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.tune"
-# What a table tells apart. PyTorch's path pads queries where heads are chosen per token, and does better where a key-value
+# What a table tells apart; "varlen" is the executor of this name. PyTorch's path pads queries where heads are chosen per token, and does better where a key-value
 # head serves all heads or all sequences chose alike; the operators' path knows no such differences.
 KINDS = {
     "cpp": ("token", "sample"),
     "triton": ("token", "sample", "decode"),
+    "varlen": ("token",),
     "torch": ("token", "token, causal", "one key-value head", "sample", "sample, alike"),
 }
 BITS, MODES = ("float32", "16 bits"), ("forward", "training")
@@ -63,7 +64,7 @@ def checked(table: object) -> dict:
     if not isinstance(table, dict) or not isinstance(table.get("about"), str):
         raise ValueError("the table of auto does not say what it is about")
     for path, kinds in KINDS.items():
-        if path == "triton" and path not in table:
+        if path in ("triton", "varlen") and path not in table:
             continue  # measured on a machine without a GPU
         for names in itertools.product([path], kinds, BITS, MODES):
             rows = functools.reduce(lambda part, name: part.get(name) if isinstance(part, dict) else None, names, table)
@@ -82,7 +83,7 @@ def _is_row(row: object) -> bool:
 
 @torch.compiler.assume_constant_result
 def measured(path: str) -> bool:
-    """Whether the table has rows for a path. None is shipped for "triton"."""
+    """Whether the table has rows for a path. None is shipped for a GPU."""
     return path in table()
 
 

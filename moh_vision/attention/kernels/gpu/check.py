@@ -7,7 +7,6 @@ from torch import Tensor
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.gpu.library import OPS
-from moh_vision.attention.kernels.route import choose, gate_logits
 
 SHARED, CANDIDATES, ROUTED = 2, 6, 3
 
@@ -27,17 +26,22 @@ def problem(device: str = "cuda") -> Optional[str]:
 
 def _compare(device: torch.device) -> Optional[str]:
     x, weight = numbers((2, 45, 64), device), numbers((CANDIDATES + SHARED + 2, 64), device) / 8
+    logits, shared, balance = (x @ weight.t()).split([CANDIDATES, SHARED, 2], -1)
+    best = logits.sort(dim=-1, descending=True, stable=True).indices[..., :ROUTED]
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, best, True)
+    probs = logits.softmax(-1) * chosen
+    alpha = 2 * balance.softmax(-1)  # Jin 2024, eq. 6, as released
+    gates = torch.cat(
+        [SHARED * alpha[..., :1] * shared.softmax(-1), ROUTED * alpha[..., 1:] * probs / probs.sum(-1, keepdim=True)],
+        -1,
+    )
+    active = torch.cat([torch.ones_like(shared, dtype=torch.bool), chosen], -1)
     for dtype in (torch.float32, torch.bfloat16):
-        want = choose(gate_logits(x.to(dtype), weight), CANDIDATES, SHARED, ROUTED, "released", True)
-        gates, active, *_, token, offsets = OPS.route(x.to(dtype), weight, CANDIDATES, SHARED, ROUTED, "released", None)
-        list_of = eager.pairs(want.active)
-        if (
-            not torch.equal(active, want.active)
-            or not torch.equal(token, list_of[0])
-            or not torch.equal(offsets, list_of[1])
-        ):
+        found = OPS.route(x.to(dtype), weight, CANDIDATES, SHARED, ROUTED, "released", None)
+        lists = zip((found[1], *found[5:]), (active, *eager.pairs(active)))
+        if not all(torch.equal(got, want) for got, want in lists):
             return f"the router chooses other heads than in PyTorch ({dtype})"
-        if not torch.allclose(gates, want.weights, rtol=1e-4, atol=1e-6):
+        if not torch.allclose(found[0], gates, rtol=1e-4, atol=1e-6):
             return f"the gates are not those of PyTorch ({dtype})"
     return None
 
