@@ -48,6 +48,7 @@ from gpu_times import (
     QUICK_SHAPES,
     SHAPES,
     SHARES,
+    block,
     cached_layer,
     decoding,
     layers,
@@ -107,6 +108,8 @@ def plan(run):
             numerics_of(dtype, [first], 1.0)
     for dtype in ("float32", "float16"):
         add(f"numerics one token {dtype}", one_token, dtype, 0.75, 64 if run.quick else 1000)
+    for mode in ("forward", "train"):
+        add(f"block {mode} {best}", block, mode, best)
     for form in (best, *others):
         add(f"sampling {form}", sampling, form)
         add(f"cached layer {form}", cached_layer, form)

@@ -310,6 +310,7 @@ def test_gpu_benchmark_without_a_gpu_and_without_diffusers(gpu_benchmark, monkey
         *(("decode", f"batch {batch}", "token", "bfloat16", "forward") for batch in (8, 1)),
         ("prefill", "llama_8b", "token", "bfloat16", "forward"),
         *(("layer", "vit_base", "sample", "bfloat16", mode) for mode in ("forward", "train")),
+        *(("block", "vit_base", "both", "bfloat16", mode) for mode in ("forward", "train")),
         ("cached layer", "batch 1", "token", "bfloat16", "forward"),
         ("step", "vit_base", "both", "bfloat16", "train"),
         *(("layer", "vit_base", "token", "tf32", mode) for mode in ("forward", "train")),
