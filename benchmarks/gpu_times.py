@@ -26,7 +26,7 @@ SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
 }
 QUICK_SHAPES = {"vit_base": Shape(2, 24, 8, 64), "dit_xlarge": Shape(2, 24, 8, 72)}
 SHARES = (0.75, 0.5)  # --quick and compiled layers: the first
-TIMED = tuple(name for name in ("masked", "packed", "varlen", "auto") if name in EXECUTORS)
+TIMED = ("masked", "packed", "varlen", "auto")
 BACKENDS = {
     "dense": None,
     "dense flash": SDPBackend.FLASH_ATTENTION,
