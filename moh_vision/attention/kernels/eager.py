@@ -322,13 +322,13 @@ def attend(
     mask: Optional[Tensor] = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`kernels.attend` in PyTorch; with `source` the pairs and their keys are those of whole sequences alone."""
+    """`kernels.attend` in PyTorch. With `source` all pairs of a segment run or none, and k and v are of those that run, in order."""
     B, D, N = (offsets.shape[0] - 1) // heads, q.shape[1], tokens
     if source is not None:  # whole sequences with keys of their own
         runs = offsets.diff() > 0
         if mask is not None:
             mask = mask.expand(B, heads, -1, -1).transpose(0, 1)[runs.view(heads, B)].unsqueeze(1)  # [X, 1, N, M]
-        k, v = (x[0].index_select(0, source[runs]).unsqueeze(1) for x in (k, v))  # [X, 1, M, D]
+        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [X, 1, M, D]
         o = F.scaled_dot_product_attention(q.view(-1, 1, N, D), k, v, mask, dropout_p, is_causal)
         return o.view(-1, D)
     edges, size = offsets.tolist(), heads // k.shape[1]
