@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache, SeparateHeadMixtureAttention, kernels
 
@@ -144,3 +145,41 @@ def test_dropout_and_double_precision_go_another_way():
     got = layer(x)[0]
     layer.executor = "reference"
     torch.testing.assert_close(got, layer(x)[0])
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(scope, reentrant):
+    layer, x = build((2, 2), scope=scope, executor="packed"), torch.randn(B, N, C, requires_grad=True)
+
+    def outputs(x):
+        y, stats = layer(x)
+        return y, stats.probs
+
+    grads = []
+    for run in (outputs, lambda x: checkpoint(outputs, x, use_reentrant=reentrant)):
+        y, probs = run(x)
+        layer.zero_grad()
+        (y.square().sum() + probs.square().sum()).backward()
+        grads.append([p.grad.clone() for p in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b) and a.norm() > 0
+
+
+@pytest.mark.parametrize("options", [{}, dict(scope="sample"), dict(qk_norm=True), dict(kv_heads=2, is_causal=True)])
+def test_autocast(options):
+    """A float32 layer in float16, which the interpreter multiplies right; bfloat16 it does not."""
+    options = dict(options)
+    call = call_of(is_causal=options.pop("is_causal", False))
+    layer, x = build((2, 2), **options), torch.randn(B, N, C, requires_grad=True)
+    results = []
+    for executor in ("masked", "packed"):
+        layer.executor = executor
+        with torch.autocast("cpu", torch.float16):
+            y, stats = layer(x, **call)
+        assert y.dtype == torch.float16 and stats.probs.dtype == torch.float32
+        results.append([y.float(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])
+    assert all(g.dtype == torch.float32 for g in results[1])
+    largest = max(g.norm() for g in results[0][1:])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= 5e-3 * (a.norm() + 0.1 * largest)
