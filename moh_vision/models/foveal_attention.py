@@ -165,8 +165,8 @@ class CosineAttention(HeadMixtureAttention):
             return False
         if not all(map(plain, self.projections)):
             return False
-        if self.executor == "packed":
-            return True
+        if self.executor == "packed":  # Triton's kernels do not know this attention
+            return kernels.path(x.device.type) != "triton"
         skipped = x.shape[0] * x.shape[1] * self.head_dim * (self.num_heads - self.budget.active)
         train = self.training or torch.is_grad_enabled()
         return skipped >= SMALLEST_SAVING[train] and kernels.native(x.device, autocast(x[:0]).dtype)

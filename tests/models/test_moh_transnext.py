@@ -351,6 +351,18 @@ def test_packed_equals_masked_with_a_window(kwargs, monkeypatch):
     assert not attn.skips_heads(x.flatten(1, 2), attn.route(x.flatten(1, 2))[0])  # with gradients
 
 
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("kwargs", KINDS[:2])
+def test_packed_computes_all_heads_beside_triton(kwargs, path):
+    """Its kernels know neither unit queries nor a position bias with a gradient."""
+    attn, x, positions = layer_of(3, **kwargs)
+    with torch.no_grad():
+        attn.executor = "masked"
+        want, _ = attn(x, positions)
+        attn.executor = "packed"
+        torch.testing.assert_close(attn(x, positions)[0], want)
+
+
 def test_auto_skips_heads_where_it_pays(monkeypatch):
     """From some saved work on, where C++ runs, and nowhere else."""
     attn, x, _ = layer_of(3)
