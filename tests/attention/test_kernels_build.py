@@ -288,6 +288,8 @@ def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatc
 
     problem = check.problem
     assert problem("cpu") is None
+    with torch.autocast("cpu"):  # as around the first call of a model
+        assert problem("cpu") is None
     monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
     if broken == "compiler":
@@ -298,6 +300,17 @@ def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatc
     assert building.path("cuda") == "torch" and said in caplog.text
     with pytest.raises(ValueError, match="need a GPU"):
         building.use("triton")
+
+
+def test_a_cpu_beside_a_gpu_does_not_run_triton(monkeypatch):
+    """Tensors on a CPU are for the interpreter alone."""
+    monkeypatch.setattr(building, "_runs_triton", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    building.use("triton")
+    assert building.path("cuda") == "triton" and building.path("cpu") == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    building.use("triton")
+    assert building.path("cpu") == "triton"
 
 
 def raise_value_error(words):

@@ -32,6 +32,7 @@ ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "defa
 PATHS = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}  # by kind of device, the wanted one first
 
 _used: Optional[str] = None  # what `use` was given
+_interprets = False  # Triton's interpreter runs, which takes tensors of any device; set by `use`
 _loaded = False
 
 
@@ -50,7 +51,7 @@ def path(device: str = "cpu") -> str:
     """
     if device not in PATHS:
         return "torch"
-    return _used if _used in PATHS[device] or _used == "triton" else _found(device)
+    return _used if _used in PATHS[device] or (_used == "triton" and _interprets) else _found(device)
 
 
 def about(device: str = "cpu") -> str:
@@ -67,14 +68,14 @@ def use(path: Optional[str]) -> None:
     Raises:
         ValueError: another name, "cpp" where no library is found that loads, or "triton" where it cannot run.
     """
-    global _used
+    global _used, _interprets
     if path not in ("cpp", "triton", "torch", None):
         raise ValueError(f"the operators' path is 'cpp', 'triton', 'torch' or None, not {path!r}")
     if path == "cpp" and not load():
         raise ValueError(f"the C++ operators are not built for this torch and processor; `{COMMAND}` builds them")
     if path == "triton" and not _runs_triton():
-        raise ValueError("Triton's kernels need a GPU and the package triton, or TRITON_INTERPRET=1")
-    _used = path
+        raise ValueError("Triton's kernels need a GPU that runs them and the package triton, or TRITON_INTERPRET=1")
+    _used, _interprets = path, os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
@@ -109,7 +110,7 @@ def _find(device: str) -> Tuple[str, str]:
     elif device == "cuda" and _runs_triton():
         found = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
     elif device == "cuda":
-        found = "torch", "in plain PyTorch; the package triton brings kernels for a GPU"
+        found = "torch", "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
     elif load():
         found = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
     else:

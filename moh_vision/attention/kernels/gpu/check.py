@@ -19,7 +19,8 @@ def problem(device: str = "cuda") -> Optional[str]:
     `route`; what else `auto` calls there `tune` has compared before.
     """
     try:
-        return _compare(torch.device(device))
+        with torch.autocast(torch.device(device).type, enabled=False):  # the first call may be under it
+            return _compare(torch.device(device))
     except Exception as error:  # whatever a compiler or a driver throws
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -49,4 +50,4 @@ def _compare(device: torch.device) -> Optional[str]:
 def numbers(shape: tuple, device: torch.device) -> Tensor:
     """Small multiples of 1/8, exact in 16 bits, so that logits are exact in any order of summation; no random numbers."""
     count = torch.Size(shape).numel()
-    return ((torch.arange(count, device=device) * 7919 + 13) % 31 - 15).view(shape) / 8
+    return ((torch.arange(count, device=device) * 7919 + 13) % 31 - 15).view(shape).float() / 8
