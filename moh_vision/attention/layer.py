@@ -33,7 +33,7 @@ class HeadMixtureAttention(nn.Module):
             `condition` that the caller gives.
         executor: a name in EXECUTORS. While the layer is scripted, traced, exported or transformed by torch.func, all are
             "masked": which heads run is known only at run time. Under torch.compile "auto" and "packed" skip heads where
-            the C++ operators run.
+            C++ operators or Triton's kernels run.
         kv_heads: key-value heads, a divisor of the heads (grouped-query attention); None: one per head.
         qkv_bias, proj_bias: biases of the projections.
         qk_norm: normalise queries and keys of each head with `norm_layer(D)`.
@@ -234,7 +234,8 @@ class HeadMixtureAttention(nn.Module):
 
     @torch.jit.unused
     def path_of(self, call: Call) -> str:
-        return kernels.attend_path(call.x.device, autocast(call.x[:0]).dtype, call.attn_mask, call.dropout_p)
+        dtype = autocast(call.x[:0]).dtype
+        return kernels.attend_path(call.x.device, dtype, self.head_dim, call.attn_mask, call.dropout_p)
 
     @torch.jit.unused
     def packed(self, call: Call, *positions) -> Tensor:
@@ -249,7 +250,7 @@ class HeadMixtureAttention(nn.Module):
         if path == "triton":
             return self.packed_sequences(call, x)
         (B, N, C), H = x.shape, self.num_heads
-        pairs, whole = pairs_of(routing, N, path), products_of_sequences(call, x)
+        pairs, whole = pairs_of(routing, N, path), products_of_sequences(call, x, path)
         queries, *keys_values = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
         if call.q is None:
             q = kernels.project(x.flatten(0, 1), *queries, pairs, H, whole)  # [P, D]
@@ -274,10 +275,7 @@ class HeadMixtureAttention(nn.Module):
             k, v = kernels.project_heads(context, *kv[0], torch.cat([heads, heads + H], 1), D).chunk(2, 2)
         else:
             k, v = (kernels.project_heads(context, *rows, heads, D) for rows in kv)
-        if call.q is None:
-            q = kernels.project_heads(x, *q, heads, D)  # [B, N, K, D]
-        else:
-            q = call.q.transpose(1, 2).gather(2, heads.long()[:, None, :, None].expand(-1, x.shape[1], -1, D))
+        q = kernels.project_heads(x, *q, heads, D)  # [B, N, K, D]
         q, k = self.prepare_queries(q, call.rotary).to(v.dtype), self.prepare_keys(k, call.rotary).to(v.dtype)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, call.attn_mask, call.dropout_p, call.is_causal)

@@ -23,6 +23,7 @@ CASES = {
     "sequences choose, two key-value heads": dict(scope="sample", kv_heads=2),
     "sequences choose, norms and rotation": dict(scope="sample", qk_norm=True, rotary=True),
     "cross": dict(context=True),
+    "cross, one context for all": dict(context=True, contexts=1),
     "causal": dict(is_causal=True),
     "masks of heads": dict(mask=(H, N, N)),
     "three key-value heads": dict(kv_heads=3),
@@ -30,25 +31,29 @@ CASES = {
 }
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.parametrize("path", ["triton"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def everywhere(path):
-    """All of this file runs on Triton's kernels."""
+    """All of this file runs on Triton's kernels, on a GPU where one is."""
+    torch.set_default_device("cuda" if DEVICE == "cuda" else None)
+    yield
+    torch.set_default_device(None)
 
 
-def build(budget, separate=False, **kwargs):
+def build(budget, separate=False, width=D, **kwargs):
     kind = SeparateHeadMixtureAttention if separate else HeadMixtureAttention
-    layer = kind(C, HeadBudget(H, D, *budget), **kwargs)
+    layer = kind(C, HeadBudget(H, width, *budget), **kwargs)
     for p in layer.router.parameters():
         if p.ndim > 1:
             nn.init.normal_(p)
     return layer.eval()
 
 
-def call_of(context=False, mask=None, rotary=False, is_causal=False):
-    call = dict(context=torch.randn(B, M, C, requires_grad=True)) if context else {}
+def call_of(context=False, contexts=B, mask=None, rotary=False, is_causal=False):
+    call = dict(context=torch.randn(contexts, M, C, requires_grad=True)) if context else {}
     if mask is not None:
         call["attn_mask"] = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
     if rotary:
@@ -79,7 +84,9 @@ def assert_near(got, want):
 )
 def test_packed_equals_the_reference(router, case):
     options = {**ROUTERS[router], **CASES[case]}
-    call = call_of(**{k: options.pop(k) for k in ("context", "mask", "rotary", "is_causal") if k in options})
+    call = call_of(
+        **{k: options.pop(k) for k in ("context", "contexts", "mask", "rotary", "is_causal") if k in options}
+    )
     layer, x = build(**options), torch.randn(B, N, C, requires_grad=True)
     results = []
     for executor in ("reference", "packed"):
@@ -137,14 +144,25 @@ def test_one_token_after_another(kv_heads, router_kwargs):
     torch.testing.assert_close(outputs["decode"], outputs["reference"], rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_and_double_precision_go_another_way():
-    layer = build((2, 2), attn_drop=0.5, executor="packed").train()
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_dropout_double_precision_and_wide_heads_go_another_way(scope):
+    layer = build((2, 2), attn_drop=0.5, executor="packed", scope=scope).train()
     assert layer(torch.randn(B, N, C))[0].isfinite().all()
-    layer = build((2, 2), executor="packed", dtype=torch.float64)
-    x = torch.randn(B, N, C, dtype=torch.float64)
-    got = layer(x)[0]
-    layer.executor = "reference"
-    torch.testing.assert_close(got, layer(x)[0])
+    for dtype, width in ((torch.float64, D), (torch.float32, kernels.WIDEST + 8)):
+        layer = build((2, 2), width=width, executor="packed", dtype=dtype, scope=scope)
+        x = torch.randn(B, N, C, dtype=dtype)
+        got = layer(x)[0]
+        layer.executor = "reference"
+        torch.testing.assert_close(got, layer(x)[0])
+
+
+def test_wide_heads_decode_another_way():
+    layer, x = build((2, 2), width=kernels.WIDEST + 8, router="query_norm"), torch.randn(B, 1, C)
+    with torch.no_grad():
+        layer.executor = "decode"
+        got = layer(x)[0]
+        layer.executor = "reference"
+        torch.testing.assert_close(got, layer(x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])
@@ -175,7 +193,7 @@ def test_autocast(options):
     results = []
     for executor in ("masked", "packed"):
         layer.executor = executor
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             y, stats = layer(x, **call)
         assert y.dtype == torch.float16 and stats.probs.dtype == torch.float32
         results.append([y.float(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])])

@@ -7,7 +7,6 @@ from typing import Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decoding_pays
 from moh_vision.attention.executors.limits import COMMAND, Row, measured, rows, table, use_table
@@ -67,7 +66,7 @@ def choose_operators(layer: nn.Module, call: Call) -> Tuple[str, str]:
     if active is None:
         return "masked", "every head may run"
     like = autocast(x[:0])  # in the dtype of the products
-    path = kernels.attend_path(x.device, like.dtype, call.attn_mask, call.dropout_p)
+    path = layer.path_of(call)
     if x.device.type != "cpu" and path != "triton":
         return "masked", f"heads are skipped on a CPU, and by Triton's kernels: not in this call on {x.device.type}"
     if call.cache is not None and (trains(layer) or compiling or isinstance(call.cache, ContextCache)):

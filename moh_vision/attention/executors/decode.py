@@ -166,7 +166,7 @@ def decode(
     if routing.active is None or q.shape[2] != 1 or is_causal or dropout_p > 0 or elsewhere:
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
     weights = None if routing.weights is routing.active else routing.weights
-    if kernels.attend_path(q.device, v.dtype, attn_mask) == "triton":
+    if kernels.attend_path(q.device, v.dtype, q.shape[3], attn_mask) == "triton":
         from moh_vision.attention.kernels import gpu  # imports Triton
 
         return gpu.decode(q.to(v.dtype), k.to(v.dtype), v, weights, routing.active, attn_mask)

@@ -21,8 +21,9 @@ from moh_vision.attention.kernels.build import cache_folder, isa, key
 log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.tune"
-# What a table tells apart; "varlen" is the executor of this name. PyTorch's path pads queries where heads are chosen per token, and does better where a key-value
-# head serves all heads or all sequences chose alike; the operators' path knows no such differences.
+# What a table tells apart; "varlen" is the executor of this name. PyTorch's path pads queries where heads are chosen per
+# token, and does better where a key-value head serves all heads or all sequences chose alike; the operators' path knows
+# no such differences.
 KINDS = {
     "cpp": ("token", "sample"),
     "triton": ("token", "sample", "decode"),

@@ -32,11 +32,11 @@ def packed(
     active = routing.active
     if active is None or q.numel() == 0 or k.numel() == 0:
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    path = kernels.attend_path(q.device, v.dtype, attn_mask, dropout_p)
+    path = kernels.attend_path(q.device, v.dtype, q.shape[3], attn_mask, dropout_p)
     if torch.compiler.is_compiling() and not has_static_shapes(routing, path):
         return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    # A norm leaves queries and keys in float32 under autocast.
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    # A norm leaves queries and keys in float32 under autocast. One context may serve all sequences.
+    q, k, v = q.to(v.dtype), k.to(v.dtype).expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
     pairs = pairs_of(routing, q.shape[2], path)
     return kernels.attend_placed(q, k, v, in_float(routing.weights), pairs, is_causal, attn_mask, dropout_p)
 
@@ -62,8 +62,8 @@ def has_static_shapes(routing: Routing, path: str) -> bool:
     return path == "triton" or (path == "cpp" and routing.pairs is not None)
 
 
-def products_of_sequences(call: Call, x: Tensor) -> bool:
-    """Whether to multiply each sequence by the weights of its own heads, keys and values too.
+def products_of_sequences(call: Call, x: Tensor, path: str) -> bool:
+    """Whether to multiply each sequence by the weights of its own heads, keys and values too. path: of `attend`.
 
     In 16 bits beside the C++ `attend` one product for all heads is faster where little can be left out of the others,
     unless all sequences chose the same heads and share a product.
@@ -73,7 +73,7 @@ def products_of_sequences(call: Call, x: Tensor) -> bool:
         return False
     if kernels.native(x.device, x.dtype):
         return True
-    if kernels.attend_path(x.device, x.dtype, call.attn_mask, call.dropout_p) != "cpp":
+    if path != "cpp":
         return True
     if torch.compiler.is_compiling():  # these products have shapes that depend on the choice
         return False

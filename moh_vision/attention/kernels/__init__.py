@@ -35,6 +35,7 @@ __all__ = [
 
 OPS = torch.ops.moh_vision
 SHORT_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256  # head width of Triton's kernels
 
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
@@ -51,13 +52,15 @@ def _has_products(dtype: torch.dtype) -> bool:
     return OPS.brgemm_available(dtype)
 
 
-def attend_path(device: torch.device, dtype: torch.dtype, mask: Optional[Tensor] = None, dropout_p: float = 0.0) -> str:
+def attend_path(
+    device: torch.device, dtype: torch.dtype, head_dim: int, mask: Optional[Tensor] = None, dropout_p: float = 0.0
+) -> str:
     """The path that `attend` takes. Only plain PyTorch has dropout, and a gradient of a mask."""
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     if dropout_p == 0 and not learned:
         if native(device, dtype, "attend"):
             return "cpp"
-        if path(device.type) == "triton" and dtype in SHORT_OR_SINGLE:
+        if path(device.type) == "triton" and dtype in SHORT_OR_SINGLE and head_dim <= WIDEST:
             return "triton"
     return "torch"
 
@@ -109,7 +112,7 @@ def attend_placed(
         [B, N, H*D], 0 where a head is off.
     """
     B, H, N, D = q.shape
-    if attend_path(q.device, q.dtype, mask, dropout_p) == "triton":
+    if attend_path(q.device, q.dtype, D, mask, dropout_p) == "triton":
         from moh_vision.attention.kernels import gpu  # imports Triton
 
         return gpu.attend(q, k, v, weights, *pairs, is_causal, mask)[0]
@@ -182,7 +185,7 @@ def attend(
     Returns:
         [P, D], not weighted; 0 where a query sees no key.
     """
-    if attend_path(q.device, q.dtype, mask, dropout_p) != "cpp":
+    if attend_path(q.device, q.dtype, q.shape[1], mask, dropout_p) != "cpp":
         return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask, dropout_p)
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask.float()

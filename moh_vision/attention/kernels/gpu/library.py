@@ -45,7 +45,9 @@ def differentiate(name: str, backward: Callable, keep: Optional[Callable] = None
 
 
 def no_second_derivative(ctx, *grads):
-    raise RuntimeError("the Triton operators cannot be differentiated twice: executor='masked' leaves them out")
+    raise RuntimeError(
+        "the Triton operators cannot be differentiated twice: MOH_VISION_KERNELS=off and executor='masked' leave them out"
+    )
 
 
 # ---- attend
