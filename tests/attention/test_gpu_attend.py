@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from moh_vision.attention import kernels
+from moh_vision.attention.kernels import gpu
 from moh_vision.attention.kernels.gpu import attend
 
 module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
@@ -259,6 +260,26 @@ def test_checkpoints():
 
     for x, y in zip(gradients(checkpointed, tensors, do), gradients(function, tensors, do)):
         assert x.equal(y)
+
+
+@pytest.fixture
+def tf32():
+    """Set the newer way, after which torch.get_float32_matmul_precision raises."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def test_every_operator_runs_with_tf32(tf32):
+    q, k, v, weights, token, offsets = operands()
+    attend(q, k, v, weights, token, offsets)[0].sum().backward()
+    every = torch.ones(1, 1, 2, dtype=torch.bool, device=DEVICE)
+    with torch.no_grad():
+        gpu.decode(q[:, :, :1], k, v, None, every)
+    x, weight = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((1, 6, 16), (4, 16)))
+    torch.ops.moh_vision_triton.route(x, weight, 4, 0, 2, "released", None)[0].sum().backward()
+    heads = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
+    gpu.project_heads(x, torch.randn(32, 16, device=DEVICE, requires_grad=True), None, heads, 16).sum().backward()
 
 
 def test_second_derivative_is_refused():

@@ -75,6 +75,14 @@ def shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
+def uses_tf32() -> bool:
+    """Whether PyTorch multiplies float32 in tf32 on a GPU.
+
+    Not torch.get_float32_matmul_precision, which raises where this was set the newer way, by `fp32_precision`.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def widths(D: int) -> Tuple[int, int]:
     """The parts of a head width: powers of two, 16 at least. 64 -> 64, 0; 72 -> 64, 16; 96 -> 64, 32; 256 -> 256, 0."""
     whole = max(16, triton.next_power_of_2(D))
@@ -799,7 +807,7 @@ def constants(kernel: str, rows: Tuple[Tensor, ...], tokens: int, gated: bool, m
     strides = [stride for x in rows for stride in x.stride()[:-1]]
     unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
     width0, width1 = widths(D)
-    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    exact = dtype != torch.float32 or not uses_tf32()
     return [stride // unit for stride in strides], dict(
         D=D,
         WIDTH0=width0,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moh_vision.attention.kernels.gpu.attend import uses_tf32
+
 # Programs of the first kernel for each multiprocessor. Those of heads that are off end at once.
 PROGRAMS = 4
 # Multiprocessors of an H100: what Triton's interpreter, which has no GPU, cuts the keys for.
@@ -317,7 +319,7 @@ def forward(
         mask_strides = mask.stride()
 
     size = H // G
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "tf32" if uses_tf32() else "ieee"
     sizes = blocks(D, k.element_size(), size > 1 and k.dtype == torch.float32 and precision == "ieee")
     programs = B * H if size == 1 else B * G * triton.cdiv(size, ROWS)
     count = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else MULTIPROCESSORS

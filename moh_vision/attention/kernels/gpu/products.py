@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.attend import widths
+from moh_vision.attention.kernels.gpu.attend import uses_tf32, widths
 
 # ---- kernels
 
@@ -336,9 +336,7 @@ def splits(programs: int, steps: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """How `tl.dot` multiplies float32; it has no effect in 16 bits."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"
+    return "tf32" if dtype == torch.float32 and uses_tf32() else "ieee"
 
 
 def vector(D: int) -> int:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moh_vision.attention.kernels.gpu.attend import uses_tf32
+
 KINDS = ("released", "paper", "renormalised")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_C = 64  # of the products of gradients
@@ -540,7 +542,7 @@ def backward(
     grads = [None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)]
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     # tf32 loses nothing of 16-bit tokens, and less of the other factor than 16 bits lose of every gradient around.
-    fast = x.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    fast = x.dtype != torch.float32 or uses_tf32()
     precision = "tf32" if fast else "ieee"
     block, columns, warps = tile(router.ROWS)
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
