@@ -131,6 +131,17 @@ def test_masks_groups_and_cross(small_blocks, kind, shape):
     check(q, k, v, None, some_active(B, N, H), mask=mask, is_causal="causal" in kind)
 
 
+def test_sequences_far_apart(small_blocks):
+    """2^31 numbers between two sequences, in memory that is hardly touched."""
+    B, N, H, D, far = 2, 9, 2, 16, 2**31
+    near = fused(B, N, H, D).half().to(DEVICE)
+    memory = torch.empty(far + near[:, 0].numel(), dtype=near.dtype, device=DEVICE)
+    apart = memory.as_strided(near.shape, (H * D, far, D, 3 * H * D, 1)).copy_(near)
+    pairs, do = list_of(some_active(B, N, H)), torch.randn(B, N, H * D, device=DEVICE).half()
+    for x, y in zip(gradients(attend, near, do, None, *pairs), gradients(attend, apart, do, None, *pairs)):
+        assert x.equal(y)
+
+
 def test_transposed_mask_and_keys_of_one_sequence(small_blocks):
     B, N, M, H, D = 2, 18, 21, 2, 16
     mask = torch.randn(M, N).t()[None, None]

@@ -338,13 +338,13 @@ def forward_kernel(
     h64 = h.to(tl.int64)
     g64 = (h // group).to(tl.int64)
 
-    q += b64 * (q_b * UNIT) + h64 * (q_h * UNIT)
+    q += b64 * q_b * UNIT + h64 * q_h * UNIT
     q0 = load_rows(q, n64 * (q_n * UNIT), real, 0, WIDTH0, D, False)
     q1 = q0
     if WIDTH1 > 0:
         q1 = load_rows(q, n64 * (q_n * UNIT), real, WIDTH0, WIDTH1, D, False)
-    k += b64 * (k_b * UNIT) + g64 * (k_g * UNIT)
-    v += b64 * (v_b * UNIT) + g64 * (v_g * UNIT)
+    k += b64 * k_b * UNIT + g64 * k_g * UNIT
+    v += b64 * v_b * UNIT + g64 * v_g * UNIT
     mask_rows = n64
     if MASK > 0:
         mask_rows = mask + b64 * mask_b + h64 * mask_h + n64 * mask_n
@@ -518,8 +518,8 @@ def queries_kernel(
     g64 = (h // group).to(tl.int64)
     row = tl.cast(H, tl.int64) * D
 
-    q += b64 * (q_b * UNIT) + h64 * (q_h * UNIT)
-    do += b64 * (do_b * UNIT) + h64 * D
+    q += b64 * q_b * UNIT + h64 * q_h * UNIT
+    do += b64 * do_b * UNIT + h64 * D
     o += (b64 * N * H + h64) * D
     q0 = load_rows(q, n64 * (q_n * UNIT), real, 0, WIDTH0, D, False)
     do0 = load_rows(do, n64 * (do_n * UNIT), real, 0, WIDTH0, D, False)
@@ -538,8 +538,8 @@ def queries_kernel(
         gate = tl.load(weights + b64 * w_b + n64 * w_n + h64 * w_h, mask=real, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + pair, mask=real, other=0.0) * LOG2E
     row_lse = tl.where(row_lse == -float("inf"), float("inf"), row_lse)  # it saw no key: exp2 gives 0, not NaN
-    k += b64 * (k_b * UNIT) + g64 * (k_g * UNIT)
-    v += b64 * (v_b * UNIT) + g64 * (v_g * UNIT)
+    k += b64 * k_b * UNIT + g64 * k_g * UNIT
+    v += b64 * v_b * UNIT + g64 * v_g * UNIT
     mask_rows = n64
     if MASK > 0:
         mask_rows = mask + b64 * mask_b + h64 * mask_h + n64 * mask_n
@@ -723,8 +723,8 @@ def keys_kernel(
     b64 = b.to(tl.int64)
     g64 = g.to(tl.int64)
 
-    k += b64 * (k_b * UNIT) + g64 * (k_g * UNIT)
-    v += b64 * (v_b * UNIT) + g64 * (v_g * UNIT)
+    k += b64 * k_b * UNIT + g64 * k_g * UNIT
+    v += b64 * v_b * UNIT + g64 * v_g * UNIT
     k0 = load_rows(k, key64 * (k_m * UNIT), real, 0, WIDTH0, D, False)
     v0 = load_rows(v, key64 * (v_m * UNIT), real, 0, WIDTH0, D, False)
     k1 = k0
@@ -740,8 +740,8 @@ def keys_kernel(
     dv1 = tl.zeros([BLOCK_N, WIDTH1 if WIDTH1 > 0 else 16], tl.float32)
     for h in range(g * group, g * group + group):
         h64 = tl.cast(h, tl.int64)
-        q_head = q + b64 * (q_b * UNIT) + h64 * (q_h * UNIT)
-        do_head = do + b64 * (do_b * UNIT) + h64 * D
+        q_head = q + b64 * q_b * UNIT + h64 * q_h * UNIT
+        do_head = do + b64 * do_b * UNIT + h64 * D
         weights_head = weights
         if GATED:
             weights_head = weights + b64 * w_b + h64 * w_h
