@@ -131,6 +131,19 @@ def test_masks_groups_and_cross(small_blocks, kind, shape):
     check(q, k, v, None, some_active(B, N, H), mask=mask, is_causal="causal" in kind)
 
 
+@pytest.mark.parametrize("lowest", [-1e9, -1e12])
+def test_a_finite_bias_hides_all_keys(small_blocks, lowest):
+    """The mean of all values, as in PyTorch; the gradients of what has no digits left stay of its size."""
+    B, N, H, D = 1, 20, 2, 16
+    q, k, v = (x.to(DEVICE) for x in fused(B, N, H, D))
+    mask = torch.full((1, 1, N, N), lowest, device=DEVICE)
+    pairs = list_of(torch.ones(B, N, H, dtype=torch.bool))
+    do = torch.ones(B, N, H * D, device=DEVICE)
+    o, *grads = gradients(attend, (q, k, v), do, None, *pairs, mask=mask)
+    torch.testing.assert_close(o.unflatten(2, (H, D)), v.mean(2).unsqueeze(1).expand(B, N, H, D))
+    assert all(grad.abs().max() < 1e4 for grad in grads)
+
+
 def test_sequences_far_apart(small_blocks):
     """2^31 numbers between two sequences, in memory that is hardly touched."""
     B, N, H, D, far = 2, 9, 2, 16, 2**31

@@ -266,11 +266,15 @@ def attend_keys(
         scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, EDGE)
 
         new = tl.maximum(top, tl.max(scores, 1))
-        shift = new * scale
+        base = new
         if MASK > 0:  # nothing seen so far: -inf minus -inf would be NaN
-            shift = tl.where(new == -float("inf"), 0.0, shift)
-        p = tl.exp2(scores * scale - shift[:, None])
-        shrink = tl.exp2(top * scale - shift)
+            base = tl.where(new == -float("inf"), 0.0, new)
+        if MASK == 2:  # where a bias of -1e9 hides all keys, a rounded product would miss a fused one by up to 2^64
+            p = tl.exp2((scores - base[:, None]) * scale)
+            shrink = tl.exp2((top - base) * scale)
+        else:
+            p = tl.exp2(scores * scale - (base * scale)[:, None])
+            shrink = tl.exp2(top * scale - base * scale)
         top = new
         total = total * shrink + tl.sum(p, 1)
         v0 = load_rows(v_block, rows * v_m, real, 0, WIDTH0, D, not EDGE)
@@ -398,6 +402,15 @@ def forward_kernel(
 
 
 @triton.jit
+def probabilities(scores, scale, lse, MASK: tl.constexpr):
+    """lse: to base 2."""
+    power = scores * scale - lse[:, None]
+    if MASK == 2:  # at most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then
+        power = tl.minimum(power, 0.0)
+    return tl.exp2(power)
+
+
+@triton.jit
 def queries_keys(
     dq0,
     dq1,
@@ -445,7 +458,7 @@ def queries_keys(
             v1 = load_rows(v_block, rows * v_m, real, WIDTH0, WIDTH1, D, not EDGE)
         scores = product(q0, q1, k0, k1, WIDTH1, PRECISION)
         scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, EDGE)
-        p = tl.exp2(scores * scale - lse[:, None])
+        p = probabilities(scores, scale, lse, MASK)
         dp = product(do0, do1, v0, v1, WIDTH1, PRECISION)
         dgate += tl.sum(p * dp, 1)
         ds = (p * (dp * gate[:, None] - delta[:, None])).to(k0.dtype)
@@ -645,7 +658,7 @@ def keys_queries(
             mask_rows = mask + n64 * mask_n
         scores = product(q0, q1, k0, k1, WIDTH1, PRECISION)  # [BLOCK_M, BLOCK_N]
         scores = see(scores, mask_rows, n, key, M, root, MASK, CAUSAL, CAUSAL)
-        p = tl.exp2(scores * scale - row_lse[:, None])
+        p = probabilities(scores, scale, row_lse, MASK)
         dp = product(do0, do1, v0, v1, WIDTH1, PRECISION)
         if GATED:
             gate = tl.load(weights + n64 * w_n, mask=real, other=0.0).to(tl.float32)
