@@ -16,7 +16,7 @@ class RoutingStats(NamedTuple):
 class Pairs(NamedTuple):
     """The (head, sequence, token) triples that run, sorted in this order: what the operators in `kernels` go through."""
 
-    token: Tensor  # [P] int32, b * N + n
+    token: Tensor  # [P] int32, b * N + n; longer where Triton listed them, and what follows the last pair means nothing
     offsets: Tensor  # [H * B + 1] int32, where segment h * B + b begins
 
 
@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     weights: Optional[Tensor]  # [B, N, H] or [B, 1, H] final weight of each head; None: every head counts as 1
     active: Optional[Tensor]  # [B, N, H] or [B, 1, H] True where a head must run; None: all
     stats: RoutingStats
-    pairs: Optional[Pairs] = None  # of active, where the router made the list already
+    pairs: Optional[Pairs] = None  # of active, [P] exactly, from a router that runs as many heads for every token
 
 
 class Call(NamedTuple):

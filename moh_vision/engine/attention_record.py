@@ -49,7 +49,8 @@ class AttentionRecord:
         folder: of the work that goes on, or None for work that begins. Without a record, as earlier versions left it,
             the settings of this machine are taken.
         allowed: keys of --allow-change: a setting among them is taken from this machine, whatever is stored.
-        device: the kind of device. A stored path of another kind of device counts for nothing: its bits differ anyway.
+        device: the kind of device. Stored operators of another kind of device count for nothing: the bits differ anyway.
+            Plain PyTorch stays plain PyTorch.
 
     Attributes:
         path, table: the settings; JSON.
