@@ -190,7 +190,7 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
 def test_a_machine_that_is_measured_meanwhile(tmp_path, train, monkeypatch):
     run, whole, other = (tmp_path / name for name in ("run", "whole", "other"))
     measured = tmp_path / "measured.json"
-    monkeypatch.setattr(limits, "table_path", lambda: measured)
+    monkeypatch.setattr(limits, "table_path", lambda gpu=None: measured)
     never, always = (with_rows(rows) for rows in ([], [[1, 1, 1.0]]))
     measured.write_text(json.dumps(never))
     begun, undisturbed = train(run, 1, "off"), train(whole, 2, "off")
