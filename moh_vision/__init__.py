@@ -6,6 +6,10 @@ from moh_vision.attention import head_budget
 from moh_vision.engine.io import __version__
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.registry import register
 from moh_vision.models.weights import load_checkpoint, load_run
+
+register("calibration", "classifier", "moh_vision.classification.calibration:open_calibration")
+register("calibration", "diffusion", "moh_vision.diffusion.calibration:open_calibration")
 
 __all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]

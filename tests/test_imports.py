@@ -105,7 +105,7 @@ def test_promised_paths_lead_to_their_successors():
 
 
 @pytest.mark.parametrize(
-    "name", ["data.latents", "data.shards", "data.text.tokenise", "evaluation.lm", "analysis.macs"]
+    "name", ["data.latents", "data.shards", "data.text.tokenise", "evaluation.lm", "analysis.macs", "analysis.search"]
 )
 def test_promised_commands_run(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])

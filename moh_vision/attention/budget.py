@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Callable, Optional, Sequence, Union
 
 BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
+
+SEARCHED = "searched:"  # begins a spec that names a file
+MAX_BYTES = 2**24  # of such a file
 
 # The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
@@ -77,6 +82,7 @@ def resolve_budget(
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
                 0.4 by default (Jin 2024, section 4.5 and table 7); "ramp" rounds it over the model, "uniform" in each
                 layer;
+            "searched:FILE": what `moh_vision.analysis.search` found and wrote there;
             [(shared, routed), ...]: one pair per layer.
             A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
             as in the released S/2-75: its renormalised weight is constant, so only the balance loss trains that router.
@@ -91,6 +97,8 @@ def resolve_budget(
     """
     heads = _per_layer("heads", heads, depth)
     head_dim = _per_layer("head_dim", head_dim, depth)
+    if is_searched(spec):
+        return _from_file(spec, heads, lambda pairs: resolve_budget(pairs, depth, heads, head_dim, group))
     if group != 1:
         full = [HeadBudget(h, d, h, 0) for h, d in zip(heads, head_dim)]
 
@@ -141,7 +149,8 @@ def change_routed(
     """Other numbers of routed heads for layers that exist: their shared heads stay.
 
     Args:
-        spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
+        spec: as for `resolve_budget`; a share counts all active heads, a list or a file holds one (shared, routed) pair per
+            layer.
         budgets: what the layers have.
         groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
 
@@ -149,6 +158,8 @@ def change_routed(
         ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change, or what a list
             asks for is not whole groups.
     """
+    if is_searched(spec):
+        return _from_file(spec, [b.heads for b in budgets], lambda pairs: change_routed(pairs, budgets, groups))
     if groups is not None and any(group != 1 for group in groups):
         return _in_groups(change_routed, spec, budgets, groups)
     heads = [b.heads for b in budgets]
@@ -234,6 +245,52 @@ def _in_groups(
     )
 
 
+def is_searched(spec) -> bool:
+    """Whether a budget spec names a file."""
+    return isinstance(spec, str) and spec.startswith(SEARCHED)
+
+
+def _from_file(spec: str, heads: Sequence[int], decide: Callable) -> tuple[HeadBudget, ...]:
+    """`decide` of the pairs that `searched:FILE` holds; ValueError names the file."""
+    path = spec.removeprefix(SEARCHED)
+    try:
+        if not os.path.isfile(path):
+            raise ValueError("no such file")
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes, which no budget has")
+        try:
+            tree = json.loads(text)
+            counts = [[layer[key] for key in ("heads", "shared", "active")] for layer in tree["layers"]]
+            if any(type(n) is not int for layer in counts for n in layer):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError("not a budget as `python -m moh_vision.analysis.search` writes it") from None
+        if len(counts) != len(heads):
+            raise ValueError(f"lists {len(counts)} layers, the model has {len(heads)}")
+        for layer, ((measured, _, _), h) in enumerate(zip(counts, heads)):
+            if measured != h:
+                raise ValueError(f"layer {layer} was measured with {measured} heads, the model has {h} there")
+        return decide([(shared, active - shared) for _, shared, active in counts])
+    except OSError as error:
+        raise ValueError(f"head_budget {spec}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"head_budget {spec}: {str(error).removeprefix('head_budget, ')}") from None
+
+
+def spread(kind: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
+    """Active heads of each layer, `total` in all, as near as can be to the papers' "ramp" or to "uniform".
+
+    Shared heads and one routed head stay in every layer, and layers without routed heads are left as they are.
+    """
+    heads = [b.heads for b in budgets]
+    share = total / sum(heads)
+    wanted = _ramp_wanted(share, heads) if kind == "ramp" else [share * h for h in heads]
+    least = [b.shared + (b.candidates > 0) for b in budgets]
+    return _round_to_total(wanted, total, least, heads)
+
+
 def _per_layer(name: str, value, depth: int) -> list[int]:
     if isinstance(value, int):
         return [value] * depth
@@ -271,8 +328,8 @@ def parse_share(spec) -> tuple[str, float, Optional[float]]:
     if kind not in ("ramp", "uniform") or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
         raise ValueError(
             f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
-            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a list with "
-            "one (shared, routed) pair per layer"
+            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', 'searched:FILE', or "
+            "a list with one (shared, routed) pair per layer"
         )
     return kind, target, shared if len(numbers) == 2 else None
 

@@ -25,9 +25,11 @@ from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.engine.commands import BadData
+from moh_vision.engine.config import keep_budget
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 
@@ -40,6 +42,8 @@ def new_model(config: ClsConfig, source) -> Tuple[nn.Module, dict]:
     if config.data.img_size or source.img_size:
         arguments["img_size"] = config.data.img_size or source.img_size
     model = create(config.model.name, "classifier", **arguments)
+    if keep_budget(config.model, lambda: budget_pairs(model)):
+        arguments["head_budget"] = config.model.arguments()["head_budget"]
     arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
     return model, arguments
 

@@ -106,8 +106,8 @@ def draw_usage(
         say(f"{path} could not be drawn: {message_of(error)}")
 
 
-def report(config, flags, accelerator) -> None:
-    """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
+    """The classifier that --checkpoint means, and one split of `data.root`.
 
     A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
     other option of the model is refused.
@@ -116,15 +116,18 @@ def report(config, flags, accelerator) -> None:
         config: a `ClsConfig`.
         flags: `Flags`; its checkpoint is what `models.weights.to_validate` takes.
         accelerator: accelerate's Accelerator.
+        split: "train" or "val".
+
+    Returns:
+        (model in eval mode, what `to_validate` says of it with img_size, source, transform without randomness)
 
     Raises:
         ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
-        UnreadableImage: beyond data.max_bad_fraction.
     """
     with accelerator.main_process_first():
-        val = open_source(config.data.root, "val", index_dir(config.output))
+        source = open_source(config.data.root, split, index_dir(config.output))
     path = flags.checkpoint
-    arguments = dict(config.model.arguments(), in_chans=val.channels, num_classes=len(val.classes))
+    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
     model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
     if about["of_run"]:
         for key in sorted(flags.given):
@@ -135,12 +138,24 @@ def report(config, flags, accelerator) -> None:
                 )
         if "model.head_budget" in flags.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
-    check_same_classes(about["classes"] or val.classes, f"--checkpoint {path}", val, config.data.root)
+    check_same_classes(about["classes"] or source.classes, f"--checkpoint {path}", source, config.data.root)
     img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
-    _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, val.channels)
+    _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, source.channels)
+    return model, dict(about, img_size=img_size), source, transform
+
+
+def report(config, flags, accelerator) -> None:
+    """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+
+    Args, raises: as `open_model`.
+
+    Raises:
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    model, about, val, transform = open_model(config, flags, accelerator, "val")
     task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
     scores, _ = validate(task, val, transform, config.data, accelerator)
-    accelerator.print(f"{about['weights']} ({about['name']}, {img_size} px): {summary(scores)}")
+    accelerator.print(f"{about['weights']} ({about['name']}, {about['img_size']} px): {summary(scores)}")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
 

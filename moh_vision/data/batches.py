@@ -229,3 +229,22 @@ def calibration_batches(source, transform: Callable, count: int) -> Iterator[tor
     numbers = [i * len(source) // count for i in range(count)]
     for start in range(0, count, 64):
         yield torch.stack([transform(source.image(i)) for i in numbers[start : start + 64]])
+
+
+def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: BadSamples) -> Tuple[List[dict], ...]:
+    """Batches of `count` samples, evenly spread over a data set, and of as many others between them; all in memory.
+
+    Raises:
+        ValueError: if there are fewer than twice as many.
+    """
+    total = len(dataset.source)
+    if 2 * count > total:
+        raise ValueError(
+            f"--images {count}: these and as many others are needed, the training split has {total} images"
+        )
+    numbers = [i * total // (2 * count) for i in range(2 * count)]
+    halves = []
+    for half in (numbers[::2], numbers[1::2]):
+        slices = [half[start : start + 64] for start in range(0, count, 64)]
+        halves.append(list(evaluation_batches(dataset, slices, workers, bad)))
+    return tuple(halves)

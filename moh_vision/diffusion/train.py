@@ -23,7 +23,9 @@ from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
 from moh_vision.diffusion.previews import Samples
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.engine.config import keep_budget
 from moh_vision.engine.run import Run
+from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
 
@@ -45,6 +47,8 @@ def train(run: Run) -> None:
     )  # fmt: skip
     torch.manual_seed(config.seed)
     model = create(config.model.name, "diffusion", **arguments)
+    if keep_budget(config.model, lambda: budget_pairs(model)):
+        arguments["head_budget"] = config.model.arguments()["head_budget"]
     if run.flags.dry_run:
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)

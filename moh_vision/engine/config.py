@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, List, Literal, Optional, Set, Tuple, Union
 
 
 def config_file(name: str) -> str:
@@ -34,6 +34,23 @@ def check_head_budget(budget: Optional[HeadBudgets]) -> None:
         check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
 
 
+def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
+    """Let a run remember the budget itself where a key says `searched:FILE`: the file may change, or go.
+
+    Args:
+        section: `model` of a configuration.
+        pairs: makes [shared, routed] of every layer.
+
+    Returns:
+        whether a key said so.
+    """
+    places = (vars(section), *(getattr(section, name, None) or {} for name in ("kwargs", "convert")))
+    named = [place for place in places if str(place.get("head_budget")).startswith("searched:")]
+    for place in named:
+        place["head_budget"] = pairs()
+    return bool(named)
+
+
 def plain(value):
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
@@ -49,7 +66,8 @@ class ModelConfig:
     Args:
         name: model name in timm's registry.
         head_budget: share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; also with the share of shared
-            heads among them, such as "uniform:0.75:0.4"; or a list with one [shared, routed] per layer.
+            heads among them, such as "uniform:0.75:0.4"; or a list with one [shared, routed] per layer; or
+            "searched:FILE", written by moh_vision.analysis.search.
         router: who chooses the heads.
         scope: "token" or "sample".
         executor: how attention is computed.

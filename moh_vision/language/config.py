@@ -18,8 +18,8 @@ class TextModelConfig:
 
     Args:
         name: a preset of moh_vision.language.models.create.
-        head_budget: of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", or a list with one
-            [shared, routed] per layer.
+        head_budget: of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", a list with one
+            [shared, routed] per layer, or of LLaMA-style models "searched:FILE".
         kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
         pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name
             on the Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that

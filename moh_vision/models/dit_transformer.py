@@ -29,6 +29,7 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
+from moh_vision.attention.budget import is_searched
 from moh_vision.attention.layer import is_captured
 from moh_vision.models.convert import route_heads
 from moh_vision.models.weight_files import rename_routers
@@ -242,6 +243,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             head_budget = 0.75
         self.head_budget_spec = head_budget
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
+        if is_searched(head_budget):  # saved is what it says
+            self.register_to_config(head_budget=[[b.shared, b.routed] for b in budgets])
         attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.register_to_config(out_channels=self.out_channels)

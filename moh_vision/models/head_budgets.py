@@ -12,7 +12,7 @@ from moh_vision.attention import (
     set_budgets,
     set_routed_heads,
 )
-from moh_vision.attention.budget import change_routed
+from moh_vision.attention.budget import change_routed, is_searched
 from moh_vision.attention.routers import MoHRouter
 
 
@@ -22,7 +22,7 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     Args:
         model: any model with head routing.
         spec: the share of all heads that is to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list with one
-            (shared, routed) pair per layer. The budget is saved with the model.
+            (shared, routed) pair per layer, or "searched:FILE". The budget, not the file's name, is saved with the model.
 
     Returns:
         the model.
@@ -59,7 +59,7 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
         trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
     if any(layer.budget.shared != b.shared for layer, b in zip(layers, trained)):
         spec = getattr(model, "head_budget_spec", None)
-        if spec is None or isinstance(spec, (list, tuple)):  # TransNeXt's lists may be of stages
+        if spec is None or isinstance(spec, (list, tuple)) or is_searched(spec):  # TransNeXt's lists may be of stages
             spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
         set_budgets(layers, change_routed(spec, trained))
         record_head_budget(model)

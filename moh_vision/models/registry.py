@@ -12,6 +12,7 @@ def register(kind: str, name: str, target: str) -> None:
     Args:
         kind: "converter": what `moh_vision.convert` calls with its arguments, by the qualified name of a model's class or
             base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata;
+            "calibration": what `moh_vision.analysis.search` calls to open a "classifier" or "diffusion" model and its data;
             "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model.
     """
     _TARGETS[kind, name] = target

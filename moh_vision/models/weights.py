@@ -11,6 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from moh_vision.attention.budget import is_searched
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.registry import registered
@@ -117,6 +118,8 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")
+    if is_searched(arguments.get("head_budget")):  # runs write the budget itself
+        raise ValueError(f"{file}: head_budget in its metadata would read another file")
     most = max((tensor.numel() for tensor in state.values()), default=0)
     for key, number in _numbers(arguments):
         # Whoever passes weights on writes these too; they must not decide how much memory is taken.

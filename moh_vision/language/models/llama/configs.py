@@ -5,7 +5,7 @@ from typing import List, Optional
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
-from moh_vision.attention.budget import HeadBudget, parse_share
+from moh_vision.attention.budget import HeadBudget, is_searched, parse_share
 from moh_vision.engine.commands import closest
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
@@ -37,7 +37,8 @@ def budget_pairs(spec: Optional[BudgetSpec], router: str, group: bool, config: P
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
     budgets = resolve_budget(1.0 if spec is None else spec, config.num_hidden_layers, heads, config.head_dim, size)
-    if router == "moh" or isinstance(spec, (list, tuple)) or (spec is not None and parse_share(spec)[2] is not None):
+    listed = isinstance(spec, (list, tuple)) or is_searched(spec)
+    if router == "moh" or listed or (spec is not None and parse_share(spec)[2] is not None):
         return [[b.shared, b.routed] for b in budgets]
     shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
     return [[s, b.active - s] for s, b in zip(shared, budgets)]

@@ -1,0 +1,266 @@
+"""Which layers can spare heads: a head budget found on a calibration set, for a model as it is, without training.
+
+python -m moh_vision.analysis.search RUN --share 0.75 --output budget.json
+
+RUN comes first: a run of a classifier or of a diffusion model (a dense one is converted, its strongest heads shared), or for
+classifiers weights with --model.NAME as validate.py takes them. --data.root and the other options of validate.py are taken
+too; what is left out is as in the run. head_budget="searched:budget.json" is then a budget like any other.
+
+The images are of the training split, half of them for the search and as many others to compare what it found with the
+uniform budget and the papers' ramp, of equally many heads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention import HeadBudget, attention_layers, head_budget, set_budgets
+from moh_vision.attention.budget import spread
+from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.io import write_whole
+from moh_vision.models.registry import registered
+from moh_vision.models.weight_files import read_safetensors, weights_file
+from moh_vision.models.weights import FAMILIES
+
+LossOf = Callable[[nn.Module], float]
+
+
+class Search(NamedTuple):
+    """What `search_budget` found."""
+
+    active: List[int]  # heads that run, of each layer
+    losses: List[Dict[int, float]]  # of each layer: its active heads -> loss while the other layers run all heads
+    all_heads: float  # loss while every layer does
+
+
+class Calibration(NamedTuple):
+    """A model and its data, opened for a search."""
+
+    model: nn.Module
+    loss_of: LossOf  # on the images of the search
+    loss_elsewhere: LossOf  # on as many others
+    about: dict  # what the file says of both
+
+
+def search_budget(
+    model: nn.Module,
+    loss_of: LossOf,
+    share: float,
+    progress: Callable[[int, Dict[int, float]], None] = lambda layer, losses: None,
+) -> Search:
+    """The active heads of each layer whose losses, measured one layer at a time, add up to the least.
+
+    With L_l(k) the loss while layer l runs k heads and all others every head, and L the loss while all do, it minimises
+
+        sum_l (L_l(k_l) - L)    where  sum_l k_l = round(share * sum_l H_l),  shared_l < k_l <= H_l
+
+    over all budgets. That is the loss itself as far as layers act apart. Removing heads greedily, by the least loss per
+    head, finds the minimum only where each L_l is convex, which measured ones are not; so `cheapest` looks at all of them.
+    It measures 1 + sum_l (H_l - shared_l - 1) times, and then takes O(T * sum_l H_l) additions for T heads in all.
+
+    Args:
+        model: any model with routed heads, in eval mode; its budget is as before afterwards. Shared heads stay shared, and
+            layers without routed heads stay as they are.
+        loss_of: the loss of the model as it is at that moment, always of the same data and random numbers.
+        share: active heads over all heads, above 0 and up to 1.
+        progress: told of each layer when it is measured.
+
+    Raises:
+        ValueError: for a model without routed heads, a share that the shared heads do not allow, or a loss that is not
+            finite, naming the layer.
+    """
+    layers = attention_layers(model)
+    before = [layer.budget for layer in layers]
+    full = [HeadBudget(b.heads, b.head_dim, b.shared, b.candidates) for b in before]
+    groups = [getattr(layer.router, "group", 1) for layer in layers]
+    if any(layer.router.all_heads for layer in layers) or not any(b.candidates for b in before):
+        raise ValueError(f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some")
+    allowed = [range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads] for b, g in zip(before, groups)]
+    heads = sum(b.heads for b in before)
+    if not 0 < share <= 1:
+        raise ValueError(f"share {share!r} is out of range: above 0, up to 1")
+    total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
+    if total < least:
+        raise ValueError(
+            f"share {share:g} of {heads} heads is {total}: the shared heads and one routed choice per layer are {least} "
+            f"already, a share of {least / heads:.3f}"
+        )
+
+    def measured(where: str) -> float:
+        loss = float(loss_of(model))
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss with {where} is {loss}")
+        return loss
+
+    try:
+        set_budgets(layers, full)
+        all_heads, losses = measured("all heads"), []
+        for number, (layer, counts) in enumerate(zip(layers, allowed)):
+            b, found = full[number], {}
+            for k in counts[:-1]:
+                set_budgets([layer], [HeadBudget(b.heads, b.head_dim, b.shared, k - b.shared)])
+                found[k] = measured(f"{k} of {b.heads} heads in layer {number}")
+            set_budgets([layer], [b])
+            losses.append({**found, b.heads: all_heads})
+            progress(number, losses[-1])
+    finally:
+        set_budgets(layers, before)
+    return Search(cheapest(losses, total), losses, all_heads)
+
+
+def cheapest(costs: Sequence[Dict[int, float]], total: int) -> List[int]:
+    """One number of heads per layer, of sum `total` (or else the nearest below) and the least sum of costs.
+
+    Args:
+        costs: of each layer: number of heads -> cost; any numbers, there may be gaps.
+        total: not below the least sum.
+    """
+    best: Dict[int, Tuple[float, List[int]]] = {0: (0.0, [])}  # heads of the layers so far -> (cost, heads of each)
+    for layer in costs:
+        longer: Dict[int, Tuple[float, List[int]]] = {}
+        for heads, (cost, chosen) in best.items():
+            for k, more in layer.items():
+                if heads + k <= total and (heads + k not in longer or cost + more < longer[heads + k][0]):
+                    longer[heads + k] = (cost + more, [*chosen, k])
+        best = longer
+    return best[max(best)][1]
+
+
+def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> Dict[str, dict]:
+    """ "searched", "uniform" and "ramp": dict(active, loss) of budgets of equally many heads; the model's stays.
+
+    Args:
+        active: of each layer, from `search_budget`.
+        loss_of: see there.
+    """
+    layers = attention_layers(model)
+    before, groups = [layer.budget for layer in layers], [getattr(layer.router, "group", 1) for layer in layers]
+    wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
+    total, found = sum(a // g for a, g in zip(active, groups)), {}
+    try:
+        for name in ("searched", "uniform", "ramp"):
+            of = [a // g for a, g in zip(active, groups)] if name == "searched" else spread(name, total, wide)
+            counts = [a * g for a, g in zip(of, groups)]
+            budgets = [HeadBudget(b.heads, b.head_dim, b.shared, k - b.shared) for b, k in zip(before, counts)]
+            set_budgets(layers, budgets)
+            found[name] = dict(active=counts, loss=float(loss_of(model)))
+    finally:
+        set_budgets(layers, before)
+    return found
+
+
+def mean_over(batches: Sequence[dict], loss: Callable[[dict], Tensor]) -> LossOf:
+    """A loss for `search_budget`: the mean over batches, weighted by their images.
+
+    Args:
+        batches: dict(images [B, ...], ...).
+        loss: mean loss of one batch by the model.
+    """
+    images = sum(len(batch["images"]) for batch in batches)
+
+    @torch.no_grad()
+    def loss_of(model: nn.Module) -> float:
+        return sum(float(loss(batch)) * len(batch["images"]) for batch in batches) / images
+
+    return loss_of
+
+
+def search(opened: Calibration, share: float) -> dict:
+    """Search, compare and print; returns what the file holds."""
+    model = opened.model
+    layers = head_budget(model)["layers"]
+    converted = ", converted with its strongest heads shared" if opened.about["converted"] else ""
+    runs = 1 + sum(max(layer["heads"] - layer["shared"] - 1, 0) for layer in layers)
+    say(
+        f"{opened.about['weights']}{converted}: {opened.about['loss']} of {opened.about['images']} images, about {runs} times"
+    )
+    say("layer  loss above that of all heads, by the heads that run")
+
+    def show(number: int, losses: Dict[int, float]) -> None:
+        top = losses[max(losses)]
+        text = "  ".join(
+            f"{k}: {round(loss - top, 4) + 0.0:+.4f}" for k, loss in sorted(losses.items(), reverse=True)[1:]
+        )
+        say(f"{number:5d}  {text or 'no routed heads'}")
+
+    found = search_budget(model, opened.loss_of, share, show)
+    all_layers = [layer["heads"] for layer in layers]
+    searched, elsewhere = (compare(model, found.active, loss) for loss in (opened.loss_of, opened.loss_elsewhere))
+    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{'on other images':>17}  active heads per layer")
+    for name, budget in searched.items():
+        budget["loss_on_other_images"] = elsewhere[name]["loss"]
+        active = sum(budget["active"])
+        say(
+            f"{name:10}{active:6d}{100 * active / sum(all_layers):6.1f} %{budget['loss']:9.4f}"
+            f"{elsewhere[name]['loss']:17.4f}  {' '.join(map(str, budget['active']))}"
+        )
+    return dict(
+        share=share,
+        active=sum(found.active),
+        heads=sum(all_layers),
+        layers=[
+            dict(name=layer["name"], heads=layer["heads"], shared=layer["shared"], active=k, losses=losses)
+            for layer, k, losses in zip(layers, found.active, found.losses)
+        ],
+        loss_of_all_heads=found.all_heads,
+        compared=searched,
+        measured_on=opened.about,
+    )
+
+
+def kind_of(path: str, options: Sequence[str]) -> str:
+    """ "classifier" or "diffusion": of the run at `path`, or of --model.name.
+
+    Raises:
+        ValueError, FileNotFoundError: for a run of another kind, or one that is not there.
+    """
+    file = Path(path)
+    file = weights_file(path) if file.exists() else file
+    name = next((b for a, b in zip(options, options[1:]) if a == "--model.name"), "")
+    if file.is_file() and file.suffix == ".safetensors":
+        metadata = read_safetensors(file, lambda _: False)[1]
+        if any(registered("run", key) for key in metadata):
+            raise ValueError(f"{path} is a run of a language model; classifiers and diffusion models are searched")
+        name = str(metadata.get("architecture", name))
+    diffusion = [n for module in FAMILIES["diffusion"] for n in timm.list_models(module=module)]
+    return "diffusion" if name in diffusion else "classifier"
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, or 2 for a user's mistake."""
+    parser = Parser("python -m moh_vision.analysis.search", __doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
+    add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
+    add("--output", required=True, metavar="FILE", help="JSON, for head_budget=searched:FILE")
+    add("--images", type=int, default=512, metavar="N", help="that the search looks at (%(default)s)")
+
+    def work() -> None:
+        options, rest = parser.parse_known_args(argv)
+        given = sys.argv[1:] if argv is None else list(argv)
+        if rest and given.index(rest[0]) < given.index(options.checkpoint):
+            raise ValueError(f"RUN comes before {rest[0]}")
+        if options.images < 1:
+            raise ValueError(f"--images {options.images}: expected 1 or more")
+        if not 0 < options.share <= 1:
+            raise ValueError(f"--share {options.share:g}: expected above 0, up to 1")
+        refuse_output("--output", options.output)
+        opener = registered("calibration", kind_of(options.checkpoint, rest))
+        opened = opener(["--checkpoint", options.checkpoint, *rest], options.images)
+        found = search(opened, options.share)
+        write_whole(Path(options.output), json.dumps(found, indent=1) + "\n")
+        say(f"{options.output}: head_budget=searched:{options.output}")
+
+    return exit_code("search", work)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""A classifier and its training images for `moh_vision.analysis.search`."""
+
+from typing import List
+
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.nn import functional as F
+
+from moh_vision.analysis.search import Calibration, mean_over
+from moh_vision.attention import attention_layers
+from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.validate import open_model
+from moh_vision.data.batches import BadSamples, LabelledImages, calibration_halves
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.run import make_accelerator
+from moh_vision.models.convert import convert
+
+
+def open_calibration(argv: List[str], images: int) -> Calibration:
+    """The model of --checkpoint, converted if it is dense, and its cross-entropy on training images as validation sees them.
+
+    Args:
+        argv: options of validate.py.
+        images: how many; as many others are there to compare.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, see `open_model`.
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    config, flags = parse_config(ClsConfig, argv, "search", to_validate=True)
+    accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    model, about, source, transform = open_model(config, flags, accelerator, "train")
+    if about["of_run"] and "model.head_budget" in flags.given:
+        raise ValueError("model.head_budget has no effect: --share says how many heads run")
+    dataset = LabelledImages(source, transform, seed=0, replace=False)
+    unreadable = BadSamples(len(source), config.data.max_bad_fraction)
+    searched, others = calibration_halves(dataset, images, config.data.workers, unreadable)
+    dense = all(layer.router.all_heads for layer in attention_layers(model))
+    if dense:
+        model = convert(model, calibrate=[batch["images"] for batch in searched])
+    model = model.to(accelerator.device).eval()
+
+    def loss(batch: dict) -> Tensor:
+        batch = send_to_device(batch, accelerator.device)
+        with accelerator.autocast():
+            logits, _ = model.forward_routed(batch["images"])  # [B, classes]
+        return F.cross_entropy(logits.float(), batch["labels"])
+
+    of = dict(weights=about["weights"], model=about["name"], data=config.data.root, split="train")
+    of.update(images=images, converted=dense, loss="cross-entropy")
+    return Calibration(model, mean_over(searched, loss), mean_over(others, loss), of)

@@ -1,0 +1,269 @@
+"""The budget search: exact where layers act apart, and its file wherever a budget is accepted."""
+
+import itertools
+import json
+import random
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from small_runs import arguments
+
+import moh_vision
+from moh_vision.analysis.search import cheapest, compare, main, search_budget
+from moh_vision.attention import attention_layers, resolve_budget
+from moh_vision.attention.budget import change_routed, spread
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.io import write_tensors
+from moh_vision.models.head_budgets import budget_pairs
+from moh_vision.models.weights import from_run
+
+SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
+VIT = "moh_vit_tiny_patch16_224"
+
+
+def vit(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
+
+
+def greedy(costs, total):
+    """Heads are removed one by one, each where the loss rises least."""
+    chosen = [max(layer) for layer in costs]
+    while sum(chosen) > total:
+        rises = [
+            (costs[i][k - 1] - costs[i][k], i) if k - 1 in costs[i] else (float("inf"), i) for i, k in enumerate(chosen)
+        ]
+        chosen[min(rises)[1]] -= 1
+    return chosen
+
+
+def cost(costs, chosen):
+    return sum(layer[k] for layer, k in zip(costs, chosen))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("convex", [True, False])
+def test_no_budget_costs_less(seed, convex):
+    """Against every budget there is; greedy removal ends there too where each layer's losses are convex."""
+    draw = random.Random(seed)
+    costs = []
+    for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4)):
+        drops = [draw.random() for _ in range(least, heads)]
+        drops = sorted(drops, reverse=True) if convex else drops
+        values = list(itertools.accumulate((-d for d in drops), initial=3.0))
+        costs.append({least + i: v for i, v in enumerate(values)})
+    for total in range(8, 20):
+        best = min(cost(costs, c) for c in itertools.product(*costs) if sum(c) == total)
+        found = cheapest(costs, total)
+        assert sum(found) == total and cost(costs, found) == pytest.approx(best, abs=1e-12)
+        if convex:
+            assert cost(costs, greedy(costs, total)) == pytest.approx(best, abs=1e-12)
+
+
+def test_greedy_removal_misses_what_a_later_head_would_save():
+    costs = [{1: 0.0, 2: 9.0, 3: 8.0}, {1: 3.0, 2: 2.5, 3: 2.0}]
+    assert (cheapest(costs, 4), greedy(costs, 4)) == ([1, 3], [3, 1])
+
+
+def test_heads_that_are_chosen_together_may_leave_a_head_unused():
+    assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
+
+
+def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
+    model = vit()
+    before, layers = budget_pairs(model), attention_layers(model)
+    table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
+    found = search_budget(model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7)
+    assert budget_pairs(model) == before and [min(losses) for losses in found.losses] == [3, 2, 1]
+    every = (c for c in itertools.product(*found.losses) if sum(c) == 13)
+    assert tuple(found.active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
+
+
+def test_losses_are_those_of_the_budgets_they_name():
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+
+    @torch.no_grad()
+    def loss_of(m):
+        return m(images).square().mean().item()
+
+    found = search_budget(model, loss_of, 0.75)
+    moh_vision.set_head_budget(model, [(2, 4), (1, 2), (0, 6)])
+    assert found.losses[1][3] == loss_of(model) != found.all_heads
+    compared = compare(model, found.active, loss_of)
+    assert {sum(budget["active"]) for budget in compared.values()} == {14}
+    moh_vision.set_head_budget(model, [(2, found.active[0] - 2), (1, found.active[1] - 1), (0, found.active[2])])
+    assert compared["searched"]["loss"] == loss_of(model)
+
+
+def test_spread_is_the_ramp_and_keeps_shared_heads():
+    ramp = resolve_budget("ramp:0.75", 12, 12, 64)
+    assert spread("ramp", 108, ramp) == [b.active for b in change_routed("ramp:0.75", ramp)]
+    assert spread("uniform", 54, resolve_budget("uniform:0.75:0", 12, 6, 64)) == [4] * 6 + [5] * 6
+    fixed = resolve_budget([(6, 0), (3, 2), (1, 2)], 3, 6, 64)
+    assert spread("uniform", 12, fixed) == [6, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "share, kwargs, words",
+    [
+        (0.3, {}, "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already"),
+        (1.5, {}, "share 1.5 is out of range: above 0, up to 1"),
+        (0.5, dict(router="dense", head_budget=None), "has no routed heads"),
+        (0.5, dict(router="mae", head_budget=None), "has no routed heads"),
+    ],
+)
+def test_what_cannot_be_searched(share, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        search_budget(vit(**kwargs), lambda model: 0.0, share)
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    model = vit()
+    first = attention_layers(model)[0]
+    with pytest.raises(ValueError, match="the loss with 3 of 6 heads in layer 0 is nan"):
+        search_budget(model, lambda m: float("nan") if first.budget.active == 3 else 1.0, 0.7)
+    assert budget_pairs(model) == [[2, 2], [1, 3], [0, 4]]
+
+
+def written(path, layers):
+    path.write_text(json.dumps(dict(layers=[dict(heads=h, shared=s, active=a) for h, s, a in layers])))
+    return f"searched:{path}"
+
+
+LAYERS = [(6, 2, 3), (6, 1, 5), (6, 0, 6)]
+PAIRS = [[2, 1], [1, 4], [0, 6]]
+
+
+def test_a_file_is_a_budget_like_any_other(tmp_path):
+    spec = written(tmp_path / "b.json", LAYERS)
+    assert [[b.shared, b.routed] for b in resolve_budget(spec, 3, 6, 8)] == PAIRS
+    made, changed = vit(head_budget=spec), moh_vision.set_head_budget(vit(), spec)
+    converted = moh_vision.convert(vit(router="dense", head_budget=None), head_budget=spec)
+    sizes = dict(SIZES, img_size=8, patch_size=2)
+    dit = timm.create_model("moh_dit_small_patch2_75", **sizes, head_budget=spec)
+    assert all(budget_pairs(model) == PAIRS for model in (made, changed, converted, dit))
+    (tmp_path / "b.json").unlink()  # from here on nothing may need it
+    assert dit.config.head_budget == PAIRS and made._model_args["head_budget"] == PAIRS
+    file = tmp_path / "w.safetensors"
+    save_file(vit().state_dict(), file)
+    assert budget_pairs(moh_vision.load_checkpoint(made, file)) == PAIRS
+
+
+def test_llama_keeps_what_the_file_says(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=48, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=6,
+    )  # fmt: skip
+    model = moh_vision.convert(transformers.LlamaForCausalLM(config), written(tmp_path / "b.json", LAYERS))
+    assert model.config.moh["head_budget"] == PAIRS
+    tokens = torch.arange(20)[None]
+    found = search_budget(model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(found.active) == 14 and len(set(found.losses[0].values())) > 1
+    config.num_key_value_heads = 3
+    pairs = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
+    found = search_budget(pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(found.active) in (12, 14) and all(k % 2 == 0 for losses in found.losses for k in losses)
+    assert all(sum(b["active"]) == sum(found.active) for b in compare(pairs, found.active, lambda m: 0.0).values())
+
+
+def test_translation_models_refuse_a_file(tmp_path):
+    create = pytest.importorskip("moh_vision.language.models.create").create_text_model
+    sizes = dict(vocab_size=20, hidden_size=48, num_attention_heads=6, encoder_layers=3, decoder_layers=3)
+    spec = written(tmp_path / "b.json", LAYERS)
+    with pytest.raises(ValueError, match="b.json: translation and masked models take a share or a list"):
+        create("mt_transformer_base", **sizes, attention=dict(router="moh", head_budget=spec))
+
+
+@pytest.mark.parametrize(
+    "layers, words",
+    [
+        (LAYERS[:2], "lists 2 layers, the model has 3"),
+        ([*LAYERS[:2], (8, 0, 6)], "layer 2 was measured with 8 heads, the model has 6 there"),
+        ([(6, 2, 7), *LAYERS[1:]], "layer 0: shared=2 \\+ routed=5 = 7 of only 6 heads"),
+        ([(6, 2, 2), *LAYERS[1:]], "layer 0: routed=0 with shared=2 of 6 heads"),
+        ([(6, 2, 3.5), *LAYERS[1:]], "not a budget as"),
+        ([(6, 2, True), *LAYERS[1:]], "not a budget as"),
+    ],
+)
+def test_bad_files_are_named_with_what_is_wrong(tmp_path, layers, words):
+    spec = written(tmp_path / "b.json", layers)
+    with pytest.raises(ValueError, match=f"^head_budget {spec}: {words}"):
+        resolve_budget(spec, 3, 6, 8)
+    with pytest.raises(ValueError, match=f"^head_budget {spec}: {words}"):
+        moh_vision.set_head_budget(vit(head_budget=[(2, 2), (1, 2), (0, 4)]), spec)
+
+
+def test_other_shared_heads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="b.json: layer 0: 2 heads are shared and stay so, not 1"):
+        moh_vision.set_head_budget(vit(), written(tmp_path / "b.json", [(6, 1, 3), *LAYERS[1:]]))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"layers": 3}', '{"layers": [3]}', "[" * 10**5, "\udcff"])
+def test_files_of_something_else(tmp_path, text):
+    (tmp_path / "b.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="b.json: not a budget as `python -m moh_vision.analysis.search` writes it"):
+        resolve_budget(f"searched:{tmp_path / 'b.json'}", 3, 6, 8)
+    with pytest.raises(ValueError, match="none.json: no such file"):
+        resolve_budget(f"searched:{tmp_path / 'none.json'}", 3, 6, 8)
+
+
+def test_a_run_keeps_the_budget_and_not_the_file(tmp_path, capsys):
+    """The whole way: a run, its search, a run with what it found, which goes on and loads without the file."""
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "budget.json"
+    train_cls.main(arguments("cls", first, 2, 2))
+    assert main([str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["active"] == sum(layer["active"] for layer in found["layers"]) == 12
+    assert found["measured_on"]["images"] == 16 and set(found["compared"]) == {"searched", "uniform", "ramp"}
+    pairs = [[layer["shared"], layer["active"] - layer["shared"]] for layer in found["layers"]]
+    given = ["--model.head_budget", f"searched:{file}"]
+    train_cls.main(arguments("cls", second, 2, 2, *given))
+    train_cls.main(arguments("cls", second, 3, 2, *given))
+    file.unlink()
+    model, about = from_run(str(second), "classifier")
+    assert budget_pairs(model) == about["arguments"]["head_budget"] == pairs
+    assert about["config"]["model"]["head_budget"] == pairs
+    assert "searched" not in (second / "config.yaml").read_text()
+    about["arguments"]["head_budget"] = given[1]
+    strange = tmp_path / "strange.safetensors"
+    write_tensors(
+        strange, model.state_dict(), {k: about[k] for k in ("architecture", "arguments", "classes", "config")}
+    )
+    with pytest.raises(ValueError, match="head_budget in its metadata would read another file"):
+        from_run(str(strange), "classifier")
+    assert main([str(first), "--share", "1", "--output", str(file), "--model.head_budget", "0.5"]) == 2
+    assert "model.head_budget has no effect" in capsys.readouterr().err
+
+
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_path, capsys):
+    run, files = tmp_path / "run", [tmp_path / "1.json", tmp_path / "2.json"]
+    train_dit.main(arguments("dit", run, 2, 2, "--model.router", "dense"))
+    for file in files:
+        assert main([str(run), "--share", "0.8", "--images", "8", "--output", str(file)]) == 0
+    found, again = (json.loads(file.read_text()) for file in files)
+    assert found == again and found["measured_on"]["converted"] and found["active"] == 13
+    assert "converted with its strongest heads shared: diffusion loss" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main([str(run), "--share", "0.8", "--output", str(tmp_path / "3.json"), "--model.depth", "3"]) == 2
+    assert "model.depth has no effect: a diffusion run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["nowhere", "--share", "0.5", "--output", "b.json"], "nowhere"),
+        (["--data.root", "digits", "RUN", "--share", "0.5", "--output", "b.json"], "RUN comes before --data.root"),
+        (["RUN", "--share", "0", "--output", "b.json"], "--share 0: expected above 0, up to 1"),
+        (["RUN", "--share", "0.5", "--output", "b.json", "--images", "0"], "--images 0: expected 1 or more"),
+        (["RUN", "--share", "0.5", "--output", "none/b.json"], "--output none/b.json: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
