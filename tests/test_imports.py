@@ -105,7 +105,16 @@ def test_promised_paths_lead_to_their_successors():
 
 
 @pytest.mark.parametrize(
-    "name", ["data.latents", "data.shards", "data.text.tokenise", "evaluation.lm", "analysis.macs", "analysis.search"]
+    "name",
+    [
+        "data.latents",
+        "data.shards",
+        "data.text.tokenise",
+        "evaluation.lm",
+        "analysis.macs",
+        "analysis.search",
+        "analysis.table",
+    ],
 )
 def test_promised_commands_run(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])

@@ -1,25 +1,26 @@
-"""What a wing adds to the ground floor: functions by kind and name, imported when they are first asked for."""
+"""What a wing adds to the ground floor: functions and data by kind and name, imported when they are first asked for."""
 
 import importlib
-from typing import Callable, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 _TARGETS: Dict[Tuple[str, str], str] = {}
 
 
 def register(kind: str, name: str, target: str) -> None:
-    """Add a function, as "module:function", under a name.
+    """Add a function, as "module:function", under a name; data likewise.
 
     Args:
         kind: "converter": what `moh_vision.convert` calls with its arguments, by the qualified name of a model's class or
             base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata;
             "calibration": what `moh_vision.analysis.search` calls to open a "classifier" or "diffusion" model and its data;
-            "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model.
+            "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the
+            `SUITES` whose scores `moh_vision.analysis.table` reads.
     """
     _TARGETS[kind, name] = target
 
 
-def registered(kind: str, name: str) -> Optional[Callable]:
-    """The function of that kind and name, or None."""
+def registered(kind: str, name: str) -> Optional[Any]:
+    """What was added under that kind and name, or None."""
     target = _TARGETS.get((kind, name))
     if target is None:
         return None
