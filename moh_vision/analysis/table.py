@@ -275,7 +275,7 @@ def paper_rows(run: ScoredRun) -> List[Dict[str, str]]:
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
     known = registered("suites", "text")
-    rows = yaml.load((Path(__file__).parent / "paper_rows.yaml").read_text(encoding="utf-8"), yaml.BaseLoader)
+    rows = yaml.safe_load((Path(__file__).parent / "paper_rows.yaml").read_text(encoding="utf-8"))
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
     found = []
     for row in rows:
@@ -334,7 +334,7 @@ def make_table(folders: Sequence[Path]) -> Table:
             printed += [row for row in comparable if row not in printed]
         for row in printed:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
-            rows.append([f"{row['row']} ({row['source']}; {row['on']})", "paper", *cells])
+            rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
     notes = [*_general_notes(runs[0].kind, len(groups) < len(runs)), *notes]
     return Table(["model", "runs", "steps", *SIZES.values(), *names], rows, notes)
 
