@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import on_two_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, KeyValueCache, SeparateHeadMixtureAttention, kernels
@@ -201,3 +206,30 @@ def test_autocast(options):
     largest = max(g.norm() for g in results[0][1:])
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 5e-3 * (a.norm() + 0.1 * largest)
+
+
+def gradients_on_a_rank(rank, wrap):
+    """Of a layer on Triton's kernels with half of the batch, against all heads computed with the whole batch."""
+    dist.init_process_group("gloo")
+    kernels.use("triton")
+    for scope in ("token", "sample"):
+        torch.manual_seed(0)
+        layer, x = build((2, 2), scope=scope, executor="masked"), torch.randn(2 * B, N, C)
+        (layer(x)[0].square().sum() / 2).backward()  # both wrappers take the mean over ranks
+        want = {name: p.grad for name, p in layer.named_parameters()}
+        layer.zero_grad(set_to_none=True)
+        layer.executor = "packed"
+        wrapped = (
+            DistributedDataParallel(layer) if wrap == "ddp" else fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        )
+        wrapped(x[rank * B : rank * B + B])[0].square().sum().backward()
+        for name, p in layer.named_parameters():
+            grad = p.grad.full_tensor() if wrap == "fsdp2" else p.grad
+            assert (grad - want[name]).norm() <= 1e-4 * want[name].norm(), name
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two processes share Triton's interpreter on a CPU")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_two_processes(wrap):
+    on_two_ranks(gradients_on_a_rank, wrap)
