@@ -352,6 +352,7 @@ def test_gpu_benchmark_with_an_executor_that_is_wrong(gpu_benchmark, monkeypatch
 
 def test_gpu_benchmark_checks_tritons_kernels(gpu_benchmark):
     """In Triton's interpreter, which has no attention in bfloat16."""
+    pytest.importorskip("triton")
     use("triton")
     try:
         code, report = gpu_benchmark(

@@ -284,6 +284,7 @@ def test_the_sources_ship_with_the_package():
 
 @pytest.mark.parametrize("broken, said", [("compiler", "ValueError: no C compiler"), ("choice", "chooses other heads")])
 def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):
+    pytest.importorskip("triton")
     from moh_vision.attention.kernels.gpu import check
 
     problem = check.problem

@@ -31,6 +31,7 @@ def tiny(monkeypatch):
 @pytest.fixture
 def gpu(cache, tiny, monkeypatch):
     """A GPU that is none: Triton's kernels run in its interpreter, on tensors of the CPU."""
+    pytest.importorskip("triton")
     for module in (limits, tune):
         monkeypatch.setattr(module, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     cases = tune.cases_on_gpu
