@@ -10,7 +10,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS, announce, choose
-from moh_vision.attention.executors.masked import attend, autocast
+from moh_vision.attention.executors.masked import attend, autocast, product_dtype
 from moh_vision.attention.executors.packed import gates_of, has_static_shapes, in_float, pairs_of, products_of_sequences
 from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible, without_padding
@@ -234,8 +234,7 @@ class HeadMixtureAttention(nn.Module):
 
     @torch.jit.unused
     def path_of(self, call: Call) -> str:
-        dtype = autocast(call.x[:0]).dtype
-        return kernels.attend_path(call.x.device, dtype, self.head_dim, call.attn_mask, call.dropout_p)
+        return kernels.attend_path(call.x.device, product_dtype(call.x), self.head_dim, call.attn_mask, call.dropout_p)
 
     @torch.jit.unused
     def packed(self, call: Call, *positions) -> Tensor:

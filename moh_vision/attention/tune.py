@@ -29,6 +29,7 @@ from moh_vision.attention.executors.limits import (
     COMMAND,
     KINDS,
     MODES,
+    ON_GPU,
     checked,
     gpu_name,
     processor,
@@ -61,7 +62,6 @@ GPU_SHAPES = [
 DECODE_SHAPES = [(1, 2048, 4096), (1, 8192, 4096), (8, 4096, 4096)]  # batch, keys in the cache, width of all heads
 SHARES = (0.5, 0.75, 0.9)
 PATHS = {"cpp": "C++", "triton": "Triton", "varlen": "varlen", "torch": "PyTorch"}
-ON_GPU = ("triton", "varlen")
 SCOPES = ("token", "sample")
 DTYPES = {"float32": torch.float32, "16 bits": torch.bfloat16}
 AGREES = {"float32": 1e-3, "16 bits": 0.05}  # largest relative difference between packed and masked

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, RoutingStats, kernels
-from moh_vision.attention.executors.masked import autocast
+from moh_vision.attention.executors.masked import autocast, product_dtype
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call, Pairs
@@ -169,7 +169,7 @@ class CosineAttention(HeadMixtureAttention):
             return kernels.path(x.device.type) != "triton"
         skipped = x.shape[0] * x.shape[1] * self.head_dim * (self.num_heads - self.budget.active)
         train = self.training or torch.is_grad_enabled()
-        return skipped >= SMALLEST_SAVING[train] and kernels.native(x.device, autocast(x[:0]).dtype)
+        return skipped >= SMALLEST_SAVING[train] and kernels.native(x.device, product_dtype(x))
 
     @torch.jit.unused
     def packed_map(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
@@ -304,7 +304,7 @@ class AggregatedAttention(CosineAttention):
         """As in `CosineAttention`; only where C++ runs, and without gradients: `attend_pairs` needs the sums of `attend`."""
         if not super().skips_heads(x, routing) or self.training or torch.is_grad_enabled():
             return False
-        return kernels.native(x.device, autocast(x[:0]).dtype)
+        return kernels.native(x.device, product_dtype(x))
 
     @torch.jit.unused
     def attend_pairs(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.decode import decoding_pays
 from moh_vision.attention.executors.limits import COMMAND, Row, measured, rows, table, use_table
-from moh_vision.attention.executors.masked import autocast, is_short
+from moh_vision.attention.executors.masked import is_short, product_dtype
 from moh_vision.attention.executors.packed import alike, has_static_shapes
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call
@@ -37,8 +37,9 @@ def choose(layer: nn.Module, call: Call) -> Tuple[str, str]:
 
 
 def choose_varlen(layer: nn.Module, call: Call) -> Optional[Tuple[str, str]]:
+    """ "varlen" and why, where it takes a call and that was measured to pay; else None."""
     masks = call.attn_mask is not None or call.is_causal or call.dropout_p > 0
-    dtype = autocast(call.x[:0]).dtype
+    dtype = product_dtype(call.x)
     if call.routing.active is None or masks or call.cache is not None or not is_short(dtype):
         return None
     row = row_of(layer, call, "varlen", "token", dtype)
@@ -61,19 +62,19 @@ def trains(layer: nn.Module) -> bool:
 
 
 def choose_operators(layer: nn.Module, call: Call) -> Tuple[str, str]:
+    """`choose` among "packed", "decode" and "masked"."""
     x, routing = call.x, call.routing
     active, compiling = routing.active, torch.compiler.is_compiling()
     if active is None:
         return "masked", "every head may run"
-    like = autocast(x[:0])  # in the dtype of the products
-    path = layer.path_of(call)
+    dtype, path = product_dtype(x), layer.path_of(call)
     if x.device.type != "cpu" and path != "triton":
         return "masked", f"heads are skipped on a CPU, and by Triton's kernels: not in this call on {x.device.type}"
     if call.cache is not None and (trains(layer) or compiling or isinstance(call.cache, ContextCache)):
         return "masked", "a cache needs the keys of all heads"
     if call.cache is not None and x.shape[1] == 1:
         if path == "triton":
-            return decoding_by_table(layer, call, is_short(like.dtype))
+            return decoding_by_table(layer, call, is_short(dtype))
         if decoding_pays(active, layer.kv_heads, call.cache.length + 1, layer.head_dim):
             return "decode", "one token, and much of the cache need not be read"
         return "masked", "one token, but little of the cache could be left unread"
@@ -87,10 +88,10 @@ def choose_operators(layer: nn.Module, call: Call) -> Tuple[str, str]:
     if path == "triton":
         kind = "sample" if layer.skips_projections(call) else "token"
     else:
-        kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, like.dtype)
+        kind = scope if path == "cpp" else padded_kind(layer.kv_heads, call, scope, dtype)
     if kind is None:
         return "masked", "packed would have to write out the mask of every query"
-    row = row_of(layer, call, path, kind, like.dtype)
+    row = row_of(layer, call, path, kind, dtype)
     if row is None:
         if path == "triton" and not measured(path):
             return "masked", NOT_MEASURED

@@ -56,9 +56,14 @@ def is_short(dtype: torch.dtype) -> bool:
 
 def autocast(x: Tensor) -> Tensor:
     """x as autocast would hand it to a matrix product, for products that it does not see."""
+    return x.to(product_dtype(x))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products of x, under autocast or not."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def masked(

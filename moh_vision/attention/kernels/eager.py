@@ -275,35 +275,14 @@ def combine(
 
 
 def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, head_dim: int) -> Tensor:
-    """Project every sequence to the heads that it runs, the same number K in each.
-
-    Args:
-        x: tokens [B, M, C].
-        weight, bias: of all heads, [H*D, C] and [H*D] or None. Several projections of the same tokens may be stacked:
-            with the weights of q, k and v on top of each other their heads are h, H + h and 2 H + h.
-        heads: [B, K] int32, which heads run, none twice in a sequence.
-        head_dim: D.
-
-    Returns:
-        [B, M, K, D].
-    """
+    """`kernels.project_heads` in PyTorch."""
     chosen = weight.unflatten(0, (-1, head_dim))[heads.long()].flatten(1, 2)  # [B, K*D, C]
     out = (x @ chosen.transpose(1, 2)).unflatten(2, (-1, head_dim))
     return out if bias is None else out + bias.unflatten(0, (-1, head_dim))[heads.long()].unsqueeze(1)
 
 
 def combine_heads(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
-    """Weigh the heads of every sequence, send each through its part of W_O and add them up.
-
-    Args:
-        o: outputs of the heads that run [B, N, K, D].
-        gates: their weights [B, K], in float32 or better.
-        weight, bias: W_O [C, H*D] and [C] or None.
-        heads: [B, K] int32, which heads run, none twice in a sequence.
-
-    Returns:
-        [B, N, C].
-    """
+    """`kernels.combine_heads` in PyTorch."""
     chosen = weight.unflatten(1, (-1, o.shape[3])).permute(1, 2, 0)[heads.long()].flatten(1, 2)  # [B, K*D, C]
     out = (o * gates[:, None, :, None]).to(o.dtype).flatten(2) @ chosen
     return out if bias is None else out + bias

@@ -141,7 +141,7 @@ differentiate("attend_backward", no_second_derivative)
 
 
 def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, head_dim: int) -> Tensor:
-    """`kernels.eager.project_heads` in one kernel: x [B, M, C], weight [H*D, C], heads [B, K] int32 -> [B, M, K, D].
+    """`kernels.project_heads` in one kernel: x [B, M, C], weight [H*D, C], heads [B, K] int32 -> [B, M, K, D].
 
     Raises:
         ValueError: other dtypes than float32, bfloat16 and float16, or different ones, or shapes that do not fit.
@@ -153,7 +153,7 @@ def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tens
 
 
 def combine_heads(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
-    """`kernels.eager.combine_heads` in one kernel: o [B, N, K, D], gates [B, K] float32, weight [C, H*D] -> [B, N, C].
+    """`kernels.combine_heads` in one kernel: o [B, N, K, D], gates [B, K] float32, weight [C, H*D] -> [B, N, C].
 
     Raises:
         ValueError: as in `project_heads`, or other gates.
