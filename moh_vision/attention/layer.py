@@ -245,9 +245,10 @@ class HeadMixtureAttention(nn.Module):
 
         positions: handed to `attend_pairs`.
         """
-        x, routing, path = autocast(call.x), call.routing, self.path_of(call)
+        call = call._replace(x=autocast(call.x))  # once for all products
+        x, routing, path = call.x, call.routing, self.path_of(call)
         if path == "triton":
-            return self.packed_sequences(call, x)
+            return self.packed_sequences(call)
         (B, N, C), H = x.shape, self.num_heads
         pairs, whole = pairs_of(routing, N, path), products_of_sequences(call, x, path)
         queries, *keys_values = (in_dtype(w, b, x.dtype) for w, b in self.row_blocks())
@@ -261,9 +262,9 @@ class HeadMixtureAttention(nn.Module):
         return y.view(B, N, C)
 
     @torch.jit.unused
-    def packed_sequences(self, call: Call, x: Tensor) -> Tensor:
+    def packed_sequences(self, call: Call) -> Tensor:
         """`packed` on a GPU, where every sequence runs the same number of heads: all tensors are dense."""
-        routing, H, D = call.routing, self.num_heads, self.head_dim
+        x, routing, H, D = call.x, call.routing, self.num_heads, self.head_dim
         K = routing.pairs.token.shape[0] // x.shape[0]
         heads = (
             routing.active.squeeze(1).int().sort(dim=-1, descending=True, stable=True).indices[:, :K].int()
@@ -289,14 +290,15 @@ class HeadMixtureAttention(nn.Module):
         """Attention of the pairs that run.
 
         Args:
-            q: their queries [P, D], before norm and rotation.
+            call: with x in the dtype of products.
+            q: the pairs' queries [P, D], before norm and rotation.
             whole: all pairs of a sequence and head run, or none, and only these need keys and values.
             keys_values: weight and bias of keys and values together, or of each.
 
         Returns:
             [P, D], not weighted.
         """
-        x, H = autocast(call.x), self.num_heads
+        x, H = call.x, self.num_heads
         B, N, _ = x.shape
         q = self.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, x)).squeeze(1)
         context = x if call.context is None else autocast(call.context).expand(B, -1, -1)

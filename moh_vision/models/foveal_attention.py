@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, RoutingStats, kernels
-from moh_vision.attention.executors.masked import autocast, product_dtype
+from moh_vision.attention.executors.masked import product_dtype
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call, Pairs
@@ -211,7 +211,7 @@ class CosineAttention(HeadMixtureAttention):
     def unit_pairs(self, call: Call, q: Tensor, keys_values: list) -> Tuple[Tensor, Tensor, Tensor]:
         """Unit queries of the pairs [P, D], and unit keys and values of all [B, N, h, D]."""
         ((weight, bias),) = keys_values
-        kv = F.linear(autocast(call.x), weight, bias).unflatten(-1, (2, self.num_heads, self.head_dim))
+        kv = F.linear(call.x, weight, bias).unflatten(-1, (2, self.num_heads, self.head_dim))
         return unit(q, -1), unit(kv[:, :, 0], -1), kv[:, :, 1]
 
 
@@ -323,7 +323,7 @@ class AggregatedAttention(CosineAttention):
         B, N, h, D = k.shape
         head, n = kernels.eager.heads_of(*pairs, self.num_heads), pairs.token % N
         scaled = self.scaled_pairs(q, head, n, positions.length)
-        k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(autocast(call.x).unflatten(1, size)))  # [B, h, P, D]
+        k_pool, v_pool = (t.transpose(1, 2) for t in self.pooled(call.x.unflatten(1, size)))  # [B, h, P, D]
         bias = self.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()  # [1, h, N, P]
         # `attend` divides scores by sqrt(D); this attention does not.
         enlarged = scaled * math.sqrt(D)
