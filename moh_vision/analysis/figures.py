@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from moh_vision.engine.io import hidden_path, whole_file
+from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
@@ -146,7 +147,19 @@ def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequenc
 
 
 def save_figure(figure, path: str) -> None:
-    """Write a figure of matplotlib as a PNG, whose folder is made if need be, and close it."""
+    """Write a figure of matplotlib, as SVG if the path ends so and as PNG otherwise, and close it; makes its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
+    figure.savefig(path, dpi=130, format="svg" if str(path).endswith(".svg") else "png")
     plt.close(figure)
+
+
+def check_figure(option: str, path: Path) -> None:
+    """Raise ValueError, naming the option, for a path that `write_figure` does not take."""
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
+
+
+def write_figure(figure, path: Path, numbers: dict) -> None:
+    """Write a figure, see `save_figure`, and the numbers it shows beside it: NAME.png or NAME.svg, and NAME.json."""
+    save_figure(figure, str(path))
+    write_whole(path.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
