@@ -26,6 +26,7 @@ from torch import nn
 from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.attention import HeadMixtureAttention, head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of
+from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.registry import registered
 from moh_vision.models.weight_files import weights_file
 from moh_vision.models.weights import from_run, load_run
@@ -65,6 +66,7 @@ class ScoredRun(NamedTuple):
         scores: by key of COLUMNS, or by the title of a task in a suite.
         how: what the scores are of.
         suites: names of the suites among them.
+        head_budget: what they were sampled with, where that is not the run's own.
     """
 
     folder: Path
@@ -74,6 +76,7 @@ class ScoredRun(NamedTuple):
     scores: Dict[str, Optional[float]]
     how: str
     suites: Tuple[str, ...] = ()
+    head_budget: Any = None
 
     @property
     def model(self) -> str:
@@ -156,7 +159,8 @@ def _diffusion(folder: Path, config: dict) -> ScoredRun:
         by = f"{by} by {found['extractor']}"
     drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
     how = [f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}", by]
-    return ScoredRun(folder, "diffusion", config, steps, scores, "; ".join([*map(str, how), ", ".join(drawn)]))
+    text = "; ".join([*map(str, how), ", ".join(drawn)])
+    return ScoredRun(folder, "diffusion", config, steps, scores, text, head_budget=sampling.get("head_budget"))
 
 
 def _text(folder: Path, config: dict, kind: str) -> ScoredRun:
@@ -243,6 +247,8 @@ def sizes(run: ScoredRun) -> Dict[str, float]:
     named: Dict[str, torch.Tensor] = {}
     if run.kind in ("classification", "diffusion"):
         model, about = from_run(str(run.folder), None)
+        if run.head_budget is not None:
+            set_head_budget(model, run.head_budget)
         size = about["arguments"]["img_size"]
         inputs = [torch.zeros(1, about["arguments"]["in_chans"], size, size)]
         if run.kind == "diffusion":

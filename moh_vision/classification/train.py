@@ -29,6 +29,7 @@ from moh_vision.engine.config import keep_budget
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
@@ -65,6 +66,7 @@ def train(run: Run) -> None:
     model, arguments = new_model(config, source)
     img_size = arguments["img_size"]
     if run.flags.dry_run:
+        elastic_budget(model, config)  # the largest share is shown
         return print(describe(config.model.name, model, torch.zeros(1, source.channels, img_size, img_size)))
     checkpoint = run.take_up(stop)
     if checkpoint:
@@ -72,7 +74,10 @@ def train(run: Run) -> None:
     elif config.init_from:
         config.check_calibration(init_from(model, config.init_from, accelerator.print))
     train_only(model, config.train_only)
-    run.take_model(model, mae_routers(model))
+    elastic = elastic_budget(model, config)
+    if elastic:
+        arguments["head_budget"] = budget_pairs(model)
+    run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
@@ -93,11 +98,14 @@ def train(run: Run) -> None:
     metadata = dict(arguments=arguments, classes=source.classes)
     run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
 
-    def evaluate() -> Tuple[dict, HeadLoad]:
+    def validate() -> Tuple[dict, HeadLoad]:
         """Validate the EMA weights where there are any, else the model."""
         judged = ClassificationTask(run.ema.module, 0.0) if run.ema else run.task
         with run.errors((BadData,), every_rank=True):
-            scores, load = validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
+            return validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
+
+    def evaluate() -> Tuple[dict, HeadLoad]:
+        scores, load = validate()
         show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
         run.event({"validation": scores, "weights": weights}, show)
         return scores, load
@@ -122,6 +130,12 @@ def train(run: Run) -> None:
             evaluate()
     if not run.stopped:
         scores, load = evaluate()
+        if elastic:
+            found = elastic.by_share(run.ema.module if run.ema else run.model, lambda: validate()[0], scores)
+            run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
+            scores["by_share"] = {
+                share: {k: found[share][k] for k in ("top1", "top5", "loss", "active_share")} for share in found
+            }
         run.write_results(dict(scores, weights=weights))
         if accelerator.is_main_process:
             title = f"{config.model.name}: head usage by class, {d.root}, val split"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional, Tuple, Union
 
-from moh_vision.engine.config import EmaConfig, ModelConfig, RunConfig, check, check_seed
+from moh_vision.engine.config import EmaConfig, HeadBudgets, ModelConfig, RunConfig, check, check_seed
 
 
 @dataclass
@@ -124,6 +124,7 @@ class SampleConfig:
     Args:
         checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file
             in either.
+        head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many.
         labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
@@ -155,6 +156,7 @@ class SampleConfig:
 
     checkpoint: str
     weights: Literal["ema", "model"] = "ema"
+    head_budget: Optional[HeadBudgets] = None
     num_images: int = 100
     labels: Literal["balanced", "random"] = "balanced"
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"

@@ -27,17 +27,21 @@ from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import user_errors
+from moh_vision.engine.config import keep_budget
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, run_of, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.models.head_budgets import budget_pairs, set_head_budget
 from moh_vision.models.weights import from_run
 
 NAME = "sample.py"
 # What the images depend on, beside the weights.
-SAMPLING = ("sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision")
+SAMPLING = (
+    "sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision", "head_budget"
+)  # fmt: skip
 
 
 def main(argv: Optional[List[str]] = None) -> None:
@@ -116,6 +120,9 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         ValueError, FileNotFoundError: naming the option or file.
     """
     model, about = from_run(config.checkpoint, "diffusion", config.weights)
+    if config.head_budget is not None:
+        set_head_budget(model, config.head_budget)
+        keep_budget(config, lambda: budget_pairs(model))
     if config.vae and not about.get("vae"):
         raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
     vae = open_vae(config.vae, about.get("vae"))

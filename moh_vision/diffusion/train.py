@@ -25,6 +25,7 @@ from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.run import Run
+from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
@@ -50,6 +51,7 @@ def train(run: Run) -> None:
     if keep_budget(config.model, lambda: budget_pairs(model)):
         arguments["head_budget"] = config.model.arguments()["head_budget"]
     if run.flags.dry_run:
+        elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
         return print(describe(config.model.name, model, example, zeros, zeros))
@@ -59,7 +61,10 @@ def train(run: Run) -> None:
     elif config.init_from:
         init_from(model, config.init_from, accelerator.print)
     train_only(model, config.train_only)
-    run.take_model(model, mae_routers(model))
+    elastic = elastic_budget(model, config)
+    if elastic:
+        arguments["head_budget"] = budget_pairs(model)
+    run.take_model(model, mae_routers(model), elastic)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
     draws = config.preview.every or config.score.every

@@ -118,7 +118,7 @@ def _options(argv: List[str], keys: Dict[str, Any], switches: Dict[str, Any]) ->
             found.append(rest.pop(0))
         if hints.get(name) is bool and not found:
             found = ["true"]
-        if typing.get_origin(hints.get(name)) is tuple and len(found) == 2:
+        if tuple in map(typing.get_origin, (hints.get(name), *typing.get_args(hints.get(name)))) and len(found) == 2:
             found = [f"[{', '.join(found)}]"]
         if len(found) != 1:
             raise ValueError(f'key "{name}": Expected one value. Got {" ".join(found) or "none"}')

@@ -38,7 +38,7 @@ def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
     """Let a run remember the budget itself where a key says `searched:FILE`: the file may change, or go.
 
     Args:
-        section: `model` of a configuration.
+        section: `model` of a configuration, or one of sampling.
         pairs: makes [shared, routed] of every layer.
 
     Returns:
@@ -220,6 +220,9 @@ class RunConfig:
             an image model takes their shared heads, and model.head_budget says how many heads run.
         train_only: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
             attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
+        budget_range: smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"].
+            Every step runs a share in this range, drawn from the seed, and the model can be used at any of them
+            afterwards. model.head_budget then says only how many heads are shared; give the smallest share there.
         balance_weight: weight of MoH's load-balance loss (0.01 in Jin 2024). As in the released code, the loss is eq. 7
             times the number of candidate heads, averaged over the layers that route.
         moa_balance_weight: weight of MoA's (0.01 in Zhang 2022).
@@ -238,6 +241,7 @@ class RunConfig:
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     init_from: Optional[str] = None
     train_only: Literal["all", "gates", "gates_and_outputs"] = "all"
+    budget_range: Optional[Tuple[Union[float, str], Union[float, str]]] = None
     balance_weight: float = 0.01
     moa_balance_weight: float = 0.01
     z_weight: float = 0.001

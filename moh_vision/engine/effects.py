@@ -46,7 +46,7 @@ MODEL = "model.name model.router model.kwargs"
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
 # A * in a key stands for the rest of its name. The value of a key that a script does not have is None.
 NEEDS = (
-    ("model.head_budget", MODEL, has_budget, "a model that routes its heads"),
+    ("model.head_budget budget_range", MODEL, has_budget, "a model that routes its heads"),
     ("model.scope", MODEL, lambda *m: routers(*m) != "dense", "a model that routes its heads"),
     ("model.convert", "model.pretrained", some, "model.pretrained"),
     ("balance_weight", MODEL, lambda *m: any(r in routers(*m) for r in ("moh", "query_norm")),

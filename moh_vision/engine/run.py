@@ -127,17 +127,18 @@ class Run:
         sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
         return dict(sizes, start=self.start, stop=self.stop)
 
-    def take_model(self, model: nn.Module, routers: List[nn.Module]) -> None:
+    def take_model(self, model: nn.Module, routers: List[nn.Module], elastic=None) -> None:
         """Take the model that is trained, and refuse what cannot be.
 
         Args:
             model: those of its parameters that require a gradient are trained.
             routers: MAE's in it.
+            elastic: the `ElasticBudget` of the model; None: all steps run the model's own budget.
 
         Raises:
             ValueError: see `BlockDescent`.
         """
-        c, self.model = self.config, model
+        c, self.model, self.elastic = self.config, model, elastic
         self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
 
     def open(self, data=None) -> None:
@@ -222,7 +223,9 @@ class Run:
             count: its images or tokens, for the log's rate.
             **more: arguments of the task, beside a batch.
         """
-        updated = self._step(self.done, self._fetched(batches), epoch, **more)
+        elastic = self.elastic
+        with elastic.running(self.model, elastic.share_of(self.done)) if elastic else contextlib.nullcontext():
+            updated = self._step(self.done, self._fetched(batches), epoch, **more)
         self.done += 1
         if self.ema and updated:
             self.ema.update(self.model, self.done)
@@ -244,6 +247,8 @@ class Run:
     def metrics(self, values: dict, show: str, **counts) -> None:
         """Log values and counts of the step just done, with its learning rate and gradient norm; see `RunLog.metrics`."""
         counts = dict(self._step.values(), failed_saves=self.saver.failed, **counts)
+        if self.elastic:
+            counts["active_share"] = self.elastic.active_share(self.elastic.share_of(self.done - 1))
         self.log.metrics(self.done - 1, dict(values, **counts), show)
 
     def due(self, every: int, at_end: bool = False) -> bool:

@@ -15,6 +15,7 @@ class Stream(IntEnum):
     DIFFUSION = 1  # timestep, noise and dropped label of a sample; also the random class of a generated image
     MIXING = 2  # mixup and cutmix of a micro-batch
     POSTERIOR = 3  # the draw from a posterior of the VAE, and whether the image is mirrored
+    BUDGETS = 4  # the share of active heads of a step
     SUBSET = 10  # which sentence pairs stay
     LENGTHS = 11  # the order of batches of like lengths
     MASKS = 12  # which tokens a masked language model has to find

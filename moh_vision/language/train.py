@@ -9,6 +9,7 @@ prints every key.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import List, Optional
@@ -25,6 +26,7 @@ from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
+from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
 
 NAME = "train_text.py"
@@ -58,6 +60,7 @@ def train(run: Run) -> None:
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if run.flags.dry_run:
+        elastic_budget(model, config)  # the largest share is shown
         return print(describe(config.model.name, model, **text.example()))
     micro_batches = o.accumulation * accelerator.num_processes
     if checkpoint:
@@ -68,7 +71,7 @@ def train(run: Run) -> None:
         if fresh:
             accelerator.print(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
-    run.take_model(model, mae_routers(model))
+    run.take_model(model, mae_routers(model), elastic_budget(model, config))
     batches = text.batches(**run.portion())
     run.open()
     if accelerator.is_main_process and not checkpoint:
@@ -130,6 +133,11 @@ def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
         results = final_weights(run.config, run.model, run.folder, run.accelerator, run.log, run.metadata)
         with whole_weights(run.task):
             scores = final_scores(run.config, text, run.model, run.folder, evaluate, run.accelerator, run.log)
+            if run.elastic:
+                validate = partial(evaluate, text.val, "validation")
+                found = run.elastic.by_share(run.model, validate, scores["validation"])
+                run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
+                scores["by_share"] = found
     results.update(scores)
     run.write_results(dict(results, **patience.about()))
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")

@@ -267,10 +267,10 @@ def test_bools_and_pairs_in_sections_are_flags_too():
 IDLE = [
     ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, {"model.router": "moh"}, "model.head_budget model.scope"),
     ((ClsConfig, DitConfig), {"model.router": "mae"}, {"model.router": "query_norm"}, "model.head_budget"),
-    ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget model.scope balance_weight"),
+    ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget budget_range model.scope balance_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
     ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
-    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight model.head_budget"),
+    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight model.head_budget budget_range"),
     ((LanguageConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
     ((LanguageConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
     ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
@@ -337,7 +337,7 @@ IDLE = [
     ((LanguageConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
 ]  # fmt: skip
 ALWAYS = set(
-    "output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
+    "head_budget output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
     "model.name model.router model.executor model.router_kwargs model.embed_dim model.depth model.num_heads model.patch_size "
     "model.kwargs model.pretrained data.root data.img_size data.augment data.shuffle_shards data.workers data.max_bad_fraction "
     "data.repeats data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "

@@ -137,14 +137,16 @@ def test_twenty_runs_end_with_0(tmp_path):
     assert codes == [0] * 20, log.read_text()[-3000:]
 
 
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-def test_one_process_then_two_then_one(tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind, more", [("cls", ""), ("dit", ""), ("cls", "--budget_range 0.5 1 --model.head_budget 0.5")]
+)
+def test_one_process_then_two_then_one(tmp_path, kind, more):
     """100 steps in float64: the weights of one process to 1e-10."""
     log = tmp_path / "log"
 
     def run(output, processes, *steps):
         for count, until in zip(processes, steps):
-            argv = [kind, *arguments(kind, output, until, 10**6, "--optim.schedule", "constant")]
+            argv = [kind, *arguments(kind, output, until, 10**6, "--optim.schedule", "constant", *more.split())]
             ended(launch(count, FLOAT64, argv, log), log)
 
     run(tmp_path / "one", [1], 100)

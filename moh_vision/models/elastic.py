@@ -1,0 +1,112 @@
+"""Elastic budgets: one set of weights that is trained at many shares of active heads, and serves them all. No paper has it.
+
+Every step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share, one the largest,
+and two run shares drawn from between. Slimmable networks (Yu and Huang 2019, the sandwich rule) run as many shares in every step,
+on the same batch, which takes four times as long; here the ends are still trained as often as that rule has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from random import Random
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+from torch import nn
+
+from moh_vision.attention import HeadBudget, attention_layers, set_budgets
+from moh_vision.attention.budget import parse_share
+from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.models.head_budgets import set_head_budget
+
+SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles the model for each of them
+CYCLE = 4  # steps
+
+
+class ElasticBudget:
+    """The shares of active heads that a model is trained at, and which of them a step runs.
+
+    Shared heads and all weights stay, as with `set_head_budget`. The model is left at the largest share.
+
+    Args:
+        model: any model whose layers all route heads.
+        ends: the smallest and the largest share, each as `set_head_budget` takes it: 0.5, "ramp:0.5" or "uniform:0.5"; both
+            rise with depth or both are uniform.
+        seed: of the run. Which share a step runs is a function of seed and step: equal on all processes, and after a resume.
+
+    Attributes:
+        budgets: share, as `set_head_budget` takes it -> a `HeadBudget` for each layer; the smallest first.
+
+    Raises:
+        ValueError: beginning with "budget_range", for what is no such pair, or where the shared heads do not allow a share.
+    """
+
+    def __init__(self, model: nn.Module, ends: Sequence[Union[float, str]], seed: int):
+        self.seed = seed
+        self.budgets: Dict[str, List[HeadBudget]] = {}
+        try:
+            kind, low, high = _parse_ends(ends)
+            for number in range(SHARES):
+                share = f"{low + (high - low) * number / (SHARES - 1):g}"
+                share = share if kind == "ramp" else f"{kind}:{share}"
+                set_head_budget(model, share)
+                self.budgets[share] = [layer.budget for layer in attention_layers(model)]
+            self.smallest, *self.between, self.largest = self.budgets
+            if self.active_share(self.smallest) == self.active_share(self.largest):
+                raise ValueError("both ends run equally many heads; take them further apart")
+        except ValueError as error:
+            raise ValueError(f"budget_range {list(ends)}: {str(error).removeprefix('head_budget ')}") from None
+
+    def active_share(self, share: str) -> float:
+        """Active heads over all heads, as whole heads come nearest to the share."""
+        budgets = self.budgets[share]
+        return round(sum(b.active for b in budgets) / sum(b.heads for b in budgets), 4)
+
+    def share_of(self, step: int) -> str:
+        """The share of a step, counted from 0."""
+        random = Random(derive_seed(self.seed, step // CYCLE, Stream.BUDGETS))
+        cycle = [self.smallest, self.largest, *random.choices(self.between, k=CYCLE - 2)]
+        # In a drawn order: every 20th step, which is logged, would else be at the same share.
+        random.shuffle(cycle)
+        return cycle[step % CYCLE]
+
+    @contextlib.contextmanager
+    def running(self, model: nn.Module, share: str) -> Iterator[None]:
+        """Let a model run a share for a while. It is the one that `ElasticBudget` was made for, or a copy of it."""
+        layers = attention_layers(model)
+        before = [layer.budget for layer in layers]
+        set_budgets(layers, self.budgets[share])
+        try:
+            yield
+        finally:
+            set_budgets(layers, before)
+
+    def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> Dict[str, dict]:
+        """The scores of a model by share: the smallest, the middle one, and the largest.
+
+        Args:
+            score: scores the model as it is at that moment.
+            at_largest: what it returned for the largest share.
+        """
+        found = {}
+        for share in (self.smallest, self.between[len(self.between) // 2]):
+            with self.running(model, share):
+                found[share] = score()
+        return {**found, self.largest: at_largest}
+
+
+def elastic_budget(model: nn.Module, config) -> Optional[ElasticBudget]:
+    """The `ElasticBudget` of a run, or None: config is a `RunConfig`, with budget_range and seed."""
+    return ElasticBudget(model, config.budget_range, config.seed) if config.budget_range else None
+
+
+def _parse_ends(ends) -> Tuple[str, float, float]:
+    """Kind, smallest and largest share."""
+    try:
+        (kind, low, shared), (other, high, also_shared) = map(parse_share, ends)
+    except ValueError:
+        kind, other, low, high, shared, also_shared = "", "", 0, 0, None, None
+    if not low < high or kind != other or (shared, also_shared) != (None, None):
+        raise ValueError(
+            "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
+        )
+    return kind, low, high

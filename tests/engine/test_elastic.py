@@ -1,0 +1,139 @@
+"""Elastic budgets: what a step runs, runs that resume, and what they leave behind."""
+
+import pytest
+import timm
+import torch
+from refusals import one_line, refused
+from small_runs import arguments, logged, results, same
+
+import moh_vision
+from moh_vision.analysis.table import make_table
+from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
+from moh_vision.diffusion import train as train_dit
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.sample import open_pipeline
+from moh_vision.models.elastic import CYCLE, ElasticBudget
+
+ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
+
+
+def small_model(**kwargs):
+    return timm.create_model(
+        "moh_vit_tiny_patch16_224",
+        img_size=8,
+        patch_size=4,
+        embed_dim=32,
+        depth=3,
+        num_heads=8,
+        num_classes=3,
+        **kwargs,
+    )
+
+
+def active(model):
+    return [layer["active"] for layer in moh_vision.head_budget(model)["layers"]]
+
+
+def test_the_shares_of_steps():
+    """Of every four steps one runs the smallest share and one the largest, the others are between, at every place."""
+    elastic, same_seed, other = (ElasticBudget(small_model(head_budget=0.5), (0.5, 1.0), seed) for seed in (7, 7, 8))
+    shares = [elastic.share_of(step) for step in range(400)]
+    assert shares == [same_seed.share_of(step) for step in range(400)]
+    assert shares != [other.share_of(step) for step in range(400)]
+    for begin in range(0, 400, CYCLE):
+        cycle = shares[begin : begin + CYCLE]
+        assert cycle.count("0.5") == cycle.count("1") == 1
+    assert set(shares) == {"0.5", "0.625", "0.75", "0.875", "1"}
+    assert set(shares[::20]) == set(shares)  # what is logged
+
+
+@pytest.mark.parametrize("kind", ["", "uniform:"])
+def test_a_share_runs_what_set_head_budget_sets(kind):
+    model = small_model(head_budget="uniform:0.5")
+    elastic = ElasticBudget(model, [f"{kind}0.5", f"{kind}1"], seed=0)
+    assert active(model) == [8, 8, 8]
+    for share in elastic.budgets:
+        with elastic.running(model, share):
+            ran = active(model)
+            assert sum(ran) == round(24 * elastic.active_share(share))
+        assert active(model) == [8, 8, 8]
+        other = moh_vision.set_head_budget(small_model(head_budget="uniform:0.5"), share)
+        assert active(other) == ran
+
+
+def test_every_router_learns_at_every_share():
+    torch.manual_seed(0)
+    model = small_model(head_budget=0.5).train()
+    elastic = ElasticBudget(model, (0.5, 1.0), seed=0)
+    x = torch.randn(4, 3, 8, 8)
+    for share in elastic.budgets:
+        model.zero_grad()
+        with elastic.running(model, share):
+            model(x).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            if ".router.routed" in name:
+                assert parameter.grad.abs().sum() > 0, (share, name)
+
+
+@pytest.mark.parametrize(
+    "model, ends, words",
+    [
+        ({}, (1.0, 0.5), r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first"),
+        ({}, (0.5, 1.5), r"budget_range \[0.5, 1.5\]: expected two shares"),
+        ({}, ("uniform:0.5", 1.0), "expected two shares"),
+        ({}, ("searched:x.json", 1.0), "expected two shares"),
+        ({}, ("0.5:0.4", "1:0.4"), "expected two shares"),
+        ({}, (0.99, 1.0), "both ends run equally many heads"),
+        (
+            {"head_budget": 0.9},
+            (0.2, 1.0),
+            r"budget_range \[0.2, 1.0\]: .*the shared heads and one routed head per layer",
+        ),
+        ({"router": "dense"}, (0.5, 1.0), "layer 0 has no routed heads"),
+        ({"router": "mae"}, (0.5, 1.0), "layer 0 has no routed heads"),
+    ],
+)
+def test_ranges_that_cannot_be(model, ends, words):
+    with one_line(words):
+        ElasticBudget(small_model(**model), ends, seed=0)
+
+
+def test_mistakes_on_the_command_line(tmp_path, capsys):
+    for main, argv, words in (
+        (train_cls.main, "--budget_range 0.5 1 --model.router mae", "budget_range (0.5, 1.0) needs a model that routes its heads"),
+        (train_dit.main, "--budget_range 0.5 1 --model.name dit_small_patch2", "needs a model that routes its heads"),
+        (train_cls.main, "--budget_range 1 0.5", "budget_range [1.0, 0.5]: expected two shares"),
+        (train_cls.main, "--budget_range 0.5", 'key "budget_range"'),
+    ):  # fmt: skip
+        config = "quickstart/dit" if main is train_dit.main else "quickstart/cls"
+        assert words in refused(capsys, main, "--config", config, "--output", tmp_path / "run", *argv.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind, main", [("cls", train_cls.main), ("dit", train_dit.main)])
+def test_a_run_that_resumes_has_the_same_bits(tmp_path, kind, main, capsys):
+    """Ended between two steps of a cycle; what is saved runs the largest share."""
+    for output, ends in (("whole", [6]), ("resumed", [2, 6])):
+        for steps in ends:
+            main(arguments(kind, tmp_path / output, steps, 100, *ELASTIC))
+    one, two = (logged(tmp_path / name) for name in ("whole", "resumed"))
+    assert [(e["loss"], e["active_share"]) for e in one] == [(e["loss"], e["active_share"]) for e in two]
+    assert {e["active_share"] for e in one} >= {0.5, 1.0}
+    for e in one:
+        ran = sum(map(sum, e["head_usage"])) / 16
+        assert ran == pytest.approx(e["active_share"], abs=2e-3)
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert same(tmp_path / "whole" / name, tmp_path / "resumed" / name)
+    assert moh_vision.head_budget(moh_vision.load_run(tmp_path / "whole"))["share"] == 1
+    capsys.readouterr()
+    if kind == "dit":
+        config = SampleConfig(str(tmp_path / "whole"), head_budget=0.5, out="x")
+        assert moh_vision.head_budget(open_pipeline(config)[0].transformer)["share"] == 0.5
+        return
+    found = results(tmp_path / "whole")
+    assert list(found["by_share"]) == ["0.5", "0.75", "1"]
+    assert found["by_share"]["1"]["loss"] == found["loss"] and found["active_share"] == 1
+    validate.main(f"--checkpoint {tmp_path}/whole --model.head_budget 0.5 --data.workers 0".split())
+    assert f"loss {found['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
+    assert "top-1" in make_table([tmp_path / "whole"]).titles[-2]
