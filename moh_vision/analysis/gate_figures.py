@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, Iterable, List, Sequence, Tuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from moh_vision.analysis.figures import plt, save_figure
@@ -51,34 +52,34 @@ def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, titl
     save_figure(figure, path)
 
 
-def draw_gate_entropy(
-    entropies: Dict[str, Sequence[float]], experts: int, names: Sequence[str], path: str, title: str
-) -> None:
-    """Write a PNG: mean entropy of the gates over the layers, one line a model, and that of a uniform gate.
+def draw_gate_entropy(entropies: Dict[str, Dict[str, Sequence[float]]], experts: Iterable[int], title: str) -> Figure:
+    """A figure of the mean entropy of the gates over the layers: one line a model, bars of the standard deviation over
+    its seeds, and the entropy of uniform gates.
 
     Args:
-        entropies: nats per layer of each model, from `GateStatistics.entropy`.
-        experts: E of all layers.
-        names: of the layers.
-        path: of the PNG.
+        entropies: of each model by its name: name of a layer -> nats in each seed, from `GateStatistics.entropy`.
+        experts: E of the layers.
         title: above the figure.
     """
-    figure, axes = plt.subplots(figsize=(max(5.0, 2.5 + 0.5 * len(names)), 3.6), layout="constrained")
-    for name, values in entropies.items():
-        axes.plot(range(len(values)), values, marker="o", label=f"{name} (mean {np.mean(values):.2f})")
-    axes.axhline(
-        math.log(experts), color="grey", linestyle="--", label=f"uniform (ln {experts} = {math.log(experts):.2f})"
-    )
-    crowded = len(names) > 8
-    axes.set_xticks(
-        range(len(names)), names, fontsize=8, rotation=45 if crowded else 0, ha="right" if crowded else "center"
-    )
-    axes.set_xlabel("layer")
+    layers = list(dict.fromkeys(name for values in entropies.values() for name in values))
+    names = [name.replace(".layers.", " ").replace("_attn", "").replace(".", " ") for name in layers]
+    figure, axes = plt.subplots(figsize=(max(5.6, 2.5 + 0.5 * len(layers)), 4.0), layout="constrained")
+    for number, (name, values) in enumerate(entropies.items()):
+        shift = 0.06 * (number - (len(entropies) - 1) / 2)  # bars of the same layer stand side by side
+        places = [layers.index(layer) + shift for layer in values]
+        spread = [np.std(found, ddof=1) if len(found) > 1 else 0.0 for found in values.values()]
+        axes.errorbar(places, [np.mean(found) for found in values.values()], spread, marker="o", capsize=3, label=name)
+    experts = sorted(set(experts))
+    for number in experts:
+        text = f"uniform (ln {number} = {math.log(number):.2f})"
+        axes.axhline(math.log(number), color="grey", linestyle="--", label=text)
+    axes.set_xticks(range(len(layers)), names, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
     axes.set_ylabel("gate entropy, nats")
-    axes.set_ylim(bottom=0, top=1.08 * math.log(experts))
+    axes.set_ylim(0, 1.06 * math.log(experts[-1]))
     axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")
-    save_figure(figure, path)
+    return figure
 
 
 def read_curves(path: str, train: str = "loss") -> Tuple[Curve, Curve]:

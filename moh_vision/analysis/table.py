@@ -39,6 +39,7 @@ COLUMNS = {
     "kernel_distance": ("kernel distance", 5), "precision": ("precision", 3), "recall": ("recall", 3),
     "recognised": ("recognised, %", 2), "frechet_distance": ("Frechet distance", 2),
     "bleu": ("BLEU", 2), "sacrebleu": ("sacreBLEU", 2), "bleu_argmax": ("BLEU, argmax", 2), "bleu_random": ("BLEU, random", 2),
+    "bleu_random_std": ("BLEU, random: std of draws", 2),
     "perplexity": ("val. perplexity", 2), "test_perplexity": ("test perplexity", 2),
     "word_perplexity": ("val. word perplexity", 2), "test_word_perplexity": ("test word perplexity", 2),
 }  # fmt: skip
@@ -189,6 +190,7 @@ def _text(folder: Path, config: dict, kind: str) -> ScoredRun:
         "sacrebleu": ("bleu", "soft", "bleu", "bleu"),
         "bleu_argmax": ("bleu", "argmax", "tokenised_bleu", "bleu"),
         "bleu_random": ("bleu", "random", "tokenised_bleu", "bleu"),
+        "bleu_random_std": ("bleu", "random", "tokenised_bleu", "std"),
         "perplexity": ("validation", "perplexity"),
         "test_perplexity": ("test", "perplexity"),
         "word_perplexity": ("validation", "word_perplexity"),
@@ -299,18 +301,28 @@ def paper_rows(run: ScoredRun) -> List[Dict[str, str]]:
     return found
 
 
-def make_table(folders: Sequence[Path]) -> Table:
-    """The table of some runs; a column that no run has is left out, a missing number is a dash.
+def read_runs(folders: Sequence[Path]) -> List[ScoredRun]:
+    """See `read_run`.
 
     Raises:
-        ValueError, FileNotFoundError: one line, for what `read_run` refuses, runs of different kinds, and a run that is
-            given twice.
+        ValueError, FileNotFoundError: also for runs of different kinds.
     """
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         if run.kind != runs[0].kind:
             kinds = " and ".join(f"{other.folder} ({other.kind})" for other in (runs[0], run))
             raise ValueError(f"{kinds} are of different kinds; a table has runs of one")
+    return runs
+
+
+def grouped(runs: Sequence[ScoredRun]) -> List[Tuple[str, List[ScoredRun]]]:
+    """Runs that differ in nothing but the seed, with a name: the model's, and what tells their settings from others of it.
+
+    Groups of a model stand together.
+
+    Raises:
+        ValueError: for a run that is there twice.
+    """
     groups: Dict[str, List[ScoredRun]] = {}
     for run in runs:
         group = groups.setdefault(run.identity(), [])
@@ -319,6 +331,22 @@ def make_table(folders: Sequence[Path]) -> Table:
                 seed = run.config.get("seed")
                 raise ValueError(f"{other.folder} and {run.folder} are the same run with the same seed, {seed}")
         group.append(run)
+    named = []
+    for model in dict.fromkeys(run.model for run in runs):
+        own = [group for group in groups.values() if group[0].model == model]
+        named += [(model + _difference(group[0], [other[0] for other in own]), group) for group in own]
+    return named
+
+
+def make_table(folders: Sequence[Path]) -> Table:
+    """The table of some runs; a column that no run has is left out, a missing number is a dash.
+
+    Raises:
+        ValueError, FileNotFoundError: one line, for what `read_run` refuses, runs of different kinds, and a run that is
+            given twice.
+    """
+    runs = read_runs(folders)
+    groups = grouped(runs)
     suites = registered("suites", "text")
     tasks = [title for n, suite in suites.items() for title in [*(row.title for row in suite.rows), f"average of {n}"]]
     digits = {key: places for key, (_, places) in COLUMNS.items()} | dict.fromkeys(tasks, 2)
@@ -326,13 +354,13 @@ def make_table(folders: Sequence[Path]) -> Table:
     names = [COLUMNS[key][0] if key in COLUMNS else key for key in shown]
     rows, notes = [], []
     for model in dict.fromkeys(run.model for run in runs):
-        own = [group for group in groups.values() if group[0].model == model]
         printed: List[Dict[str, str]] = []
-        for group in own:
-            label = model + _difference(group[0], [other[0] for other in own])
+        for label, group in groups:
+            if group[0].model != model:
+                continue
             size = sizes(group[0])
             cells = [_shown(size.get(key)) for key in SIZES]
-            scores = [_mean([run.scores.get(key) for run in group], digits[key]) for key in shown]
+            scores = [mean_and_spread([run.scores.get(key) for run in group], digits[key]) for key in shown]
             rows.append([label, str(len(group)), f"{group[0].steps:,}" if group[0].steps else "-", *cells, *scores])
             seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')})" for run in group)
             notes.append(f"{label}: {seeds}; {group[0].how}.")
@@ -367,7 +395,8 @@ def _shown(value: Optional[float]) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _mean(values: List[Optional[float]], digits: int) -> str:
+def mean_and_spread(values: Sequence[Optional[float]], digits: int) -> str:
+    """The mean, of several values with their standard deviation (of n - 1), and how many there are if some are None."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"

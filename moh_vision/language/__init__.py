@@ -12,3 +12,4 @@ register(
 register("run", "vocabularies", "moh_vision.language.models.weights:text_from_run")
 register("counter", "text", "moh_vision.language.models.counts:count_preset")
 register("suites", "text", "moh_vision.language.evaluation.lm_suites:SUITES")
+register("gates", "text", "moh_vision.language.evaluation.gate_report:open_gates")

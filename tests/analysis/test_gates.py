@@ -1,16 +1,23 @@
 import json
 import math
+import shutil
 from collections import Counter
+from pathlib import Path
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_runs import arguments, pairs, results
 
-from moh_vision.analysis import gate_figures
+from moh_vision.analysis import gate_figures, gates
+from moh_vision.analysis.figures import write_figure
 from moh_vision.analysis.gate_figures import draw_gate_entropy, draw_gate_load, draw_learning_curves, read_curves
 from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
+from moh_vision.classification import train as train_cls
+from moh_vision.language import train as train_text
 
 V = 30
 
@@ -256,14 +263,108 @@ def test_load_figure_of_layers_with_different_experts(drawn, tmp_path):
     assert np.ma.getmaskarray(drawn[0].axes[0].images[0].get_array())[1].tolist() == [False, False, True, True]
 
 
-def test_entropy_figure(drawn, tmp_path):
-    entropies = {"MAE-7": [1.9, 1.8, 2.0], "NoBCD": [2.05, 2.0, 2.01]}
-    draw_gate_entropy(entropies, 8, ["1", "2", "3"], str(tmp_path / "entropy.png"), "gate entropy")
+def test_entropy_figure(tmp_path):
+    entropies = {
+        "MAE-7": {"encoder.layers.0.self_attn": [1.9, 1.7], "decoder.layers.0.cross_attn": [1.8, 1.8]},
+        "NoBCD": {"decoder.layers.0.cross_attn": [2.05]},
+    }
+    figure = draw_gate_entropy(entropies, [8, 8, 4], "gate entropy")
+    axes = figure.axes[0]
+    (mae, _, (bars,)), (other, *_) = (container.lines for container in axes.containers)
+    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8]) and list(other.get_ydata()) == [2.05]
+    assert np.diff(bars.get_segments()[0][:, 1]) == pytest.approx(2 * np.std([1.9, 1.7], ddof=1))
+    assert np.diff(bars.get_segments()[1][:, 1]) == pytest.approx(0)
+    assert round(other.get_xdata()[0]) == 1  # the layer's place, not the model's first
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["encoder 0 self", "decoder 0 cross"]
+    labels = {t.get_text() for t in axes.get_legend().get_texts()}
+    assert labels == {"MAE-7", "NoBCD", "uniform (ln 4 = 1.39)", "uniform (ln 8 = 2.08)"}
+    write_figure(figure, tmp_path / "entropy.png", {})
     written(tmp_path / "entropy.png")
-    axes = drawn[0].axes[0]
-    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([1.9, 2.05, math.log(8)])
-    labels = [t.get_text() for t in axes.get_legend().get_texts()]
-    assert labels == ["MAE-7 (mean 1.90)", "NoBCD (mean 2.02)", "uniform (ln 8 = 2.08)"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """MAE with two seeds, one of them also with one expert; a model without gates."""
+    folder = tmp_path_factory.mktemp("gates")
+    modes = ["--generate.gate_modes", "[soft, argmax, random]"]
+    for name, more in dict(
+        mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"]
+    ).items():
+        train_text.main(arguments("text", folder / name, 4, 4, "--data.test", "test", *more))
+    return folder
+
+
+def command(capsys, *argv):
+    capsys.readouterr()
+    code = gates.main([str(a) for a in argv])
+    return (code, *capsys.readouterr())
+
+
+def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, capsys):
+    output = tmp_path / "gates.svg"
+    folders = [runs / name for name in ("mae0", "dense", "mae1")]
+    code, out, _ = command(capsys, *folders, "--output", output)
+    assert code == 0 and output.stat().st_size > 1000
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][:4]
+    mae, dense = (dict(zip(rows[0], row)) for row in rows[2:])
+    own = [results(runs / name) for name in ("mae0", "mae1")]
+    for part in ("encoder", "decoder"):
+        values = [found["mean_gate_entropy"][part] for found in own]
+        middle, spread = map(float, mae[f"entropy, {part}"].split(" ± "))
+        assert middle == pytest.approx(mean(values), abs=0.0051)
+        assert spread == pytest.approx(stdev(values), abs=0.0051)
+        assert dense[f"entropy, {part}"] == "-"
+    assert mae["runs"] == "2" and mae["uniform"] == f"{math.log(4):.2f}" and dense["most probable expert"] == "-"
+    scores = [[found["bleu"][mode]["tokenised_bleu"] for mode in ("soft", "argmax", "random")] for found in own]
+    drops = [argmax["bleu"] - soft["bleu"] for soft, argmax, _ in scores]
+    assert mae["most probable expert, change"] == f"{mean(drops):.2f} ± {stdev(drops):.2f}"
+    stds = [stdev(random["draws"]) for *_, random in scores]
+    assert mae["random expert, std of draws"] == f"{mean(stds):.2f} ± {stdev(stds):.2f}"
+    report = (runs / "mae1" / "gates.md").read_text().partition("\n\n")[2]
+    assert f"## mt_mae_7, seed 1\n\n{report}" in out  # load and tokens, as at the run's end
+    found = json.loads(output.with_suffix(".json").read_text())["runs"]
+    assert [Path(run["run"]).name for run in found] == ["mae0", "mae1", "dense"] and found[2]["layers"] == []
+    for run, told in zip(found, own):
+        entropies = {layer["name"]: layer["entropy"] for layer in run["layers"]}
+        assert entropies == pytest.approx(told["gate_entropy"], abs=6e-5)
+        assert all(sum(layer["load"]) == pytest.approx(1) for layer in run["layers"])
+
+
+def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs, tmp_path, capsys):
+    text, run = tmp_path / "text", tmp_path / "run"
+    shutil.copytree(pairs(), text)
+    shutil.copytree(runs / "mae0", run)
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace(pairs(), str(text)))
+    for side in text.glob("train.*"):
+        side.unlink()
+    found = {}
+    for split in ("val", "test"):
+        assert command(capsys, run, "--split", split, "--output", tmp_path / f"{split}.png")[0] == 0
+        found[split] = json.loads((tmp_path / f"{split}.json").read_text())["runs"][0]["layers"][0]["load"]
+    assert found["val"] != found["test"]
+    (run / "config.yaml").write_text(config.replace("test: test", "test: null"))
+    assert f"--split test: {run} has no data.test" in refused(capsys, run, "--split", "test")
+
+
+def refused(capsys, *argv):
+    code, out, error = command(capsys, *argv, "--output", "gates.png")
+    assert code == 2 and not out and error.count("\n") == 1, error
+    return error
+
+
+def test_mistakes_of_the_command_are_one_line(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "none has a gate" in refused(capsys, runs / "dense")
+    assert "nowhere: no such folder" in refused(capsys, tmp_path / "nowhere")
+    assert "are the same run with the same seed" in refused(capsys, runs / "mae0", runs / "mae0")
+    assert "invalid choice: 'train'" in refused(capsys, runs / "mae0", "--split", "train")
+    (tmp_path / "gates.json").touch()
+    assert "gates.json exists" in refused(capsys, runs / "mae0")
+    train_cls.main(arguments("cls", tmp_path / "cls", 1, 1))
+    (tmp_path / "gates.json").unlink()
+    assert "cls (classification): expected runs of train_text.py" in refused(capsys, tmp_path / "cls")
+    assert not (tmp_path / "gates.png").exists()
 
 
 def log_of(path, losses, dev):

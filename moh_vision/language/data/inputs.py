@@ -42,10 +42,11 @@ class TextInputs:
         cache_dir: folder of caches.
         seed: of the run.
         tokenizer: run or tokenizer.json whose vocabularies are used; None: they are made from the training split.
+        training: whether there is something to train; else the training split is not opened, and need not be there.
 
     Attributes:
         vocabularies: of source and target, twice the same if there is one.
-        train, val, test: data sets; test may be None.
+        train, val, test: data sets; train and test may be None.
 
     Raises:
         ValueError, FileNotFoundError: in one line, naming file or key.
@@ -55,10 +56,10 @@ class TextInputs:
     first: object  # what the data set calls its first sample
     load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
 
-    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None):
+    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, training: bool = True):
         self.data, self.cache_dir, self.seed, self.tokenizer = data, cache_dir, seed, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
-        self.train = self.dataset(data.train, training=True)
+        self.train = self.dataset(data.train, training=True) if training else None
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 

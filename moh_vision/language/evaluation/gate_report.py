@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.analysis.gate_figures import draw_gate_load
-from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
+from moh_vision.analysis.gates import GateReading, GateStatistics, layer_entropies, part_entropies, reading_text
 from moh_vision.attention import HeadMixtureAttention
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.run import index_dir, make_accelerator
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.inputs import INPUTS
 from moh_vision.language.data.vocabulary import Vocabulary
+from moh_vision.language.models.build import task_for
+from moh_vision.models.weights import load_run
 
 
 class Group(NamedTuple):
@@ -28,6 +34,25 @@ class Group(NamedTuple):
     statistics: GateStatistics
 
 
+def open_gates(folder: Path, split: str) -> List[GateReading]:
+    """What the gates of a finished run do with its data; empty for a model without gates.
+
+    Args:
+        folder: of the run; the weights that its results.json has the scores of are taken.
+        split: "val" or "test", of its data.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file, for weights or text that cannot be read.
+    """
+    config, _ = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml")], "gates")
+    model = load_run(folder / json.loads((folder / "results.json").read_text())["weights"])
+    cache = str(Path(index_dir(str(folder)), "text"))
+    text = INPUTS[task_for(config.model)](config.data, cache, config.seed, str(folder), training=False)
+    accelerator = make_accelerator("no")
+    batches = text.eval_batches(getattr(text, split), accelerator.process_index, accelerator.num_processes)
+    return read_gates(model.to(accelerator.device), batches, text.vocabularies, accelerator)
+
+
 def report_gates(
     model: nn.Module,
     batches: Iterable[Dict[str, Tensor]],
@@ -35,30 +60,50 @@ def report_gates(
     run: Path,
     accelerator,
     split: str,
-) -> Dict[str, float]:
+) -> Dict[str, Dict[str, float]]:
     """Write OUTPUT/gates.md (entropy and load of every layer, the tokens that point to each expert) and gate_load.png.
+
+    Args:
+        model, batches, vocabularies, accelerator: see `read_gates`; the main process writes.
+        run: folder of the run.
+        split: what the data set is called.
+
+    Returns:
+        dict(gate_entropy: name of each layer -> mean entropy of its gate in nats, mean_gate_entropy: of each part of the
+        model); empty, and nothing is written, for a model without gates.
+    """
+    readings = read_gates(model, batches, vocabularies, accelerator)
+    if not readings:
+        return {}
+    entropies = layer_entropies(readings)
+    if accelerator.is_main_process:
+        load = [shares for reading in readings for shares in reading.statistics.load()]
+        draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}")
+        write_whole(run / "gates.md", reading_text(readings, f"# What the gates do with {split}"))
+    found = dict(gate_entropy=entropies, mean_gate_entropy=part_entropies(readings))
+    return {key: {name: round(value, 4) for name, value in values.items()} for key, values in found.items()}
+
+
+def read_gates(
+    model: nn.Module, batches: Iterable[Dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
+) -> List[GateReading]:
+    """What the gates of a model do with a data set; empty for a model without gates.
 
     Args:
         model: a text model of `models.moh_text`; it is left in eval mode.
         batches: this process's share of a data set, see `TextInputs.eval_batches`.
         vocabularies: of source and target.
-        run: folder of the run.
-        accelerator: accelerate's Accelerator; its main process writes, all count.
-        split: what the data set is called.
-
-    Returns:
-        name of each layer -> mean entropy of its gate in nats; empty, and nothing is written, for a model without gates.
+        accelerator: accelerate's Accelerator; all processes count.
     """
     groups = gated_layers(model, vocabularies)
-    if not groups:
-        return {}
-    add_up(model, groups, batches, accelerator)
-    entropies = {name: value for g in groups for name, value in zip(g.names, g.statistics.entropy())}
-    if accelerator.is_main_process:
-        load = [shares for g in groups for shares in g.statistics.load()]
-        draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}")
-        write_whole(run / "gates.md", as_text(groups, hasattr(model, "encoder"), split))
-    return {name: round(value, 4) for name, value in entropies.items()}
+    if groups:
+        add_up(model, groups, batches, accelerator)
+    readings = []
+    for g in groups:
+        text = "target" if g.reads == "decoder_input_ids" else "source" if hasattr(model, "encoder") else "text"
+        tokens = [[readable(g.vocabulary, number) for number in top] for top in g.statistics.top_tokens()]
+        readings.append(GateReading(g.part, text, g.names, g.statistics, tokens))
+    return readings
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[Group]:
@@ -108,28 +153,6 @@ def part_of(layer: str) -> str:
     """The part of a model that a layer of this name is in: "encoder" or "decoder", or "model" without these."""
     part = layer.partition(".")[0]
     return part if part in ("encoder", "decoder") else "model"
-
-
-def mean_entropies(entropies: Dict[str, float]) -> Dict[str, float]:
-    """Mean over the layers of each part, from the entropies that `report_gates` returns by name of layer."""
-    parts: Dict[str, List[float]] = {}
-    for name, value in entropies.items():
-        parts.setdefault(part_of(name), []).append(value)
-    return {part: round(statistics.mean(values), 4) for part, values in parts.items()}
-
-
-def as_text(groups: List[Group], translates: bool, split: str) -> str:
-    """Markdown."""
-    parts = [f"# What the gates do with {split}"]
-    for group in groups:
-        what = "target" if group.reads == "decoder_input_ids" else "source" if translates else "text"
-        parts += [f"Gates of the {group.part} that read the {what}:", gate_table(group.statistics, group.names)]
-        top = group.statistics.top_tokens()
-        parts += [
-            f"Tokens that point to each expert of {group.names[0]} (largest PMI, at least 5 times):",
-            token_table([[f"`{readable(group.vocabulary, number)}`" for number in numbers] for numbers in top]),
-        ]
-    return "\n\n".join(parts) + "\n"
 
 
 def readable(vocabulary: Vocabulary, number: int) -> str:

@@ -17,7 +17,7 @@ from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
-from moh_vision.language.evaluation.gate_report import mean_entropies, report_gates
+from moh_vision.language.evaluation.gate_report import report_gates
 from moh_vision.language.evaluation.perplexity import perplexity, summary
 from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
 from moh_vision.language.task import LanguageTask
@@ -107,11 +107,9 @@ def final_scores(
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")
     batches = text.eval_batches(text.val, accelerator.process_index, accelerator.num_processes)
-    entropies = report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val)
-    if entropies:
-        results.update(gate_entropy=entropies, mean_gate_entropy=mean_entropies(entropies))
-        for part, mean in results["mean_gate_entropy"].items():
-            log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
+    results.update(report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val))
+    for part, mean in results.get("mean_gate_entropy", {}).items():
+        log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
     if not isinstance(text, TranslationInputs):
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
