@@ -1,6 +1,6 @@
 """Tables of small language runs, one row a model, mean and spread over seeds, with the papers' figures beside.
 
-    python benchmarks/language_results.py RUNS [--curves curves.png]
+    python benchmarks/language_results.py RUNS
 
 RUNS is a folder with runs of train_text.py named TASK_MODEL_SEED: mt_base_0, mt_mae_7_0, clm_uni_mae_7_1, mlm_8K8E128D_0, ...
 Runs that have not ended are left out, and named. docs/results/language.md says how they were made.
@@ -123,7 +123,6 @@ def draw_tuning(folder, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--curves", type=Path, help="PNG of MAE's figure 3: losses of base, nobcd and mae_7, seed 0")
     parser.add_argument("--tuning", type=Path, help="PNG of MoH's figure 2: perplexity of llama_* over tokens, seed 0")
     args = parser.parse_args()
     found = read_runs(args.runs)
@@ -131,11 +130,6 @@ def main():
     for task in ("clm", "mlm"):
         print()
         perplexities(found, task)
-    if args.curves:
-        from moh_vision.analysis.gate_figures import draw_learning_curves
-
-        runs = {name: args.runs / f"mt_{name}_0" / "metrics.jsonl" for name in ("base", "nobcd", "mae_7")}
-        draw_learning_curves(runs, args.curves, "Multi30k DE-EN", train="nll", first_step=150, window=15)
     if args.tuning:
         draw_tuning(args.runs, args.tuning)
 

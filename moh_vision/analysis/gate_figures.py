@@ -1,19 +1,15 @@
-"""Pictures of gates and of training: load per layer and expert, entropy per layer, learning curves."""
+"""Pictures of gates: load per layer and expert, entropy per layer."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Dict, Iterable, List, Sequence, Tuple
+from typing import Dict, Iterable, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from moh_vision.analysis.figures import plt, save_figure
-
-Curve = Tuple[List[int], List[float]]  # steps, losses
 
 MOST_LABELLED = 16  # experts whose cells have room for a number
 
@@ -80,69 +76,3 @@ def draw_gate_entropy(entropies: Dict[str, Dict[str, Sequence[float]]], experts:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")
     return figure
-
-
-def read_curves(path: str, train: str = "loss") -> Tuple[Curve, Curve]:
-    """Training and validation loss of a run, with the steps that were done by then.
-
-    Args:
-        path: the run's metrics.jsonl.
-        train: which number of a step's line.
-
-    Raises:
-        ValueError: naming the file, for a line that is no JSON, or if there is no such number.
-    """
-    curves: Tuple[Curve, Curve] = (([], []), ([], []))
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            raise ValueError(f"{path}, line {number}: not JSON") from None
-        validation = entry.get("validation") or {}
-        for (steps, losses), value in zip(curves, (entry.get(train), validation.get("loss"))):
-            if value is not None:  # a skipped step has null
-                steps.append(entry["step"] + 1)
-                losses.append(value)
-    for (steps, _), key in zip(curves, (train, "validation.loss")):
-        if not steps:
-            raise ValueError(f"{path}: no line has {key}")
-    return curves
-
-
-def draw_learning_curves(
-    runs: Dict[str, str],
-    path: str,
-    title: str,
-    train: str = "loss",
-    first_step: int = 0,
-    window: int = 1,
-) -> None:
-    """Write a PNG: training loss (thin) and validation loss (marked) of several runs over steps (Peng 2020, figure 3).
-
-    Args:
-        runs: metrics.jsonl of each run by the name to call it.
-        path: of the PNG.
-        title: above the figure.
-        train: see `read_curves`; it should be the same quantity as the validation's loss, which has no smoothed labels.
-        first_step: what lies before is left out, so that the high losses at the start do not flatten the rest.
-        window: every training loss is the mean of so many logged ones, the last of them at its step: batches of sentences
-            of one length differ more than the models.
-
-    Raises:
-        ValueError: as `read_curves`.
-    """
-    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    for number, (name, metrics) in enumerate(runs.items()):
-        looks = (dict(linewidth=1, alpha=0.7, linestyle=":"), dict(linewidth=1.8, marker="o", markersize=3.5))
-        (logged, raw), validated = read_curves(metrics, train)
-        means = [float(np.mean(raw[max(0, i + 1 - window) : i + 1])) for i in range(len(raw))]
-        for (steps, losses), kind, look in zip(((logged, means), validated), ("train", "dev"), looks):
-            shown = [i for i, step in enumerate(steps) if step >= first_step]
-            x, y = [steps[i] for i in shown], [losses[i] for i in shown]
-            axes.plot(x, y, color=f"C{number}", label=f"{name}, {kind}", **look)
-    axes.set_xlabel("steps")
-    axes.set_ylabel("loss, nats per token")
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=1 if len(runs) < 4 else 2)
-    save_figure(figure, path)

@@ -49,7 +49,7 @@ WORDS = 10  # of the source and of the target whose translation is counted, as i
 # Keys, or sections, of a configuration that change neither the weights nor how they are scored. How samples were scored is
 # compared by what the scores say.
 WITHOUT_EFFECT = (
-    "output", "seed", "log_every", "save_every", "keep_checkpoints", "tracker", "preview", "score", "data.workers",
+    "output", "seed", "log_every", "save_every", "keep_checkpoints", "keep_weights_every", "tracker", "preview", "score", "data.workers",
     "data.eval_batch_size", "checkpointing",
 )  # fmt: skip
 # Arguments of a model that make it another one than the papers'. Their translation models have one name in two sizes.
@@ -83,17 +83,18 @@ class ScoredRun(NamedTuple):
     def model(self) -> str:
         return self.config["model.name"]
 
-    def settings(self) -> Dict[str, Any]:
-        """The configuration without the seed and what has no effect."""
+    def settings(self, over: Optional[str] = None) -> Dict[str, Any]:
+        """The configuration without the seed, what has no effect, and the key `over`."""
         return {
             key: value
             for key, value in self.config.items()
-            if key not in WITHOUT_EFFECT and key.split(".")[0] not in WITHOUT_EFFECT
+            if key not in (*WITHOUT_EFFECT, over) and key.split(".")[0] not in WITHOUT_EFFECT
         }
 
-    def identity(self) -> str:
-        """The same text for runs that differ in nothing but the seed."""
-        return json.dumps([self.settings(), self.steps, self.how], sort_keys=True, default=str)
+    def identity(self, over: Optional[str] = None) -> str:
+        """The same text for runs that differ in nothing but the seed; with `over` neither in that key nor in their steps."""
+        rest = [self.how] if over else [self.steps, self.how]
+        return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
 
 class Table(NamedTuple):
@@ -104,11 +105,11 @@ class Table(NamedTuple):
     notes: List[str]
 
 
-def read_run(folder: Path) -> ScoredRun:
-    """The scores in the folder of a run.
+def read_config(folder: Path) -> Dict[str, Any]:
+    """The config.yaml of a run, with dotted keys.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run or has no scores.
+        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
@@ -121,12 +122,22 @@ def read_run(folder: Path) -> ScoredRun:
     name = config.get("model.name")
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'config.yaml'}: model.name {name!r}; expected the name of a model")
+    return config
+
+
+def read_run(folder: Path) -> ScoredRun:
+    """The scores in the folder of a run.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run or has no scores.
+    """
+    config = read_config(folder)
     try:
         if "learn_sigma" in config:
             return _diffusion(folder, config)
-        if "generate" not in sections:
+        if "generate.beam" not in config:
             return _classification(folder, config)
-        return _text(folder, config, TEXT[name.partition("_")[0]])
+        return _text(folder, config, TEXT[config["model.name"].partition("_")[0]])
     except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
         raise ValueError(f"{folder}: its scores are not as a run writes them ({reason_of(error)})") from None
 
@@ -315,26 +326,29 @@ def read_runs(folders: Sequence[Path]) -> List[ScoredRun]:
     return runs
 
 
-def grouped(runs: Sequence[ScoredRun]) -> List[Tuple[str, List[ScoredRun]]]:
+def grouped(runs: Sequence[ScoredRun], over: Optional[str] = None) -> List[Tuple[str, List[ScoredRun]]]:
     """Runs that differ in nothing but the seed, with a name: the model's, and what tells their settings from others of it.
 
     Groups of a model stand together.
+
+    Args:
+        over: key of the configuration in which the runs of a group may differ too.
 
     Raises:
         ValueError: for a run that is there twice.
     """
     groups: Dict[str, List[ScoredRun]] = {}
     for run in runs:
-        group = groups.setdefault(run.identity(), [])
+        group = groups.setdefault(run.identity(over), [])
         for other in group:
-            if other.config.get("seed") == run.config.get("seed"):
+            if all(other.config.get(key) == run.config.get(key) for key in ("seed", over)):
                 seed = run.config.get("seed")
                 raise ValueError(f"{other.folder} and {run.folder} are the same run with the same seed, {seed}")
         group.append(run)
     named = []
     for model in dict.fromkeys(run.model for run in runs):
         own = [group for group in groups.values() if group[0].model == model]
-        named += [(model + _difference(group[0], [other[0] for other in own]), group) for group in own]
+        named += [(model + _difference(group[0], [other[0] for other in own], over), group) for group in own]
     return named
 
 
@@ -384,9 +398,9 @@ def _general_notes(kind: str, averaged: bool) -> List[str]:
     return ["Mean ± standard deviation over runs that differ in nothing but the seed.", *notes] if averaged else notes
 
 
-def _difference(run: ScoredRun, others: List[ScoredRun]) -> str:
+def _difference(run: ScoredRun, others: List[ScoredRun], over: Optional[str]) -> str:
     """What tells the settings of a run from those of others of its model."""
-    own, every = run.settings(), [other.settings() for other in others]
+    own, every = run.settings(over), [other.settings(over) for other in others]
     keys = sorted({key for one in every for key in one if any(other.get(key) != one[key] for other in every)})
     return "".join(f", {key} {own.get(key)}" for key in keys)
 

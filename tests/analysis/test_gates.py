@@ -13,7 +13,7 @@ from small_runs import arguments, pairs, results
 
 from moh_vision.analysis import gate_figures, gates
 from moh_vision.analysis.figures import write_figure
-from moh_vision.analysis.gate_figures import draw_gate_entropy, draw_gate_load, draw_learning_curves, read_curves
+from moh_vision.analysis.gate_figures import draw_gate_entropy, draw_gate_load
 from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
 from moh_vision.classification import train as train_cls
@@ -365,42 +365,3 @@ def test_mistakes_of_the_command_are_one_line(runs, tmp_path, capsys, monkeypatc
     (tmp_path / "gates.json").unlink()
     assert "cls (classification): expected runs of train_text.py" in refused(capsys, tmp_path / "cls")
     assert not (tmp_path / "gates.png").exists()
-
-
-def log_of(path, losses, dev):
-    """metrics.jsonl as a run writes it: a line per logged step, one per validation, null for a skipped step."""
-    lines = [{"step": 10 * i, "loss": loss, "lr": 1e-3} for i, loss in enumerate(losses)]
-    lines += [
-        {"step": 30 * (i + 1) - 1, "validation": {"loss": loss}, "weights": "model"} for i, loss in enumerate(dev)
-    ]
-    lines.append({"step": 10 * len(losses), "loss": None})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def test_learning_curves(drawn, tmp_path):
-    runs = {
-        "BASE": log_of(tmp_path / "base.jsonl", [5, 4, 3.5, 3.2], [4.1, 3.6]),
-        "NoBCD": log_of(tmp_path / "nobcd.jsonl", [5, 3, 2.5, 2.0], [4.2, 4.0]),
-    }
-    train, dev = read_curves(runs["BASE"])
-    assert train == ([1, 11, 21, 31], [5, 4, 3.5, 3.2]) and dev == ([30, 60], [4.1, 3.6])
-    draw_learning_curves(runs, str(tmp_path / "curves.png"), "learning curves", first_step=10)
-    written(tmp_path / "curves.png")
-    axes = drawn[0].axes[0]
-    got = {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
-    assert list(got) == ["BASE, train", "BASE, dev", "NoBCD, train", "NoBCD, dev"]
-    assert got["NoBCD, train"] == [(11, 3), (21, 2.5), (31, 2.0)]
-    assert got["NoBCD, dev"] == [(30, 4.2), (60, 4.0)]
-    assert axes.lines[0].get_color() == axes.lines[1].get_color() != axes.lines[2].get_color()
-    draw_learning_curves(runs, str(tmp_path / "smooth.png"), "learning curves", window=2)
-    assert list(drawn[1].axes[0].lines[0].get_ydata()) == [5, 4.5, 3.75, pytest.approx(3.35)]
-
-
-def test_learning_curves_of_a_wrong_file(tmp_path):
-    log = log_of(tmp_path / "a.jsonl", [5], [4])
-    with pytest.raises(ValueError, match=r"^.*a\.jsonl: no line has nll$"):
-        read_curves(log, train="nll")
-    (tmp_path / "a.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
-    with pytest.raises(ValueError, match=r"^.*a\.jsonl, line 2: not JSON$"):
-        read_curves(log)
