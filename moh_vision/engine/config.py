@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Literal, Optional, Set, Tuple, Union
+from typing import Any, Callable, ClassVar, Dict, List, Literal, Optional, Set, Tuple, Union
 
 
 def config_file(name: str) -> str:
@@ -252,11 +252,13 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     block_descent: BlockDescentConfig = field(default_factory=BlockDescentConfig)
+    least_steps: ClassVar[int] = 1
 
     def __post_init__(self):
         for name in ("log_every", "save_every", "keep_checkpoints"):
             check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= 1, "at least 1")
+        least = self.least_steps
+        check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= least, f"at least {least}")
         check_seed(self.seed)
         for name in ("balance_weight", "moa_balance_weight", "z_weight"):
             check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
@@ -288,6 +290,7 @@ FREE_KEYS = (
     "log_every",
     "save_every",
     "keep_checkpoints",
+    "keep_weights_every",
     "eval_every",
     "tracker",
     "preview",

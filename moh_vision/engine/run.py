@@ -202,7 +202,8 @@ class Run:
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
         main = accelerator.is_main_process
         self.log = open_log(self.folder, self.start, self.stop, title, c.tracker, c.tree(), main, **log_options)
-        self.descent.announce(self.log, self.start)
+        if self.stop:
+            self.descent.announce(self.log, self.start)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
@@ -284,7 +285,8 @@ class Run:
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""
         if self.accelerator.is_main_process:
-            write_json(self.folder / "results.json", dict(results, step=self.done, **self.descent.about()))
+            about = self.descent.about() if self.done else {}
+            write_json(self.folder / "results.json", dict(results, step=self.done, **about))
 
     def _fetched(self, batches: Iterable[dict]) -> Iterator[dict]:
         with self.errors((BadData,), every_rank=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Literal, Optional, Tuple
 
 from moh_vision.engine.config import HeadBudgets, RunConfig, check, check_head_budget, plain
 
@@ -265,9 +265,12 @@ class LanguageConfig(RunConfig):
     """Text.
 
     Args:
+        max_steps: optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are.
         label_smoothing: of the cross-entropy, inside the task, so that the auxiliary losses stay.
         eval_every: steps between looks at the val split; 0: only at the end.
         patience: stop after so many of them in a row without a lower loss; 0: never.
+        keep_weights_every: also keep the weights after every so many steps, in OUTPUT/weights/step_N, a folder that from_pretrained and
+            moh_vision.language.evaluation.lm read; 0: none. keep_checkpoints keeps what a run goes on from.
         checkpointing: keep only what goes into each layer, and compute the rest again for its gradient: less memory, a third
             more time.
         average: the final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
@@ -278,18 +281,21 @@ class LanguageConfig(RunConfig):
     label_smoothing: float = 0.1
     eval_every: int = 0
     patience: int = 0
+    keep_weights_every: int = 0
     checkpointing: bool = False
     average: int = 1
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)
     generate: GenerationConfig = field(default_factory=GenerationConfig)
+    least_steps: ClassVar[int] = 0
 
     def __post_init__(self):
         super().__post_init__()
         check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
         check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
         check("patience", self.patience, self.patience >= 0, "0 or more")
+        check("keep_weights_every", self.keep_weights_every, self.keep_weights_every >= 0, "0 or more")
         check("average", self.average, self.average >= 1, "at least 1")
         if self.average > self.keep_checkpoints:
             raise ValueError(

@@ -8,6 +8,7 @@ prints every key.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from functools import partial
 from itertools import islice
@@ -62,6 +63,8 @@ def train(run: Run) -> None:
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         return print(describe(config.model.name, model, **text.example()))
+    if not (config.max_steps or config.init_from or config.model.pretrained):
+        raise ValueError("max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained")
     micro_batches = o.accumulation * accelerator.num_processes
     if checkpoint:
         text.check(Path(config.output), micro_batches)
@@ -96,6 +99,8 @@ def train(run: Run) -> None:
     stream = text.stream(batches)
     if patience.exhausted:
         run.end_early()
+    if not config.max_steps:  # no step saves the weights that are scored
+        run.save()
     for step in run.steps():
         with run.errors(every_rank=True, code=1):  # text that has changed, or ids that are none
             own = [
@@ -118,10 +123,24 @@ def train(run: Run) -> None:
                 export_weights(run.model, run.folder / BEST, about, write=accelerator.is_main_process)
             if patience.exhausted:
                 run.end_early()
+        if config.keep_weights_every and run.done % config.keep_weights_every == 0:
+            keep_weights(run)
         run.save()
 
     if not run.stopped:
         final_evaluation(run, text, patience, evaluate)
+
+
+def keep_weights(run: Run) -> None:
+    """Write OUTPUT/weights/step_N, a model of transformers with its tokenizer; every process calls it."""
+    folder = run.folder / "weights" / f"step_{run.done}"
+    main = run.accelerator.is_main_process
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (*run.folder.glob("*config.json"), *run.folder.glob("*tokenizer.json")):
+            shutil.copyfile(file, folder / file.name)
+    export_weights(run.model, folder / "model.safetensors", dict(run.metadata, step=run.done), write=main)
+    run.log.pause()
 
 
 def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:

@@ -147,6 +147,21 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(data, tmp_path):
         assert trained == gates + outputs * (which == "gates_and_outputs")
 
 
+def test_without_a_step_what_is_loaded_is_scored(data, tmp_path, capsys):
+    """NOFT of Peng 2020, table 7."""
+    first, run = tmp_path / "first", tmp_path / "run"
+    train("mt", data, first, 3)
+    for _ in range(2):  # the same command goes on, with nothing to do
+        train("mt", data, run, 0, "--init-from", first)
+        found, before = results(run), results(first)
+        assert found["step"] == 0 and found["bleu"] == before["bleu"] and found["validation"] == before["validation"]
+        assert same(run / "model.safetensors", first / "model.safetensors") and "trained_parameters" not in found
+    assert (run / "translations.txt").read_text() == (first / "translations.txt").read_text()
+    error = refusals.refused(capsys, train_text.main, *arguments("mt", data, tmp_path / "other", 0))
+    assert "max_steps 0 trains nothing: init_from must say which weights are scored" in error
+    assert not (tmp_path / "other").exists()
+
+
 def test_mistakes(data, tmp_path, capsys):
     def refused(kind, *more, preset=None, text=data):
         argv = arguments(kind, text, tmp_path / "run", 2, *more, preset=preset)

@@ -27,7 +27,12 @@ from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, p
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
+def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """The options in `argv`; None: those of this process.
+
+    Raises:
+        ValueError: one line, for what is unknown, out of range, or not there.
+    """
     parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
     add = parser.add_argument
     add(
@@ -173,7 +178,7 @@ def _work(options: argparse.Namespace) -> None:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    return exit_code("lm", lambda: _work(_parse(argv)))
+    return exit_code("lm", lambda: _work(parse(argv)))
 
 
 if __name__ == "__main__":
