@@ -4,6 +4,7 @@ A training run keeps both from its start to its end, see `engine/attention_recor
 """
 
 from moh_vision.attention.executors.auto import table, use_table
+from moh_vision.attention.executors.limits import processor
 from moh_vision.attention.kernels.build import PATHS, about, path, use
 
-__all__ = ["PATHS", "about", "path", "table", "use", "use_table"]
+__all__ = ["PATHS", "about", "path", "processor", "table", "use", "use_table"]

@@ -98,17 +98,17 @@ def train(run: Run) -> None:
     metadata = dict(arguments=arguments, classes=source.classes)
     run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
 
-    def validate() -> Tuple[dict, HeadLoad]:
+    def validate() -> Tuple[dict, HeadLoad, torch.Tensor]:
         """Validate the EMA weights where there are any, else the model."""
         judged = ClassificationTask(run.ema.module, 0.0) if run.ema else run.task
         with run.errors((BadData,), every_rank=True):
             return validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
 
-    def evaluate() -> Tuple[dict, HeadLoad]:
-        scores, load = validate()
+    def evaluate() -> Tuple[dict, HeadLoad, torch.Tensor]:
+        scores, load, confusion = validate()
         show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
         run.event({"validation": scores, "weights": weights}, show)
-        return scores, load
+        return scores, load, confusion
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
@@ -129,7 +129,7 @@ def train(run: Run) -> None:
         if run.due(config.eval_every) and run.done < run.stop:
             evaluate()
     if not run.stopped:
-        scores, load = evaluate()
+        scores, load, confusion = evaluate()
         if elastic:
             found = elastic.by_share(run.ema.module if run.ema else run.model, lambda: validate()[0], scores)
             run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
@@ -138,6 +138,7 @@ def train(run: Run) -> None:
             }
         run.write_results(dict(scores, weights=weights))
         if accelerator.is_main_process:
+            validation.write_confusion(confusion, val.classes, run.folder / "confusion.json")
             title = f"{config.model.name}: head usage by class, {d.root}, val split"
             validation.draw_usage(load, run.model, val.classes, run.folder / "head_usage.png", title, run.log.say)
 

@@ -4,12 +4,14 @@ Also weights of other kinds, with the model as --model.* and --data.root; instal
 moh_vision.classification.validate.
 """
 
+import json
 import time
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
 import torch
-from torch import nn
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_head_usage
@@ -22,6 +24,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BadData, message_of, user_errors
+from moh_vision.engine.io import write_whole
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, index_dir, make_accelerator
@@ -39,7 +42,7 @@ def validate(
     data,
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
-) -> Tuple[dict, HeadLoad]:
+) -> Tuple[dict, HeadLoad, Tensor]:
     """Scores of a `ClassificationTask` over a split: every readable image once over all processes, none padded.
 
     Args:
@@ -52,7 +55,8 @@ def validate(
 
     Returns:
         (dict(top1, top5 in percent, loss, images, images_per_s, peak_memory_mib, unreadable, active_heads per layer:
-        heads that a token runs, on average, active_share of all heads), the use of heads by class)
+        heads that a token runs, on average, active_share of all heads), the use of heads by class, the confusion matrix's
+        entries that are not 0: [n, 3] class, predicted class, images)
 
     Raises:
         UnreadableImage: beyond data.max_bad_fraction.
@@ -61,12 +65,14 @@ def validate(
     slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
     load = HeadLoad([layer["heads"] for layer in head_budget(task)["layers"]], len(source.classes))
     unreadable = BadSamples(len(source), data.max_bad_fraction)
+    predicted: List[Tensor] = []  # [B, 2] of each batch
 
     @torch.no_grad()
     def predict(images, labels):
         with accelerator.autocast():
             logits, stats = task(images)
         load.add(stats, labels)
+        predicted.append(torch.stack([labels, logits.argmax(-1)], 1).cpu())
         return logits
 
     total = total_over_processes(accelerator)
@@ -85,7 +91,18 @@ def validate(
         active_heads=[round(heads, 3) for heads in active],
         active_share=round(sum(active) / sum(load.layers), 4),
     )
-    return scores, load
+    pairs, images = torch.cat(gather_object(predicted)).unique(dim=0, return_counts=True)
+    return scores, load, torch.cat([pairs, images[:, None]], 1)
+
+
+def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
+    """Write a confusion matrix as JSON: dict(classes, counts: [class, predicted class, images] of what is not 0).
+
+    Args:
+        confusion: of `validate`.
+        classes, path: names of the classes, and of the file.
+    """
+    write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")
 
 
 def draw_usage(
@@ -154,7 +171,7 @@ def report(config, flags, accelerator) -> None:
     """
     model, about, val, transform = open_model(config, flags, accelerator, "val")
     task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
-    scores, _ = validate(task, val, transform, config.data, accelerator)
+    scores, *_ = validate(task, val, transform, config.data, accelerator)
     accelerator.print(f"{about['weights']} ({about['name']}, {about['img_size']} px): {summary(scores)}")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")

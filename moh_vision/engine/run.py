@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, message_of, user_errors
 from moh_vision.engine.ema import make_ema
+from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.ranks import by_main
@@ -154,6 +156,9 @@ class Run:
         changed = partial(changed_keys, allowed=self.flags.allow_change)
         records = dict(data=data, attention=self.settings)
         self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, **records)
+        command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
+        about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
+        by_main(lambda: add_environment(*about), self.accelerator)
         if self.settings:
             self.accelerator.print(self.settings.line)
         self.setting_up = False

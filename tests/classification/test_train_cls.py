@@ -1,5 +1,6 @@
 """train_cls.py on folders of images, with the ImageNet recipe made small."""
 
+import json
 import math
 
 import pytest
@@ -59,6 +60,11 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
         assert scores["images_per_s"] > 0 and scores["peak_memory_mib"] > 100
         assert scores["active_heads"] == [2, 3] and scores["active_share"] == pytest.approx(5 / 6, abs=1e-4)
     found = results(run)
+    confusion = json.loads((run / "confusion.json").read_text())
+    assert confusion["classes"] == ["cat", "dog"] and sum(images for *_, images in confusion["counts"]) == 17
+    assert sum(images for label, _, images in confusion["counts"] if label == 0) == 13  # of cats
+    right = sum(images for label, guess, images in confusion["counts"] if label == guess)
+    assert found["top1"] == pytest.approx(100 * right / 17)
     validated = f"loss {found['loss']:.4f}, 17 images"
 
     capsys.readouterr()

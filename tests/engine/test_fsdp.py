@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from PIL import Image
 from processes import on_two_ranks
 from safetensors.torch import load_file
@@ -94,6 +95,7 @@ class HalfUnreadable:
 
 def validate_sharded(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    PartialState(cpu=True)  # as a script has it
     data = SimpleNamespace(eval_batch_size=2, max_bad_fraction=0.5, workers=0)
     accelerator = SimpleNamespace(
         unwrap_model=lambda task: task, num_processes=2, process_index=rank, device="cpu", autocast=contextlib.nullcontext,
@@ -108,8 +110,9 @@ def validate_sharded(rank):
         fully_shard(task, mesh=mesh)
         transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
         for _ in range(2):
-            scores, load = validation.validate(task, HalfUnreadable(), transform, data, accelerator)
+            scores, load, confusion = validation.validate(task, HalfUnreadable(), transform, data, accelerator)
             assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[:, -1].sum() == 6 * 17
+            assert confusion[:, 2].sum() == 6 and set(confusion[:, 0].tolist()) == {0, 1, 2, 3, 4}
             task.train()(torch.zeros(2, 3, 16, 16), torch.tensor([0, 1]))["loss"].backward()
             assert all(isinstance(p, DTensor) for p in task.parameters())  # sharded again
     dist.destroy_process_group()
