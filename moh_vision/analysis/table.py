@@ -105,6 +105,10 @@ class Table(NamedTuple):
     notes: List[str]
 
 
+class NoScores(ValueError):
+    """A run that has no scores yet; the message says what makes them."""
+
+
 def read_config(folder: Path) -> Dict[str, Any]:
     """The config.yaml of a run, with dotted keys.
 
@@ -115,7 +119,7 @@ def read_config(folder: Path) -> Dict[str, Any]:
         raise FileNotFoundError(f"{folder}: no such folder")
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} is no run: it has no config.yaml")
-    tree = _read(folder / "config.yaml")
+    tree = read_json(folder / "config.yaml")
     sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
     config = {key: value for key, value in tree.items() if key not in sections}
     config.update({f"{key}.{inner}": value for key, section in sections.items() for inner, value in section.items()})
@@ -125,45 +129,72 @@ def read_config(folder: Path) -> Dict[str, Any]:
     return config
 
 
-def read_run(folder: Path) -> ScoredRun:
-    """The scores in the folder of a run.
+def open_run(folder: Path) -> ScoredRun:
+    """The run in a folder, without its scores.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run or has no scores.
+        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run.
     """
     config = read_config(folder)
+    if "learn_sigma" in config:
+        return ScoredRun(folder, "diffusion", config, 0, {}, "")
+    if "generate.beam" not in config:
+        return ScoredRun(folder, "classification", config, 0, {}, "")
+    kind = TEXT.get(config["model.name"].partition("_")[0])
+    if kind is None:
+        names = " or ".join(f"{start}_" for start in TEXT)
+        raise ValueError(f"{folder / 'config.yaml'}: model.name {config['model.name']!r}; expected one with {names}")
+    return ScoredRun(folder, kind, config, 0, {}, "")
+
+
+def read_run(folder: Path) -> ScoredRun:
+    """The run in a folder, with its scores.
+
+    Raises:
+        NoScores: if there are none.
+        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run.
+    """
+    run = open_run(folder)
+    readers = dict(classification=_classification, diffusion=_diffusion)
     try:
-        if "learn_sigma" in config:
-            return _diffusion(folder, config)
-        if "generate.beam" not in config:
-            return _classification(folder, config)
-        return _text(folder, config, TEXT[config["model.name"].partition("_")[0]])
+        return readers.get(run.kind, _text)(run)
     except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
         raise ValueError(f"{folder}: its scores are not as a run writes them ({reason_of(error)})") from None
 
 
-def _classification(folder: Path, config: dict) -> ScoredRun:
-    results = _results(folder)
-    scores = {key: _number(results, (key,), folder) for key in ("top1", "top5")}
-    how = f"{results.get('images')} validation images of {config.get('data.root')}"
-    return ScoredRun(folder, "classification", config, results["step"], scores, how)
+def read_metrics(folder: Path) -> List[dict]:
+    """The lines of a run's metrics.jsonl, none if it has no such file; a last line that is still being written is left out.
+
+    Raises:
+        ValueError: naming the file, for a line that is not readable.
+    """
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.is_file() else []
+    return [read_json(file, line) for line in lines if line.endswith("\n")]
 
 
-def _diffusion(folder: Path, config: dict) -> ScoredRun:
-    lines = folder / "metrics.jsonl"
-    entries = [_parsed(line, lines) for line in lines.read_text().splitlines()] if lines.is_file() else []
+def _classification(run: ScoredRun) -> ScoredRun:
+    results = _results(run.folder)
+    scores = {key: number_at(results, (key,), run.folder) for key in ("top1", "top5")}
+    how = f"{results.get('images')} validation images of {run.config.get('data.root')}"
+    return run._replace(steps=results["step"], scores=scores, how=how)
+
+
+def _diffusion(run: ScoredRun) -> ScoredRun:
+    folder, config = run.folder, run.config
+    entries = read_metrics(folder)
     steps = entries[-1]["step"] + 1 if entries else 0
     sampling: dict = {}
     if (folder / "scores.json").is_file():
-        found = _read(folder / "scores.json")
+        found = read_json(folder / "scores.json")
         sampling = found.get("sampling", {})
     else:
         scored = [entry for entry in entries if "error" not in entry.get("scores", {"error": ""})]
         if not scored:
-            raise ValueError(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
+            raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
         found, steps = scored[-1]["scores"], scored[-1]["step"] + 1
         sampling = {k: config.get(f"score.{k}") for k in ("sampler", "steps", "cfg_scale")}
-    scores = {key: _number(found, (key,), folder) for key in COLUMNS}
+    scores = {key: number_at(found, (key,), folder) for key in COLUMNS}
     if scores["recognised"] is not None:
         scores["recognised"] *= 100
     by = found.get("label") or found.get("feature_space")
@@ -172,16 +203,17 @@ def _diffusion(folder: Path, config: dict) -> ScoredRun:
     drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
     how = [f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}", by]
     text = "; ".join([*map(str, how), ", ".join(drawn)])
-    return ScoredRun(folder, "diffusion", config, steps, scores, text, head_budget=sampling.get("head_budget"))
+    return run._replace(steps=steps, scores=scores, how=text, head_budget=sampling.get("head_budget"))
 
 
-def _text(folder: Path, config: dict, kind: str) -> ScoredRun:
+def _text(run: ScoredRun) -> ScoredRun:
+    folder, config = run.folder, run.config
     known = registered("suites", "text")
     suites: Dict[str, Path] = {}
     scores: Dict[str, Optional[float]] = {}
     how = []
     for file in sorted(folder.glob("scores*.json")):
-        record = _read(file)
+        record = read_json(file)
         for name, found in record.get("suites", {}).items():
             if name not in known or name in suites:
                 reason = f"and {suites[name]} both have scores of {name}" if name in suites else f"has a suite {name!r}"
@@ -192,7 +224,7 @@ def _text(folder: Path, config: dict, kind: str) -> ScoredRun:
             if len(values) != len(titles):
                 raise ValueError(f"{file}: {len(values)} values of {name}; expected {len(titles)}")
             numbered = dict(zip([*titles, f"average of {name}"], [*values, found["average"]]))
-            scores.update({title: _number(numbered, (title,), file) for title in numbered})
+            scores.update({title: number_at(numbered, (title,), file) for title in numbered})
             part = f", --limit {record['limit']:g}" if record.get("limit") is not None else ""
             how.append(f"{name}{part}")
     results = {} if suites and not (folder / "results.json").exists() else _results(folder)
@@ -207,25 +239,27 @@ def _text(folder: Path, config: dict, kind: str) -> ScoredRun:
         "word_perplexity": ("validation", "word_perplexity"),
         "test_word_perplexity": ("test", "word_perplexity"),
     }
-    scores.update({key: _number(results, place, folder) for key, place in places.items()})
+    scores.update({key: number_at(results, place, folder) for key, place in places.items()})
     splits = [config[f"data.{key}"] for key in ("val", "test") if config.get(f"data.{key}")]
     how.insert(0, f"{config.get('data.root')}, splits {' and '.join(splits)}")
     if "bleu_split" in results:
         how.insert(1, f"BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}")
-    return ScoredRun(folder, kind, config, results.get("step", 0), scores, "; ".join(how), tuple(suites))
+    return run._replace(steps=results.get("step", 0), scores=scores, how="; ".join(how), suites=tuple(suites))
 
 
 def _results(folder: Path) -> dict:
     if not (folder / "results.json").is_file():
-        raise ValueError(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
-    return {"step": 0, **_read(folder / "results.json")}
+        raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
+    return {"step": 0, **read_json(folder / "results.json")}
 
 
-def _read(file: Path) -> dict:
-    return _parsed(file.read_text(encoding="utf-8", errors="replace"), file)
+def read_json(file: Path, text: Optional[str] = None) -> dict:
+    """The keys and values in a JSON or YAML file, or in a line of it.
 
-
-def _parsed(text: str, file: Path) -> dict:
+    Raises:
+        ValueError: naming the file, if there are none.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace") if text is None else text
     try:
         tree = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -235,7 +269,7 @@ def _parsed(text: str, file: Path) -> dict:
     return tree
 
 
-def _number(tree: Any, place: Tuple[str, ...], file: Path) -> Optional[float]:
+def number_at(tree: Any, place: Tuple[str, ...], file: Path) -> Optional[float]:
     """The number at nested keys, or None if there is none."""
     for key in place:
         tree = tree.get(key) if isinstance(tree, dict) else None
@@ -247,16 +281,34 @@ def _number(tree: Any, place: Tuple[str, ...], file: Path) -> Optional[float]:
 def sizes(run: ScoredRun) -> Dict[str, float]:
     """Parameters and MACs in millions, and active heads in percent; nothing if the run keeps no weights.
 
-    MACs are those of `count_macs` with the active heads alone: an image, a block of text (data.block), or WORDS tokens
-    translated into as many.
+    MACs are those of `count_macs` with the active heads alone, for the inputs of `model_of`.
 
     Raises:
         ValueError: naming the file, for weights that are not the run's.
     """
     try:
-        weights_file(str(run.folder))
+        model, inputs, named = model_of(run)
     except FileNotFoundError:
         return {}
+    macs = count_macs(model, *inputs, **named)
+    return dict(
+        parameters=count_parameters(model) / 1e6,
+        macs=(macs.linears + macs.scores) / 1e6,
+        active=100 * _active_share(model),
+    )
+
+
+def model_of(run: ScoredRun) -> Tuple[nn.Module, List[torch.Tensor], Dict[str, torch.Tensor]]:
+    """The model of a run on the meta device, and arguments of one forward of it.
+
+    They are an image (for diffusion with timestep and class), a block of text (data.block), or WORDS tokens translated into
+    as many.
+
+    Raises:
+        FileNotFoundError: if the run keeps no weights.
+        ValueError: naming the file, for weights that are not the run's.
+    """
+    weights_file(str(run.folder))
     named: Dict[str, torch.Tensor] = {}
     if run.kind in ("classification", "diffusion"):
         model, about = from_run(str(run.folder), None)
@@ -271,13 +323,7 @@ def sizes(run: ScoredRun) -> Dict[str, float]:
         translates = run.kind == TEXT["mt"]
         ids = torch.zeros(1, WORDS if translates else run.config["data.block"], dtype=torch.long)
         inputs, named = [ids], dict(decoder_input_ids=ids) if translates else {}
-    model.to("meta")
-    macs = count_macs(model, *inputs, **named)
-    return dict(
-        parameters=count_parameters(model) / 1e6,
-        macs=(macs.linears + macs.scores) / 1e6,
-        active=100 * _active_share(model),
-    )
+    return model.to("meta"), inputs, named
 
 
 def _active_share(model: nn.Module) -> float:

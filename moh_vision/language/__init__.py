@@ -13,3 +13,4 @@ register("run", "vocabularies", "moh_vision.language.models.weights:text_from_ru
 register("counter", "text", "moh_vision.language.models.counts:count_preset")
 register("suites", "text", "moh_vision.language.evaluation.lm_suites:SUITES")
 register("gates", "text", "moh_vision.language.evaluation.gate_report:open_gates")
+register("pairs", "text", "moh_vision.language.data.sources:find_pairs")

@@ -128,7 +128,7 @@ def test_translation_beside_the_paper(runs, capsys):
 
 def test_suites(runs, tmp_path, capsys):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    config = dict(seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate={})
+    config = dict(seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate=dict(beam=5))
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
