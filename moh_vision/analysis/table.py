@@ -445,10 +445,10 @@ def _general_notes(kind: str, averaged: bool) -> List[str]:
 
 
 def _difference(run: ScoredRun, others: List[ScoredRun], over: Optional[str]) -> str:
-    """What tells the settings of a run from those of others of its model."""
+    """What tells the settings of a run from those of others of its model, without what it leaves to the defaults."""
     own, every = run.settings(over), [other.settings(over) for other in others]
     keys = sorted({key for one in every for key in one if any(other.get(key) != one[key] for other in every)})
-    return "".join(f", {key} {own.get(key)}" for key in keys)
+    return "".join(f", {key} {own[key]}" for key in keys if own.get(key) is not None)
 
 
 def _shown(value: Optional[float]) -> str:

@@ -88,6 +88,15 @@ def test_other_numbers_of_steps_and_cadences(runs, tmp_path, capsys):
     assert rows[0]["top-1, %"].endswith("± 0.00")
 
 
+def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, capsys):
+    shutil.copytree(runs / "cls0", tmp_path / "decayed")
+    config = yaml.safe_load((tmp_path / "decayed" / "config.yaml").read_text())
+    config["optim"]["layer_decay"] = 0.9
+    (tmp_path / "decayed" / "config.yaml").write_text(yaml.safe_dump(config))
+    plain, decayed = cells(command(capsys, runs / "cls0", tmp_path / "decayed")[1])
+    assert decayed["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
+
+
 def test_diffusion(runs, capsys):
     code, out, _ = command(capsys, runs / "dit")
     scores = [entry["scores"] for entry in small_runs.entries(runs / "dit") if "scores" in entry][-1]
