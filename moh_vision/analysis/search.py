@@ -116,6 +116,35 @@ def search_budget(
     return Search(cheapest(losses, total), losses, all_heads)
 
 
+@torch.no_grad()
+def losses_without_heads(model: nn.Module, loss_of: LossOf) -> List[Dict[int, float]]:
+    """The loss with one routed head left out while all others run: of each layer, routed head -> loss.
+
+    A head is left out by setting its part of the output projection to zero, so the gates of the others stay. It measures
+    once for every routed head; the model is as before afterwards.
+
+    Args:
+        model, loss_of: see `search_budget`.
+    """
+    layers, found = attention_layers(model), []
+    before = [layer.budget for layer in layers]
+    try:
+        set_budgets(layers, [HeadBudget(b.heads, b.head_dim, b.shared, b.candidates) for b in before])
+        for layer in layers:
+            b, weight, losses = layer.budget, layer.proj.weight, {}
+            kept = weight.clone()  # [C, H * D]
+            for head in range(b.shared, b.heads):
+                weight[:, head * b.head_dim : (head + 1) * b.head_dim] = 0
+                try:
+                    losses[head] = float(loss_of(model))
+                finally:
+                    weight.copy_(kept)
+            found.append(losses)
+    finally:
+        set_budgets(layers, before)
+    return found
+
+
 def cheapest(costs: Sequence[Dict[int, float]], total: int) -> List[int]:
     """One number of heads per layer, of sum `total` (or else the nearest below) and the least sum of costs.
 
@@ -178,7 +207,8 @@ def search(opened: Calibration, share: float) -> dict:
     model = opened.model
     layers = head_budget(model)["layers"]
     converted = ", converted with its strongest heads shared" if opened.about["converted"] else ""
-    runs = 1 + sum(max(layer["heads"] - layer["shared"] - 1, 0) for layer in layers)
+    routed = [layer["heads"] - layer["shared"] for layer in layers]
+    runs = 1 + sum(2 * r - 1 for r in routed if r)
     say(
         f"{opened.about['weights']}{converted}: {opened.about['loss']} of {opened.about['images']} images, about {runs} times"
     )
@@ -192,6 +222,11 @@ def search(opened: Calibration, share: float) -> dict:
         say(f"{number:5d}  {text or 'no routed heads'}")
 
     found = search_budget(model, opened.loss_of, share, show)
+    say("layer  loss above that of all heads, without one routed head")
+    without = losses_without_heads(model, opened.loss_of)
+    for number, losses in enumerate(without):
+        text = "  ".join(f"{head}: {round(loss - found.all_heads, 4) + 0.0:+.4f}" for head, loss in losses.items())
+        say(f"{number:5d}  {text or 'no routed heads'}")
     all_layers = [layer["heads"] for layer in layers]
     searched, elsewhere = (compare(model, found.active, loss) for loss in (opened.loss_of, opened.loss_elsewhere))
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{'on other images':>17}  active heads per layer")
@@ -207,8 +242,15 @@ def search(opened: Calibration, share: float) -> dict:
         active=sum(found.active),
         heads=sum(all_layers),
         layers=[
-            dict(name=layer["name"], heads=layer["heads"], shared=layer["shared"], active=k, losses=losses)
-            for layer, k, losses in zip(layers, found.active, found.losses)
+            dict(
+                name=layer["name"],
+                heads=layer["heads"],
+                shared=layer["shared"],
+                active=k,
+                losses=losses,
+                losses_without_head=heads,
+            )
+            for layer, k, losses, heads in zip(layers, found.active, found.losses, without)
         ],
         loss_of_all_heads=found.all_heads,
         compared=searched,

@@ -8,10 +8,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_runs import arguments
+from small_runs import arguments, same
 
 import moh_vision
-from moh_vision.analysis.search import cheapest, compare, main, search_budget
+from moh_vision.analysis.search import cheapest, compare, losses_without_heads, main, search_budget
 from moh_vision.attention import attention_layers, resolve_budget
 from moh_vision.attention.budget import change_routed, spread
 from moh_vision.classification import train as train_cls
@@ -96,6 +96,27 @@ def test_losses_are_those_of_the_budgets_they_name():
     assert {sum(budget["active"]) for budget in compared.values()} == {14}
     moh_vision.set_head_budget(model, [(2, found.active[0] - 2), (1, found.active[1] - 1), (0, found.active[2])])
     assert compared["searched"]["loss"] == loss_of(model)
+
+
+def test_a_head_that_is_left_out_adds_nothing_and_the_model_stays():
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+    before, budgets = {name: tensor.clone() for name, tensor in model.state_dict().items()}, budget_pairs(model)
+
+    @torch.no_grad()
+    def loss_of(m):
+        return m(images).square().mean().item()
+
+    found = losses_without_heads(model, loss_of)
+    assert same(model, before) and budget_pairs(model) == budgets
+    assert [list(losses) for losses in found] == [[2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    moh_vision.set_head_budget(model, [(2, 4), (1, 5), (0, 6)])
+    all_heads = loss_of(model)
+
+    def leave_out(module, args):  # head 3 of layer 1, as the output projection reads it
+        return (args[0].unflatten(-1, (6, 8)) * (torch.arange(6) != 3)[:, None]).flatten(-2)
+
+    model.blocks[1].attn.proj.register_forward_pre_hook(leave_out)
+    assert found[1][3] == pytest.approx(loss_of(model), rel=1e-5) != pytest.approx(all_heads, rel=1e-5)
 
 
 def test_spread_is_the_ramp_and_keeps_shared_heads():
@@ -219,6 +240,7 @@ def test_a_run_keeps_the_budget_and_not_the_file(tmp_path, capsys):
     found = json.loads(file.read_text())
     assert found["active"] == sum(layer["active"] for layer in found["layers"]) == 12
     assert found["measured_on"]["images"] == 16 and set(found["compared"]) == {"searched", "uniform", "ramp"}
+    assert all(len(layer["losses_without_head"]) == layer["heads"] - layer["shared"] for layer in found["layers"])
     pairs = [[layer["shared"], layer["active"] - layer["shared"]] for layer in found["layers"]]
     given = ["--model.head_budget", f"searched:{file}"]
     train_cls.main(arguments("cls", second, 2, 2, *given))
