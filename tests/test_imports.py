@@ -111,6 +111,7 @@ def test_promised_paths_lead_to_their_successors():
         "data.shards",
         "data.text.tokenise",
         "evaluation.lm",
+        "analysis.head_load",
         "analysis.macs",
         "analysis.search",
         "analysis.table",

@@ -1,6 +1,6 @@
-"""What the heads do: load per layer and class, descriptions, figures."""
+"""What the heads do: load per layer, class and text, descriptions, figures."""
 
 from moh_vision.analysis.describe import describe
-from moh_vision.analysis.head_load import HeadLoad
+from moh_vision.analysis.loads import HeadLoad
 
 __all__ = ["HeadLoad", "describe"]

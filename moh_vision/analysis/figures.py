@@ -1,17 +1,16 @@
-"""Pictures: grids of images, head usage per layer and class."""
+"""Pictures: grids of images, and the files of figures."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import shutil
 import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Iterable, List, Optional, Sequence
+from typing import BinaryIO, Iterable, Optional, Sequence
 
 import matplotlib
 import numpy as np
@@ -103,47 +102,6 @@ def draw_image_grid(
         draw.text((margin - gap, gap + row * (height + gap) + height // 2), text, "black", font, anchor="rm")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     canvas.save(path, format="PNG")
-
-
-def draw_head_usage(share: List[Tensor], shared: Sequence[int], classes: Sequence[str], path: str, title: str) -> None:
-    """Write a PNG: one column a head, grouped by layer, one row a class, colour the share of tokens that ran the head.
-
-    The PNG has at most 2,600 x 2,080 pixels, whatever the numbers of heads and classes; where they are many, only every
-    n-th has its name.
-
-    Args:
-        share: [classes, H] of each layer, from `HeadLoad.share`.
-        shared: shared heads of each layer; they run always and are marked "s".
-        classes: names of the classes.
-        path: of the PNG.
-        title: above the figure.
-    """
-    gap = np.full((len(classes), 1), np.nan)
-    grid = np.concatenate([part for values in share for part in (values.numpy(), gap)][:-1], axis=1)
-    widths = [values.shape[1] for values in share]
-    starts = list(itertools.accumulate((width + 1 for width in widths[:-1]), initial=0))
-    ticks = [start + head for start, width in zip(starts, widths) for head in range(width)]
-    names = ["s" if head < fixed else str(head) for width, fixed in zip(widths, shared) for head in range(width)]
-    rows, columns = grid.shape
-    width, height = min(max(6.0, 2.2 + 0.2 * columns), 20.0), min(max(2.8, 1.5 + 0.24 * rows), 16.0)  # inches
-    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    colours = plt.get_cmap("viridis").with_extremes(bad="white")
-    image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    nth = math.ceil(0.15 * columns / (width - 2.2))  # a name needs 0.15 inches
-    axes.set_xticks(ticks[::nth], names[::nth], fontsize=7)
-    nth = math.ceil(0.15 * rows / (height - 1.3))
-    axes.set_yticks(range(0, rows, nth), [str(name)[:NAME_LENGTH] for name in classes[::nth]], fontsize=8)
-    axes.set_ylabel("class")
-    axes.set_xlabel("head (s: shared, always on)")
-    axes.set_title(title, fontsize=10)
-    middles = [start + (width - 1) / 2 for start, width in zip(starts, widths)]
-    above = axes.secondary_xaxis("top")
-    above.set_xlabel("layer")
-    above.set_xticks(middles, [str(layer) for layer in range(len(share))], fontsize=8)
-    for side in (*axes.spines.values(), *above.spines.values()):
-        side.set_visible(False)
-    figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
-    save_figure(figure, path)
 
 
 def save_figure(figure, path: str) -> None:

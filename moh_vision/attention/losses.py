@@ -77,13 +77,15 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
 
 def head_runs(stats: Sequence[RoutingStats]) -> List[Tensor]:
     """Number of tokens that ran each head, then the number of all tokens: one tensor [H + 1] per layer. No gradient."""
-    runs = []
-    for s in stats:
-        counts = s.counts.detach().sum(0)
-        # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
-        tokens = s.probs.detach().sum().round() if s.probs.shape[-1] >= s.counts.shape[-1] else counts[0]
-        runs.append(torch.cat([counts, tokens[None]]))
-    return runs
+    return [sample_runs(s).sum(0) for s in stats]
+
+
+def sample_runs(s: RoutingStats) -> Tensor:
+    """`head_runs` of one layer, for every sequence: [B, H + 1]."""
+    counts = s.counts.detach()
+    # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
+    tokens = s.probs.detach().sum((1, 2)).round() if s.probs.shape[-1] >= s.counts.shape[-1] else counts[:, 0]
+    return torch.cat([counts, tokens.unsqueeze(1)], dim=1)
 
 
 def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:

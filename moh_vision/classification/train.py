@@ -139,8 +139,8 @@ def train(run: Run) -> None:
         run.write_results(dict(scores, weights=weights))
         if accelerator.is_main_process:
             validation.write_confusion(confusion, val.classes, run.folder / "confusion.json")
-            title = f"{config.model.name}: head usage by class, {d.root}, val split"
-            validation.draw_usage(load, run.model, val.classes, run.folder / "head_usage.png", title, run.log.say)
+            load.of = dict(model=config.model.name, data=d.root, split="val", weights=weights, step=run.done)
+            validation.write_usage(load, run.folder, run.log.say)
 
 
 def main(argv: Optional[List[str]] = None) -> None:

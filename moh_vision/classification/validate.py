@@ -14,7 +14,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import draw_head_usage
+from moh_vision.analysis.head_load import draw_usage
+from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
@@ -23,7 +24,7 @@ from moh_vision.data.imagenet import classification_transforms
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import BadData, message_of, user_errors
+from moh_vision.engine.commands import BadData, message_of, refuse_output, user_errors
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total_over_processes
@@ -63,7 +64,7 @@ def validate(
     """
     task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
     slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
-    load = HeadLoad([layer["heads"] for layer in head_budget(task)["layers"]], len(source.classes))
+    load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
     predicted: List[Tensor] = []  # [B, 2] of each batch
 
@@ -89,7 +90,7 @@ def validate(
         peak_memory_mib=round(peak_memory_mib()),
         unreadable=int(total(torch.tensor(len(unreadable.seen)))),
         active_heads=[round(heads, 3) for heads in active],
-        active_share=round(sum(active) / sum(load.layers), 4),
+        active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
     pairs, images = torch.cat(gather_object(predicted)).unique(dim=0, return_counts=True)
     return scores, load, torch.cat([pairs, images[:, None]], 1)
@@ -105,22 +106,19 @@ def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> No
     write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")
 
 
-def draw_usage(
-    load: HeadLoad, model: nn.Module, classes: Sequence[str], path: Path, title: str, say: Callable[[str], None]
-) -> None:
-    """Draw the use of heads by class, see `draw_head_usage`; a failure is said and is not raised.
+def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
+    """Write the use of heads by class into a run's folder, head_load.json and head_usage.png; a failure is said and is not raised.
 
     Args:
         load: of `validate`.
-        model: whose heads they are.
-        classes, path, title: of the figure.
+        run: the folder.
         say: told of a failure.
     """
-    shared = [layer["shared"] for layer in head_budget(model)["layers"]]
-    try:
-        draw_head_usage(load.share(), shared, classes, str(path), title)
-    except Exception as error:
-        say(f"{path} could not be drawn: {message_of(error)}")
+    for name, write in ((FILE, load.save), ("head_usage.png", lambda path: draw_usage(load, str(path)))):
+        try:
+            write(run / name)
+        except Exception as error:
+            say(f"{run / name} could not be written: {message_of(error)}")
 
 
 def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
@@ -164,6 +162,8 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
 def report(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
+    With --head-load FILE also write the use of heads by class, see `HeadLoad.save`.
+
     Args, raises: as `open_model`.
 
     Raises:
@@ -171,16 +171,21 @@ def report(config, flags, accelerator) -> None:
     """
     model, about, val, transform = open_model(config, flags, accelerator, "val")
     task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
-    scores, *_ = validate(task, val, transform, config.data, accelerator)
+    scores, load, _ = validate(task, val, transform, config.data, accelerator)
     accelerator.print(f"{about['weights']} ({about['name']}, {about['img_size']} px): {summary(scores)}")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
+    if flags.head_load and accelerator.is_main_process:
+        load.of = dict(model=about["name"], data=config.data.root, split="val", weights=str(about["weights"]))
+        load.save(Path(flags.head_load))
+        accelerator.print(f"head load: {flags.head_load}")
 
 
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
     with StopSignals():
         with user_errors(name):
             config, flags = parse_config(ClsConfig, argv, name, to_validate=True)
+            refuse_output("--head-load", flags.head_load)
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
         with user_errors(name), user_errors(name, (BadData,), every_rank=True):
             report(config, flags, accelerator)

@@ -143,6 +143,8 @@ class SampleConfig:
         grid: PNG with one class a row.
         grid_columns: images a row.
         head_usage: PNG of head usage per layer and class while sampling.
+        head_load: JSON of which heads the tokens of each class, and of each timestep, ran; for
+            `python -m moh_vision.analysis.head_load`.
         score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
             (.safetensors); or a data set as in data.root.
         score_split: split of a data set: "val" (the default) or "train".
@@ -173,6 +175,7 @@ class SampleConfig:
     grid: Optional[str] = None
     grid_columns: int = 10
     head_usage: Optional[str] = None
+    head_load: Optional[str] = None
     score: Optional[str] = None
     score_split: Optional[Literal["train", "val"]] = None
     extractor: Optional[str] = None
@@ -190,9 +193,9 @@ class SampleConfig:
         is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
         allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
         check("out", self.out, is_folder or out.suffix == ".npz", allowed)
-        written = self.out or self.grid or self.head_usage or self.score
+        written = self.out or self.grid or self.counts_heads or self.score
         if not self.num_images and written:
-            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage and --score")
+            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage, --head-load and --score")
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         guided = self.guide_channels
@@ -205,9 +208,13 @@ class SampleConfig:
             check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
         if self.num_images and not written:
             raise ValueError(
-                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage or --score, or "
+                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage, --head-load or --score, or "
                 "--save-pipeline with --num-images 0"
             )
+
+    @property
+    def counts_heads(self) -> bool:
+        return bool(self.head_usage or self.head_load)
 
     def scoring(self) -> dict:
         """Keyword arguments of `scores.make_scorer`."""

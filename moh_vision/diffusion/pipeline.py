@@ -117,7 +117,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return_dict: bool = True,
         callback_on_step_end: Optional[Callable[..., Optional[dict]]] = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
-        on_routing: Optional[Callable[[list, Tensor], None]] = None,
+        on_routing: Optional[Callable[[list, Tensor, Tensor], None]] = None,
     ) -> Union[ImagePipelineOutput, Tuple]:
         """Draw one image per label.
 
@@ -134,7 +134,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step; its
                 latents replace those here.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
-            on_routing: (list of RoutingStats, labels) after each pass of the transformer; see
+            on_routing: (list of RoutingStats, labels [n], timesteps [n]) after each pass of the transformer; see
                 `moh_vision.analysis.HeadLoad.add`.
 
         Raises:
@@ -154,7 +154,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             if on_routing is None:
                 return transformer(x, t, y).sample
             out, stats = transformer.forward_routed(x, t, y)
-            on_routing(stats, y)
+            on_routing(stats, y, t)
             return out
 
         shape = (config.in_channels, config.sample_size, config.sample_size)

@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import draw_head_usage, draw_image_grid, write_images
+from moh_vision.analysis.figures import draw_image_grid, write_images
+from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
@@ -55,7 +56,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         run, step = run_of(weights), step_of(weights.parent)
         scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
-        files, folders = [config.grid, config.head_usage, scores_path], [config.save_pipeline]
+        files, folders = [config.grid, config.head_usage, config.head_load, scores_path], [config.save_pipeline]
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
         claim_outputs(files, folders, config.overwrite)
         with accelerator.main_process_first():
@@ -64,7 +65,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
         place = Path(config.out).absolute().parent if config.out else run.absolute()
-        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_usage))
+        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, config.counts_heads)
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
         kept = keep_settings(attention, parts.folder, accelerator, held)
@@ -79,7 +80,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 
     # ---------------------------------------------------------------- sample
     labels = draw_labels(config, len(classes))
-    load = draw(config, accelerator, pipe, parts, labels, len(classes))
+    load = draw(config, accelerator, pipe, parts, labels, classes)
     accelerator.wait_for_everyone()
     how = f"{config.sampler} {len(pipe.scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
     if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
@@ -97,13 +98,17 @@ def main(argv: Optional[List[str]] = None) -> None:
             scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
             write_json(scores_path, scores)
             print(f"{text}\nscores: {scores_path}")
-    if config.head_usage and accelerator.is_main_process:
+    if config.counts_heads and accelerator.is_main_process:
         load.sums = parts.sums()
-        title = f"{about['architecture']}: head usage by class while sampling"
-        rows = [*classes, "none"] if config.cfg_scale != 1 else classes
-        shared = [layer["shared"] for layer in head_budget(pipe.transformer)["layers"]]
-        draw_head_usage([s[: len(rows)] for s in load.share()], shared, rows, config.head_usage, title)
-        print(f"head usage: {config.head_usage}")
+        load.of = dict(
+            model=about["architecture"], data=f"{config.num_images} samples", split=how, weights=str(weights)
+        )
+        if config.head_load:
+            load.save(Path(config.head_load))
+            print(f"head load: {config.head_load}")
+        if config.head_usage:
+            draw_usage(load, config.head_usage)
+            print(f"head usage: {config.head_usage}")
 
     # ---------------------------------------------------------------- the end
     accelerator.wait_for_everyone()
@@ -162,11 +167,16 @@ def draw_labels(config: SampleConfig, num_classes: int) -> Tensor:
 
 
 def draw(
-    config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, num_classes: int
+    config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, classes: List[str]
 ) -> HeadLoad:
     """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
-    heads = [layer["heads"] for layer in head_budget(pipe.transformer)["layers"]]
-    load = HeadLoad(heads, num_classes + 1)  # the last row: "no class"
+    names = [*classes, "none"] if config.cfg_scale != 1 else classes
+    places = {t: place for place, t in enumerate(pipe.scheduler.timesteps.tolist())}
+    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": names, "timestep": list(places)})
+
+    def count(stats: list, labels: Tensor, t: Tensor) -> None:
+        load.add(stats, labels, places[t[0].item()])
+
     todo = parts.missing(accelerator.process_index, accelerator.num_processes)
     here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
     if len(todo) < here:
@@ -193,7 +203,7 @@ def draw(
                     [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers],
                     output_type="latent",
                     callback_on_step_end=advance,
-                    on_routing=load.add if config.head_usage else None,
+                    on_routing=count if config.counts_heads else None,
                 ).images
                 parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
             bar.set_postfix_str(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")

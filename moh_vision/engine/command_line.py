@@ -28,7 +28,10 @@ RUN_FLAGS = (
     ("fresh", bool, False, "move an earlier run in --output aside and start over"),
     ("allow_change", List[str], [], "KEY: resume although it has changed; may be given several times"),
 )
-VALIDATION_FLAGS = (("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),)
+VALIDATION_FLAGS = (
+    ("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),
+    ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
+)
 # What --print_config writes beside the keys, now or in an earlier version.
 PRINTED = ("config", "print_config", "help", "validate_only", *(name for name, *_ in RUN_FLAGS + VALIDATION_FLAGS))
 
@@ -209,7 +212,7 @@ def _built(kind, parser, namespace):
 def _refuse_for_validation(given: Set[str]) -> None:
     """Raise ValueError for an option that validation does not read."""
     for name in sorted(given):
-        read = name in ("config", "checkpoint", "data", *VALIDATION_KEYS)
+        read = name in ("config", "checkpoint", "head_load", "data", *VALIDATION_KEYS)
         if not read and name.partition(".")[0] != "model":
             raise ValueError(f"{name} has no effect on a validation; allowed are model.*, {', '.join(VALIDATION_KEYS)}")
 

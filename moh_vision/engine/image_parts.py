@@ -89,4 +89,4 @@ class ImageParts:
         return self.folder / f"{batch:08d}.npy"
 
     def _sums(self, batch: int) -> Path:
-        return self.folder / f"{batch:08d}.sums.npz"  # compressed: most classes are not in a batch
+        return self.folder / f"{batch:08d}.loads.npz"  # compressed: most classes are not in a batch

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from small_runs import entries, results
 
 from moh_vision import head_budget
+from moh_vision.analysis import HeadLoad
 from moh_vision.classification import train as train_cls
 from moh_vision.models.weights import from_run
 
@@ -68,6 +69,12 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     validated = f"loss {found['loss']:.4f}, 17 images"
 
     capsys.readouterr()
+    train_cls.main(["--validate-only", "--checkpoint", str(run), "--head-load", str(tmp_path / "load.json")])
+    own, again = HeadLoad.read(run / "head_load.json"), HeadLoad.read(tmp_path / "load.json")
+    assert torch.equal(own.sums, again.sums) and own.groups == {"class": ["cat", "dog"]} and own.of["step"] == 9
+    assert own.active() == found["active_heads"]
+    error = refused(capsys, "--validate-only", "--checkpoint", run, "--head-load", tmp_path / "load.json", given=[])
+    assert "--head-load" in error and "load.json exists; give another path" in error
     train_cls.main(["--validate-only", "--checkpoint", str(run)])
     out = capsys.readouterr().out
     assert f"top-1 {found['top1']:.2f} %" in out and validated in out
@@ -202,9 +209,10 @@ def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, cap
         assert (tmp_path / "run" / "results.json").exists()
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moh_vision.classification.validate.draw_head_usage", fail)
+    monkeypatch.setattr("moh_vision.classification.validate.draw_usage", fail)
     train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
-    assert f"{tmp_path}/run/head_usage.png could not be drawn: no room" in capsys.readouterr().out
+    assert f"{tmp_path}/run/head_usage.png could not be written: no room" in capsys.readouterr().out
+    assert (tmp_path / "run" / "head_load.json").exists()
 
 
 def test_a_run_with_fewer_heads_from_a_run(tmp_path):

@@ -232,8 +232,7 @@ def test_guidance_is_the_official_forward_with_cfg():
 def test_callback_and_routing():
     pipe = pipeline()
     calls = []
-    layers = head_budget(pipe.transformer)["layers"]
-    load = HeadLoad([layer["heads"] for layer in layers], 8)
+    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": range(8), "step": range(1000)})
     draw(
         pipe, [0, 0], 1, 2, steps=5, on_routing=load.add,
         callback_on_step_end=lambda p, step, t, inputs: calls.append((p is pipe, step, int(t), list(inputs))),
@@ -241,6 +240,7 @@ def test_callback_and_routing():
     assert [c[:2] for c in calls] == [(True, i) for i in range(5)] and calls[-1][2:] == (0, ["latents"])
     share = load.share()[0]  # [classes + 1, heads]
     assert share[0].sum() > 0 and share[7].sum() > 0
+    assert load.runs("step")[0][:, -1].nonzero().flatten().tolist() == sorted(c[2] for c in calls)
 
 
 def test_half_precision_runs_the_loop_in_float32():

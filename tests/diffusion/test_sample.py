@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_vae import save_tiny_vae
 
+from moh_vision.analysis import HeadLoad
 from moh_vision.attention.executors import limits
 from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import MoHDiTPipeline, sample
@@ -242,9 +243,9 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
 
 
 def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):
-    """Also if the interrupted command did not count: its batches are drawn again."""
-    run, shares, add = run_of(tmp_path, 3), [], ImageParts.add
-    monkeypatch.setattr(sample, "draw_head_usage", lambda share, *_: shares.append(torch.cat(share, dim=1)))
+    """By class and by timestep; also if the interrupted command did not count: its batches are drawn again."""
+    run, loads, add = run_of(tmp_path, 3), [], ImageParts.add
+    monkeypatch.setattr(sample, "draw_usage", lambda load, _: loads.append(load))
 
     def stop(self, number, *more):
         add(self, number, *more)
@@ -257,8 +258,23 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch
                 call(run, *first, tmp_path / "a.png")
             monkeypatch.setattr(ImageParts, "add", add)
         call(run, "--head-usage", tmp_path / "a.png")
-    assert shares[0][:, 0].tolist() == [1] * 4 and 0 < shares[0][:, 1].min()  # the shared head; the routed one
-    assert len(shares) == 3 and torch.equal(shares[1], shares[0]) and torch.equal(shares[2], shares[0])
+    share = torch.cat(loads[0].share(), dim=1)
+    assert share[:, 0].tolist() == [1] * 4 and 0 < share[:, 1].min()  # the shared head; the routed one
+    assert len(loads) == 3 and all(torch.equal(load.sums, loads[0].sums) for load in loads)
+    by_class, by_time = (sum(runs.sum(0) for runs in loads[0].runs(by)) for by in ("class", "timestep"))
+    assert by_class.sum() > 0 and torch.equal(by_class, by_time)  # the same tokens, told apart otherwise
+
+
+def test_head_load_is_a_file(tmp_path, capsys):
+    """With guidance also without a class; the classes' tokens are those of all steps and images."""
+    run = run_of(tmp_path, 3)
+    call(run, "--head-load", tmp_path / "load.json", "--cfg-scale", "2")
+    load = HeadLoad.read(tmp_path / "load.json")
+    by_class, by_time = (load.runs(by)[0][:, -1] for by in ("class", "timestep"))  # tokens
+    assert load.groups["class"][-1] == "none" and by_class[-1] == by_class[:-1].sum() == by_time.sum() / 2 > 0
+    assert load.groups["timestep"][-1] == "0" and len(by_time) == 4 and load.of["model"].startswith("moh_dit")
+    error = refused(capsys, run, "--head-load", tmp_path / "load.json")
+    assert "load.json exists; give another path" in error
 
 
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
@@ -347,13 +363,16 @@ def call_on_a_rank(rank, run, *more):
 
 def test_two_processes_draw_the_images_of_one(tmp_path):
     run = run_of(tmp_path, 3)
-    call(run, "--out", tmp_path / "one.npz", "--num-images", "11")
+    call(run, "--out", tmp_path / "one.npz", "--num-images", "11", "--head-load", tmp_path / "one.json")
     more = ["--out", tmp_path / "two.npz", "--num-images", "11", "--head-usage", tmp_path / "two.png"]
+    more += ["--head-load", tmp_path / "two.json"]
     on_two_ranks(call_on_a_rank, run, *more)
     said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
     assert "11 images, ddpm 4 steps" in said[0] and said[1] == ""
     (one, labels), (two, again) = drawn(tmp_path / "one.npz"), drawn(tmp_path / "two.npz")
     assert np.array_equal(labels, again) and np.abs(one.astype(int) - two).max() <= 1  # threads differ
+    one, two = (HeadLoad.read(tmp_path / f"{name}.json") for name in ("one", "two"))
+    assert one.active() == two.active() and (one.sums - two.sums).abs().max() <= 0.01 * one.sums.max()
 
 
 @pytest.mark.slow
@@ -432,15 +451,15 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
 
 
 def test_a_figure_that_fails_costs_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
-    run, judge, draw = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), sample.draw_head_usage
+    run, judge, draw = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), sample.draw_usage
     call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "12")
     argv = ["--num-images", "12", "--extractor", judge, "--score", tmp_path / "ref.npz", "--score-file"]
     argv += [tmp_path / "s.json", "--head-usage", tmp_path / "h.png"]
-    monkeypatch.setattr(sample, "draw_head_usage", lambda *_: open(tmp_path))
+    monkeypatch.setattr(sample, "draw_usage", lambda *_: open(tmp_path))
     with pytest.raises(IsADirectoryError):
         call(run, *argv)
     assert json.loads((tmp_path / "s.json").read_text())["num_generated"] == 12
-    monkeypatch.setattr(sample, "draw_head_usage", draw)
+    monkeypatch.setattr(sample, "draw_usage", draw)
     call(run, *argv, "--overwrite")
     assert "4 of 4 batches of this process are there already" in capsys.readouterr().out
     assert (tmp_path / "h.png").exists()

@@ -13,6 +13,7 @@ from small_runs import entries, logged, results, same
 from small_text import write_pairs, write_plain
 
 import moh_vision
+from moh_vision.analysis import HeadLoad
 from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
@@ -74,6 +75,11 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
     assert kind != "mt" or "`_fünf`" in report
     assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
+    assert (run / "head_load.json").exists() == (kind == "mlm")  # MAE runs every head
+    if kind == "mlm":
+        load = HeadLoad.read(run / "head_load.json")
+        assert load.groups == {"text": ["val"]} and load.runs()[0][0, -1] > 0
+        assert load.share()[0].sum() == pytest.approx(2)  # of 4 experts
     vocabulary = Vocabulary.load(run / "tokenizer.json")
     assert vocabulary.specials == (5 if kind == "mlm" else 4)
     if kind == "mt":

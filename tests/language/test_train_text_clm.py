@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import moh_vision
+from moh_vision.analysis import HeadLoad
 from moh_vision.language import train as train_text
 from moh_vision.language.data import tokenise
 from moh_vision.language.evaluation import lm
@@ -95,6 +96,12 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert same(tmp_path / "whole/model.safetensors", second / "model.safetensors")
     assert all(e["balance_loss"] > 0 and e["loss"] > e["nll"] for e in steps)
     assert [sum(layer) for layer in steps[-1]["head_usage"]] == pytest.approx([2, 2], abs=0.01)
+    assert not (first / "head_load.json").exists()  # every head runs
+    load = HeadLoad.read(second / "head_load.json")
+    assert load.groups == {"text": ["val", "plain", "ids"]}  # the validation set, and the sources of the mixture
+    assert [layer.sum(1).tolist() for layer in load.share()] == [[2, 2, 2]] * 2
+    validated = load.runs()[0][:, -1]  # tokens that the windows hold, of the sources no more than of the validation set
+    assert validated[0] >= results(second)["validation"]["tokens"] and 0 < validated[1:].max() <= validated[0]
     model = AutoModelForCausalLM.from_pretrained(second)
     assert model.config.moh["head_budget"] == [[1, 1], [1, 1]] and model.config.moh["router"] == "query_norm"
     assert same(model, moh_vision.load_run(second / "checkpoints" / "step_5"))

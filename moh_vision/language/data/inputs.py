@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Dict, Iterable, Iterator, List, Optional, Tuple
 
 import numpy as np
@@ -112,6 +113,10 @@ class TextInputs:
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
+
+    def texts(self) -> List[Tuple[str, object]]:
+        """Names and data sets of the texts whose head load is told apart, the validation set first."""
+        return [(self.data.val, self.val)]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
         """The vocabularies of `tokenizer`; None: they are made from the training split."""
@@ -309,6 +314,16 @@ class CausalInputs(BlockInputs):
                 f"{epochs:.2f} times in this run"
             )
         return made
+
+    def texts(self) -> List[Tuple[str, CausalWindows]]:
+        """As everywhere; and of each source of data.mixture the first training tokens, as many as the validation set has."""
+        found = super().texts()
+        if isinstance(self.train, MixedWindows):
+            for name, text in zip(self.train.names, self.train.texts):
+                ids = text.tokens.ids[: max(len(self.val.tokens.ids), text.width)]
+                first = SimpleNamespace(name=name, ids=ids)
+                found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
+        return found
 
     def fingerprint(self) -> str:
         texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]

@@ -11,11 +11,14 @@ Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each proce
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Dict, List, Optional
 
 import torch
 
+from moh_vision.analysis import HeadLoad
+from moh_vision.attention import head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total_over_processes
@@ -52,6 +55,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--device", help="where the model runs (a GPU if there is one)")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
+    add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
     options = parser.parse(argv)
     if options.list:
         return options
@@ -59,7 +63,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
     if options.model is None:
         raise ValueError("--model RUN is missing")
-    of_tasks, of_texts = ("num_fewshot", "include_path", "limit"), ("context", "stride")
+    of_tasks, of_texts = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
     for name in of_tasks if options.perplexity else of_texts:
         if getattr(options, name) is not None:
             other = "--tasks" if options.perplexity else "--perplexity"
@@ -79,7 +83,12 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise ValueError(f"--include-path {options.include_path}: no such folder")
     if options.perplexity and not Path(options.perplexity).is_file():
         raise ValueError(f"--perplexity {options.perplexity}: no such file")
+    if options.head_load and options.batch_size != 1:
+        raise ValueError(
+            f"--head-load counts padding too where there is some; --batch-size {options.batch_size}: expected 1"
+        )
     refuse_output("--out", options.out)
+    refuse_output("--head-load", options.head_load)
     return options
 
 
@@ -97,7 +106,7 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
 
 
 def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
-    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer
+    from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
     rows = lm_harness.plan(items, options.num_fewshot)
@@ -107,9 +116,20 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
     with accelerator.main_process_first():  # the others find the data sets fetched
         tasks = lm_harness.load_tasks(rows, options.include_path)
     model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
-    scored = lm_harness.evaluate_rows(
-        tasks, model, tokenizer, batch_size=options.batch_size, limit=options.limit, accelerator=accelerator
-    )
+    ways: dict = dict(batch_size=options.batch_size, limit=options.limit, accelerator=accelerator)
+    load = None
+    if options.head_load:
+        load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
+        if not load.choosing():
+            raise ValueError(f"--head-load: every head of {options.model} runs for every token")
+        ways["counting"] = partial(counted, model, load)
+    scored = lm_harness.evaluate_rows(tasks, model, tokenizer, **ways)
+    if load:
+        load.reduce(total_over_processes(accelerator))
+        load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
+        if accelerator.is_main_process:
+            load.save(Path(options.head_load))
+            print(f"head load: {options.head_load}")
     if scored is None:
         return None
     found, task_versions = scored

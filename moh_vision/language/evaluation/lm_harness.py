@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 from importlib import metadata
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -104,6 +105,7 @@ def evaluate_rows(
     batch_size: Union[int, str],
     limit: Optional[float],
     accelerator,
+    counting: Callable[[int], ContextManager] = lambda row: nullcontext(),
 ) -> Optional[Tuple[List[dict], dict]]:
     """Score a model; every process calls it, each takes a share of the questions.
 
@@ -114,6 +116,7 @@ def evaluate_rows(
         batch_size: questions at a time on each process, or "auto".
         limit: the first so many questions of each task; below 1 a share of them; None: all.
         accelerator: accelerate's Accelerator.
+        counting: what each row is scored in, by its number.
 
     Returns:
         On the main process (rows as dicts, versions of tasks): each row has title, tasks, shots, metric, value in percent (None where it is no
@@ -138,19 +141,20 @@ def evaluate_rows(
         harness._rank, harness._world_size = accelerator.process_index, processes
     found, versions = [], {}
     rows, manager = tasks
-    for row, objects in rows.items():
+    for number, (row, objects) in enumerate(rows.items()):
         shots = None if row.shots < 0 else row.shots
-        result = simple_evaluate(
-            model=harness,
-            tasks=objects,
-            task_manager=manager,
-            num_fewshot=shots,
-            batch_size=batch_size,
-            limit=limit,
-            bootstrap_iters=1000,  # for perplexities; errors of means are not drawn
-            log_samples=False,
-            **SEEDS,
-        )
+        with counting(number):
+            result = simple_evaluate(
+                model=harness,
+                tasks=objects,
+                task_manager=manager,
+                num_fewshot=shots,
+                batch_size=batch_size,
+                limit=limit,
+                bootstrap_iters=1000,  # for perplexities; errors of means are not drawn
+                log_samples=False,
+                **SEEDS,
+            )
         if result is None:
             continue
         metrics = {name: _plain(values) for name, values in result["results"].items()}

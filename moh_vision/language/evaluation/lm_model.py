@@ -5,12 +5,14 @@ It needs the packages of the extra "text".
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, Iterator, Tuple
+from typing import Callable, Dict, Iterator, Tuple
 
 import torch
 import transformers
@@ -19,12 +21,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
+from moh_vision.analysis import HeadLoad
+from moh_vision.attention import RoutingStats, attention_layers
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
+from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 
 TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -131,6 +136,40 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         versions=dict(torch=torch.__version__, transformers=transformers.__version__),
     )
     return model.to(device).eval(), about
+
+
+class Listener:
+    """Stands in for the list to which a layer of `RoutedAttention` appends its statistics.
+
+    Args:
+        place: of the layer, which the list's length is compared with.
+        append: called with the statistics.
+    """
+
+    def __init__(self, place: int, append: Callable[[RoutingStats], None]):
+        self.place, self.append = place, append
+
+    def __len__(self) -> int:
+        return self.place
+
+
+@contextlib.contextmanager
+def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
+    """Add the heads that run in every forward of a model, whoever calls it, to one group of `load`. Padding counts too."""
+    hooks = []
+    for number, layer in enumerate(attention_layers(model)):
+        add = partial(load.add, first=number)
+        if isinstance(layer, RoutedAttention):
+            listener = Listener(layer.layer_idx, lambda stats, add=add: add([stats], group))
+            listen = lambda _, args, kwargs, listener=listener: (args, dict(kwargs, stats=listener))  # noqa: E731
+            hooks.append(layer.register_forward_pre_hook(listen, with_kwargs=True))
+        else:
+            hooks.append(layer.register_forward_hook(lambda _, args, output, add=add: add([output[1]], group)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def read_text(path: Path, tokenizer) -> Text:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, Optional
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from moh_vision.analysis.loads import FILE, HeadLoad
+from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
@@ -26,8 +28,10 @@ AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
-def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[[object, str], dict]:
-    """A function (data set, title) -> loss and perplexity of the model's present weights, exact over processes.
+def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
+    """A function (data set, title, on_routing) -> loss and perplexity of the model's present weights, exact over processes.
+
+    on_routing, if given, is called with the routing statistics of every batch of this process.
 
     Args:
         text: whose data sets are evaluated.
@@ -36,13 +40,16 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
         log: the run's, which shows the progress and leaves the time out of its rate.
     """
 
-    def evaluate(dataset, title: str) -> dict:
+    def evaluate(dataset, title: str, on_routing: Optional[Callable[[List[RoutingStats]], None]] = None) -> dict:
         plain = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
 
         def losses(batch: dict) -> Tensor:
             with accelerator.autocast():
-                return plain(**batch)[0]
+                nll, stats = plain(**batch)
+            if on_routing is not None:
+                on_routing(stats)
+            return nll
 
         total = total_over_processes(accelerator)
         with whole_weights(task):
@@ -79,16 +86,16 @@ def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadat
 
 
 def final_scores(
-    config, text: TextInputs, model: nn.Module, run: Path, evaluate: Callable[[object, str], dict], accelerator, log
+    config, text: TextInputs, model: nn.Module, run: Path, evaluate: Callable[..., dict], accelerator, log
 ) -> Dict:
     """Scores of the model's present weights, which are whole; every process calls it.
 
-    Writes what `report_gates` does, and OUTPUT/translations.txt with a line for every pair that is
-    scored (of another use of the gates: translations.MODE.txt).
+    Writes what `report_gates` does, OUTPUT/head_load.json if tokens choose among heads, and OUTPUT/translations.txt with a
+    line for every pair that is scored (of another use of the gates: translations.MODE.txt).
 
     Args:
         config: a `LanguageConfig`.
-        evaluate: (data set, title) -> scores of `evaluation.perplexity`.
+        evaluate: of `evaluation_of`.
 
     Returns:
         dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
@@ -98,14 +105,25 @@ def final_scores(
         ValueError: for a loss that is not finite, or gates that the model does not have.
     """
     results: Dict = {}
+    texts = text.texts()
+    load = HeadLoad(head_budget(model)["layers"], {"text": [name for name, _ in texts]})
+    texts = texts if load.choosing() else []
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
-        results[title] = evaluate(dataset, title)
+        counts = texts and dataset is text.val
+        results[title] = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
         # Of byte pairs, to compare with others' vocabularies; text that comes as ids may not say how many words it has.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
         log.say(f"{title}: {summary(results[title])}")
+    for number, (name, dataset) in enumerate(texts[1:], 1):
+        evaluate(dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number))
+    if texts:
+        load.reduce(total_over_processes(accelerator))
+        load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
+        if accelerator.is_main_process:
+            load.save(run / FILE)
     batches = text.eval_batches(text.val, accelerator.process_index, accelerator.num_processes)
     results.update(report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val))
     for part, mean in results.get("mean_gate_entropy", {}).items():

@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+import moh_vision
+from moh_vision.analysis import HeadLoad
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity
 
@@ -19,7 +21,7 @@ from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa
 
 from moh_vision.language.evaluation import lm_harness  # noqa: E402
 from moh_vision.language.evaluation.lm import main  # noqa: E402
-from moh_vision.language.evaluation.lm_model import sliding_windows  # noqa: E402
+from moh_vision.language.evaluation.lm_model import counted, sliding_windows  # noqa: E402
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 
@@ -163,6 +165,64 @@ def test_choices_of_a_local_task_are_scored_as_by_hand(model, tmp_path, capsys):
     (row,) = json.loads((tmp_path / "two.json").read_text())["rows"]
     assert row["samples"] == dict(tiny_choice=2) and row["used_shots"] == dict(tiny_choice=1)
     assert "a part of each task" in capsys.readouterr().out
+
+
+def counted_by_hand(net, ids):
+    """Of one text: tokens that ran each head, layer by layer, with all tokens last."""
+    return [[*stats.counts[0].int().tolist(), ids.shape[1]] for stats in net.forward_routed(input_ids=ids)[1]]
+
+
+def test_heads_are_counted_in_every_forward(routed):
+    """Also while text is generated, one token at a time, where nobody else asks for statistics."""
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
+    load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a", "b"]})
+    ids = torch.randint(2, 258, (1, 9))
+    with torch.no_grad():
+        with counted(net, load, 0):
+            net(ids)
+        with counted(net, load, 1):
+            made = net.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=1)
+        net(ids)  # is not counted
+        for number, want in enumerate(zip(counted_by_hand(net, ids), counted_by_hand(net, made[:, :-1]))):
+            assert load.runs()[number].tolist() == [*want]
+
+
+def test_heads_of_our_own_text_models_are_counted():
+    from moh_vision.language.models.create import create_text_model
+
+    small = dict(vocab_size=20, num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4)
+    net = create_text_model("clm_moh_small_50", **small).eval()
+    load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a"]})
+    ids = torch.randint(2, 20, (1, 9))
+    with torch.no_grad(), counted(net, load, 0):
+        net(input_ids=ids)
+    assert [runs[0].tolist() for runs in load.runs()] == counted_by_hand(net, ids)
+
+
+@needs_harness
+def test_head_load_of_tasks(routed, model, tmp_path, capsys):
+    tasks, out = tmp_path / "tasks", tmp_path / "load.json"
+    write_task(tasks, "tiny_a", QUESTIONS, CHOICE)
+    write_task(tasks, "tiny_b", QUESTIONS[:2], CHOICE)
+    common = ["--tasks", "tiny_a,tiny_b", "--include-path", tasks, "--head-load", out]
+    assert run("--model", routed, *common) == 0
+    load = HeadLoad.read(out)
+    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(routed)
+    want = torch.zeros(2, 2, 5)
+    with torch.no_grad():
+        for group, rows in enumerate((QUESTIONS, QUESTIONS[:2])):
+            for row in rows:
+                for choice in row["a"]:
+                    ids = tokenizer(f"Q: {row['q']}\nA: {choice}", return_tensors="pt")["input_ids"][:, :-1]
+                    want[:, group] += torch.tensor(counted_by_hand(net, ids))
+    assert load.groups == {"task": ["tiny_a", "tiny_b"]} and load.of["split"] == "tiny_a, tiny_b"
+    assert torch.equal(torch.stack(load.runs()).float(), want)
+    assert "exists; give another path" in mistake(capsys, "--model", routed, *common)
+    common[-1] = tmp_path / "two.json"
+    assert "--batch-size 8: expected 1" in mistake(capsys, "--model", routed, *common, "--batch-size", 8)
+    assert "HeadMixtureAttention" in mistake(capsys, "--model", model, *common)  # a plain LLaMA
+    assert "--head-load belongs to --tasks" in mistake(capsys, "--model", routed, "--perplexity", out, *common[-2:])
 
 
 @needs_harness
