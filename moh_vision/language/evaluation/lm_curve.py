@@ -85,7 +85,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             refuse_output("--output", str(path))
         runs = [ScoredRun(folder, "", read_config(folder), 0, {}, "") for folder in options.runs]
         kept = {run.folder: (tokens_a_step(run), kept_weights(run.folder)) for run in runs}
-        for option in ("--model", "--out"):
+        for option in ("--model", "--out", "--head-load"):
             if any(given.split("=")[0] == option for given in rest):
                 raise ValueError(
                     f"{option}: the weights that a run has kept are scored, and their records lie beside them"
