@@ -14,7 +14,6 @@ second, all are drawn over steps. The second form draws the first score of analy
 
 from __future__ import annotations
 
-import json
 import statistics
 import textwrap
 from pathlib import Path
@@ -22,9 +21,10 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from moh_vision.analysis.figures import check_figure, plt, write_figure
-from moh_vision.analysis.table import COLUMNS, ScoredRun, grouped, read_config, read_runs
+from moh_vision.analysis.table import COLUMNS, TEXT, ScoredRun, grouped, number_at, open_run, read_metrics, read_runs
 from moh_vision.engine.commands import Parser, closest, exit_code, refuse_output, say
 
 Points = List[Tuple[float, float]]  # (x, value), in the order of x
@@ -60,32 +60,32 @@ class Line(NamedTuple):
         return dict(name=self.name, x=list(self.values), mean=mean, std=std, runs=runs)
 
 
-def read_curves(metrics: Path) -> Curves:
-    """The losses in a run's metrics.jsonl.
+def read_curves(folder: Path) -> Curves:
+    """The losses in the metrics.jsonl of a run.
 
     Raises:
-        ValueError, FileNotFoundError: naming the file (and the line), for a line that is no JSON, or a log without losses.
+        ValueError: naming the file, for a line that is not as a run writes it, or a log without losses.
     """
+    file = folder / "metrics.jsonl"
     train: Points = []
     validation: Points = []
-    began, before = {0: 0.0}, -1  # epoch -> steps before it; the last step logged
-    for number, line in enumerate(metrics.read_text().splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            done, loss = entry["step"] + 1, entry.get("nll", entry.get("loss"))
-            validated = (entry.get("validation") or {}).get("loss")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"{metrics}, line {number}: not a line of a run's log") from None
+    began, before = {0.0: 0.0}, -1.0  # epoch -> steps before it; the last step logged
+    for entry in read_metrics(folder):
+        step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
+        if step is None:
+            raise ValueError(f"{file}: a line without step")
+        loss = number_at(entry, ("nll" if "nll" in entry else "loss",), file)
+        validated = number_at(entry, ("validation", "loss"), file)
         if loss is not None:  # a skipped step has null
-            train.append((done, loss))
+            train.append((step + 1, loss))
         if validated is not None:
-            validation.append((done, validated))
-        if "epoch" in entry:
+            validation.append((step + 1, validated))
+        if epoch is not None:
             # An epoch began after the last step logged and not after this one: in the middle, on average.
-            began.setdefault(entry["epoch"], (before + 1 + entry["step"]) / 2)
-            before = entry["step"]
+            began.setdefault(epoch, (before + 1 + step) / 2)
+            before = step
     if not train:
-        raise ValueError(f"{metrics}: no line has a loss")
+        raise ValueError(f"{file}: no line has a loss")
     last = max(began)
     return Curves(train, validation, began[last] / last if last else None)
 
@@ -166,6 +166,8 @@ def draw_lines(lines: Sequence[Line], x: str, y: str) -> Figure:
             axes.fill_between(numbers["x"], mean - std, mean + std, color=f"C{colour % 10}", alpha=0.15, linewidth=0)
         colour += not (line.dotted and place + 1 < len(lines) and not lines[place + 1].dotted)
     axes.set_xlabel(x)
+    if axes.get_xlim()[1] >= 10_000:  # steps, tokens
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=1 if len(lines) < 7 else 2)
@@ -193,12 +195,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             lines, y = scores_over(read_runs(options.runs), options.over)
             x = options.over
         else:
-            runs = [ScoredRun(folder, "", read_config(folder), 0, {}, "") for folder in options.runs]
-            groups = [
-                (name, [read_curves(run.folder / "metrics.jsonl") for run in group]) for name, group in grouped(runs)
-            ]
+            runs = [open_run(folder) for folder in options.runs]
+            groups = [(name, [read_curves(run.folder) for run in group]) for name, group in grouped(runs)]
             lines, x = learning_curves(groups, options.window, options.first_epoch)
-            y = "loss, nats per token" if all("generate.beam" in run.config for run in runs) else "loss"
+            y = "loss, nats per token" if all(run.kind in TEXT.values() for run in runs) else "loss"
         numbers = dict(
             x=x, y=y, runs=[str(folder) for folder in options.runs], lines=[line.numbers() for line in lines]
         )

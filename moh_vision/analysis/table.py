@@ -109,8 +109,8 @@ class NoScores(ValueError):
     """A run that has no scores yet; the message says what makes them."""
 
 
-def read_config(folder: Path) -> Dict[str, Any]:
-    """The config.yaml of a run, with dotted keys.
+def open_run(folder: Path) -> ScoredRun:
+    """The run in a folder, without its scores.
 
     Raises:
         ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run.
@@ -126,16 +126,6 @@ def read_config(folder: Path) -> Dict[str, Any]:
     name = config.get("model.name")
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'config.yaml'}: model.name {name!r}; expected the name of a model")
-    return config
-
-
-def open_run(folder: Path) -> ScoredRun:
-    """The run in a folder, without its scores.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the folder or file, for a folder that is no run.
-    """
-    config = read_config(folder)
     if "learn_sigma" in config:
         return ScoredRun(folder, "diffusion", config, 0, {}, "")
     if "generate.beam" not in config:

@@ -59,10 +59,10 @@ def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
 
 
 def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
-    (tmp_path / "log").write_text(
+    (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
-    found = read_curves(tmp_path / "log")
+    found = read_curves(tmp_path)
     assert found.steps_an_epoch == 7 and found.validation == [] and found.train[-1] == (30, 1.0)
 
 
@@ -125,7 +125,9 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert "--over data.shar: no such key" in refused(run, "--over", "data.shar")
     assert "has 'val' there; expected a number" in refused(run, "--over", "data.val")
     (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
-    assert "metrics.jsonl, line 2: not a line of a run's log" in refused(run)
+    assert "metrics.jsonl is not readable" in refused(run)
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n')
+    assert "metrics.jsonl: a line without step" in refused(run)
     (run / "metrics.jsonl").write_text('{"step": 0, "trained_parameters": 1}\n')
     assert "metrics.jsonl: no line has a loss" in refused(run)
     (run / "results.json").unlink()

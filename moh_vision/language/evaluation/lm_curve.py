@@ -18,7 +18,7 @@ from typing import Dict, List, Optional, Tuple
 
 from moh_vision.analysis.figures import check_figure, write_figure
 from moh_vision.analysis.learning_curves import Line, draw_lines
-from moh_vision.analysis.table import ScoredRun, grouped, read_config
+from moh_vision.analysis.table import TEXT, ScoredRun, grouped, open_run, read_json
 from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
 from moh_vision.engine.step_folders import by_age
 from moh_vision.language.evaluation import lm
@@ -43,8 +43,8 @@ def tokens_a_step(run: ScoredRun) -> int:
     Raises:
         ValueError: for a run of another kind.
     """
-    if run.model.partition("_")[0] != "clm" or "generate.beam" not in run.config:
-        raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of causal language models, clm_*")
+    if run.kind != TEXT["clm"]:
+        raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
     return run.config["optim.batch_size"] * run.config["data.block"]
 
 
@@ -61,7 +61,7 @@ def scores_of(folder: Path, argv: List[str]) -> Dict[str, float]:
         code = lm.main(["--model", str(folder), *argv, "--out", str(folder / name)])
         if code:
             raise SystemExit(code)  # it has said why
-    record = json.loads((folder / name).read_text())
+    record = read_json(folder / name)
     if "perplexity" in record:
         return dict(perplexity=record["perplexity"])
     scores = {}
@@ -83,7 +83,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         check_figure("--output", options.output)
         for path in (options.output, options.output.with_suffix(".json")):
             refuse_output("--output", str(path))
-        runs = [ScoredRun(folder, "", read_config(folder), 0, {}, "") for folder in options.runs]
+        runs = [open_run(folder) for folder in options.runs]
         kept = {run.folder: (tokens_a_step(run), kept_weights(run.folder)) for run in runs}
         for option in ("--model", "--out", "--head-load"):
             if any(given.split("=")[0] == option for given in rest):
