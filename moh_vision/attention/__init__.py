@@ -12,7 +12,14 @@ from moh_vision.attention.cache import ContextCache, KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.losses import head_runs, head_usage, load_balance_loss, moa_balance_loss, router_z_loss
-from moh_vision.attention.model_heads import attention_layers, head_budget, init_routers, set_budgets, set_routed_heads
+from moh_vision.attention.model_heads import (
+    attention_layers,
+    head_budget,
+    init_routers,
+    set_budgets,
+    set_routed_heads,
+    token_heads,
+)
 from moh_vision.attention.routers import ROUTERS, runs_all_heads
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 from moh_vision.attention.separate import SeparateHeadMixtureAttention
@@ -42,4 +49,5 @@ __all__ = [
     "set_budgets",
     "set_routed_heads",
     "runs_all_heads",
+    "token_heads",
 ]

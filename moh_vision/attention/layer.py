@@ -10,7 +10,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS, announce, choose
-from moh_vision.attention.executors.masked import attend, autocast, product_dtype
+from moh_vision.attention.executors.masked import attend, attention_matrix, autocast, product_dtype, weighted
 from moh_vision.attention.executors.packed import gates_of, has_static_shapes, in_float, pairs_of, products_of_sequences
 from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible, without_padding
@@ -42,6 +42,9 @@ class HeadMixtureAttention(nn.Module):
             "query_norm" choose whole key-value heads.
         route_by: "query": the router reads x; "context": what x attends to, for cross-attention with a router that
             chooses once for a sequence (MAE with pool "sequence", which in a decoder may not pool the queries).
+        fused_attn: False, as an argument or set as an attribute later: compute all heads step by step, whatever the
+            executor, and call the module `attn_drop` with the softmaxed attention [B, H, N, M], where hooks such as
+            those of timm.utils.AttentionExtract read it. TorchScript ignores it.
 
     Parameters: qkv.weight [(H + 2 * kv_heads) * D, C], rows grouped q | k | v and by head inside each; proj.weight
     [C, H * D] (both as in timm and DiT); router.*.
@@ -63,6 +66,7 @@ class HeadMixtureAttention(nn.Module):
         norm_layer: Type[nn.Module] = nn.LayerNorm,
         router_kwargs: Optional[dict] = None,
         route_by: str = "query",
+        fused_attn: bool = True,
         device=None,
         dtype=None,
     ):
@@ -87,7 +91,8 @@ class HeadMixtureAttention(nn.Module):
         self.scope = scope
         self.by_context = route_by == "context"
         self.executor = executor
-        self.attn_drop = attn_drop
+        self.fused_attn = fused_attn
+        self.attn_drop = nn.Dropout(attn_drop)
         self.qk_norm = qk_norm
         self.q_dim = budget.heads * budget.head_dim
         self.needs_query = ROUTERS[router].needs_query
@@ -111,9 +116,11 @@ class HeadMixtureAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def __setstate__(self, state: dict) -> None:
-        """Also of a layer that was pickled when it had its budget beside the router's."""
-        budget = state.pop("budget", None)
+        """Also of a layer that was pickled when it had its budget beside the router's, and attn_drop as a number."""
+        budget, dropout_p = state.pop("budget", None), state.pop("attn_drop", None)
         super().__setstate__(state)
+        if dropout_p is not None:
+            self.attn_drop, self.fused_attn = nn.Dropout(dropout_p).train(self.training), True
         self.router.budget = budget or self.router.budget
 
     @torch.jit.unused
@@ -193,7 +200,7 @@ class HeadMixtureAttention(nn.Module):
         if context_padding is not None:
             attn_mask = without_padding(attn_mask, context_padding)
         attn_mask, is_causal = visible(attn_mask, is_causal, None if crosses else padding_mask, N, keys, past, x.device)
-        dropout_p = self.attn_drop if self.training else 0.0
+        dropout_p = self.attn_drop.p if self.training else 0.0
         if torch.jit.is_scripting():
             q, k, v = self.project(x, context, queries, rotary, None)
             y = self.project_out(attend(q, k, v, routing.weights, attn_mask, is_causal, dropout_p, self.grouped))
@@ -203,7 +210,9 @@ class HeadMixtureAttention(nn.Module):
 
     @torch.jit.unused
     def execute(self, call: Call, name: Optional[str] = None) -> Tensor:
-        """The output [B, N, C] of a call, by the executor of this name; None: `self.executor`."""
+        """The output [B, N, C] of a call, by the executor of this name; None: `self.executor`, or unfused."""
+        if name is None and not self.fused_attn:
+            return self.unfused(call)
         name = self.executor if name is None else name
         traced = is_traced(call.x)
         if name == "auto" and not traced:
@@ -218,6 +227,15 @@ class HeadMixtureAttention(nn.Module):
         else:
             o = EXECUTORS[name](q, k, v, call.routing, *masks)
         return self.project_out(o)
+
+    @torch.jit.unused
+    def unfused(self, call: Call) -> Tensor:
+        """The output [B, N, C] of a call as timm's layers compute it where `fused_attn` is False."""
+        q, k, v = self.project(call.x, call.context, call.q, call.rotary, call.cache)
+        if self.grouped:
+            k, v = (t.repeat_interleave(self.num_heads // self.kv_heads, 1) for t in (k, v))
+        attn = self.attn_drop(attention_matrix(q, k, call.attn_mask, call.is_causal))  # [B, H, N, M]
+        return self.project_out(weighted(attn @ v, call.routing.weights))
 
     @torch.jit.unused
     def skips_projections(self, call: Call) -> bool:

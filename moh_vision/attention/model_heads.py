@@ -1,11 +1,14 @@
 """Helpers that visit every attention layer of a model."""
 
-from typing import List, Sequence
+from contextlib import ExitStack
+from typing import Dict, List, Sequence, Tuple
 
+import torch
 from torch import nn
 
 from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed
 from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.routing import Routing
 
 
 def attention_layers(model: nn.Module) -> List[HeadMixtureAttention]:
@@ -66,3 +69,58 @@ def head_budget(model: nn.Module) -> dict:
         raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
     active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
     return dict(layers=layers, active=active, heads=heads, share=active / heads)
+
+
+@torch.no_grad()
+def token_heads(model: nn.Module, *args, **kwargs) -> List[Routing]:
+    """Which heads each token runs, and with what gate, in one call `model(*args, **kwargs)`.
+
+    Hooks on the routers read their answers during the call; nothing stays in the model. Call it in eval mode for what a
+    trained model does: in training, dropout, noise and drawn experts decide too.
+
+    Args:
+        model: any model with `HeadMixtureAttention` layers, in the mode it is in.
+        *args, **kwargs: its inputs, without a cache.
+
+    Returns:
+        The `Routing` of each layer, in the order of `attention_layers`. Unlike a router's own answer, `active` (bool) and
+        `weights` (the gates, 0 where a head does not run) are both [B, N, H] and never None, whatever the router and
+        scope: a choice for the whole sequence is repeated for each token, and a layer without routing runs all heads
+        with gate 1. Shared heads come first. Class and register tokens are tokens as others, in the order of the
+        model; the N tokens of a map [H, W] are its rows, one after another.
+
+    Raises:
+        ValueError: for a model without such layers, or naming a layer that does not route exactly once in the call.
+    """
+    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+    of_router = {layer.router: layer for layer in layers}
+    routings: Dict[nn.Module, List[Routing]] = {layer: [] for layer in layers}
+    tokens: Dict[nn.Module, Tuple[int, int]] = {}
+
+    def routed(router, _, routing):
+        routings[of_router[router]].append(routing)
+
+    def attended(layer, _, output):
+        tokens[layer] = (len(output[0]), output[0].shape[1:-1].numel())  # B, N
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.router.register_forward_hook(routed))
+            hooks.enter_context(layer.register_forward_hook(attended))
+        model(*args, **kwargs)
+    for layer, found in routings.items():
+        if len(found) != 1:
+            raise ValueError(f"{layers[layer]} routes {len(found)} times in this call, expected once")
+    return [of_every_token(found[0], (*tokens[layer], layer.num_heads)) for layer, found in routings.items()]
+
+
+def of_every_token(routing: Routing, shape: Tuple[int, int, int]) -> Routing:
+    """A router's answer with weights and active of every token, shape [B, N, H]."""
+    weights, active = routing.weights, routing.active
+    if weights is None:
+        weights = torch.ones(shape, device=routing.stats.counts.device)
+    if active is None:  # all heads are computed, and those of weight 0 count for nothing
+        active = weights > 0
+    return Routing(weights.expand(shape), active.expand(shape), routing.stats)

@@ -6,7 +6,10 @@ from torch import Tensor, nn
 
 
 class RoutingStats(NamedTuple):
-    """What losses and analysis need to know of one layer's routing. All tensors, never None."""
+    """What losses and analysis need to know of one layer's routing. All tensors, never None.
+
+    Which heads each token runs is in `Routing.active`; `token_heads` reads it from a model.
+    """
 
     probs: Tensor  # [B, N, E] softmax over the routed candidates (E = 0 without routing); 0 at padding
     counts: Tensor  # [B, H] how many tokens of each sequence ran each head; no gradient

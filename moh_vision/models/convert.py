@@ -158,7 +158,8 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixt
     layer = HeadMixtureAttention(
         attn.qkv.in_features,
         budget,
-        attn_drop=attn.attn_drop.p if isinstance(attn.attn_drop, nn.Dropout) else attn.attn_drop,
+        attn_drop=attn.attn_drop.p,
+        fused_attn=attn.fused_attn,
         qk_norm=not isinstance(attn.q_norm, nn.Identity),
         device=weight.device,
         dtype=weight.dtype,

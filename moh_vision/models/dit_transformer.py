@@ -15,7 +15,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.embeddings import get_2d_sincos_pos_embed, get_timestep_embedding
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.modeling_utils import ModelMixin
-from timm.layers import Mlp, PatchEmbed
+from timm.layers import Mlp, PatchEmbed, use_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -245,7 +245,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
         if is_searched(head_budget):  # saved is what it says
             self.register_to_config(head_budget=[[b.shared, b.routed] for b in budgets])
-        attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+        attn_kwargs = dict(
+            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, fused_attn=use_fused_attn()
+        )
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.register_to_config(out_channels=self.out_channels)
         self.gradient_checkpointing = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, RoutingStats, kernels
-from moh_vision.attention.executors.masked import product_dtype
+from moh_vision.attention.executors.masked import attention_matrix, product_dtype
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routing import Call, Pairs
@@ -92,12 +92,13 @@ class CosineAttention(HeadMixtureAttention):
 
     def __init__(
         self, dim: int, budget: HeadBudget, router: str, scope: str, router_kwargs: Optional[dict], executor: str = "auto",
-        qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, device=None, dtype=None,
+        qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, fused_attn: bool = True,
+        device=None, dtype=None,
     ):  # fmt: skip
         dd = {"device": device, "dtype": dtype}
         super().__init__(
             dim, budget, router, scope, executor, qkv_bias=qkv_bias,
-            attn_drop=attn_drop, proj_drop=proj_drop, router_kwargs=router_kwargs, **dd,
+            attn_drop=attn_drop, proj_drop=proj_drop, router_kwargs=router_kwargs, fused_attn=fused_attn, **dd,
         )  # fmt: skip
         h, D = budget.heads, budget.head_dim
         self.temperature = nn.Parameter(torch.empty(h, 1, 1, **dd))
@@ -144,11 +145,13 @@ class CosineAttention(HeadMixtureAttention):
                 return self.proj_drop(self.packed_map(x, positions, routing, queries)), routing.stats
         q, k, v = self.unit_qkv(tokens, queries)  # [B, N, h, D]
         q = self.scaled(q.transpose(1, 2), positions.length)  # [B, h, N, D]
-        bias = self.position_bias(positions).transpose(1, 2)  # [h, N, N]
-        o = F.scaled_dot_product_attention(
-            q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias.unsqueeze(0).to(q.dtype),
-            dropout_p=self.attn_drop if self.training else 0.0, scale=1.0,
-        )  # fmt: skip
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        bias = self.position_bias(positions).transpose(1, 2).unsqueeze(0).to(q.dtype)  # [1, h, N, N]
+        if self.fused_attn:
+            dropout_p = self.attn_drop.p if self.training else 0.0
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=1.0)
+        else:
+            o = self.attn_drop(attention_matrix(q, k, bias, scale=1.0)) @ v
         o = o.transpose(1, 2)  # [B, N, h, D]
         weights = routing.weights  # a variable: TorchScript would not see in an attribute that it is not None
         if weights is not None:
@@ -163,7 +166,7 @@ class CosineAttention(HeadMixtureAttention):
         """
         if self.executor not in ("auto", "packed") or is_captured(x) or routing.active is None or x.numel() == 0:
             return False
-        if not all(map(plain, self.projections)):
+        if not self.fused_attn or not all(map(plain, self.projections)):
             return False
         if self.executor == "packed":  # Triton's kernels do not know this attention
             return kernels.path(x.device.type) != "triton"
@@ -174,7 +177,7 @@ class CosineAttention(HeadMixtureAttention):
     @torch.jit.unused
     def packed_map(self, x: Tensor, positions: Positions, routing: Routing, queries: Optional[Tensor]) -> Tensor:
         """`packed` for a map x [B, H, W, C] -> [B, H, W, C]; queries [B, h, N, D] if already projected."""
-        dropout_p = self.attn_drop if self.training else 0.0
+        dropout_p = self.attn_drop.p if self.training else 0.0
         call = Call(x.flatten(1, 2), routing, q=queries, dropout_p=dropout_p)
         return self.packed(call, positions, x.shape[1:3]).view(x.shape)
 
@@ -285,7 +288,7 @@ class AggregatedAttention(CosineAttention):
         far = far + self.position_bias(positions).to(far.dtype)
 
         attn = torch.cat([near, far], 2).softmax(2)
-        attn = F.dropout(attn, self.attn_drop, self.training)
+        attn = self.attn_drop(attn)
         near, far = attn[:, :, : self.window], attn[:, :, self.window :]
         near = near + self.learnable_tokens.transpose(1, 2) @ q.transpose(2, 3)  # [B, h, 9, N]
         near = (near + self.learnable_bias.transpose(1, 2)).unflatten(-1, (H, W)).unsqueeze(3)  # [B, h, 9, 1, H, W]

@@ -13,7 +13,7 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple
+from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple, use_fused_attn
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._features import feature_take_indices
@@ -249,7 +249,7 @@ class TransNeXt(nn.Module):
         self.head_budget_spec = head_budget
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
-            attn_drop=attn_drop_rate, proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate, proj_drop=proj_drop_rate, fused_attn=use_fused_attn(),
         )  # fmt: skip
         sizes, pretrain_sizes = stage_sizes(img_size), stage_sizes(pretrain_size)
         drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)

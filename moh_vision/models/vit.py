@@ -8,7 +8,7 @@ from functools import partial
 from typing import Dict, List, Optional, Tuple
 
 import torch
-from timm.layers import to_2tuple
+from timm.layers import to_2tuple, use_fused_attn
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -116,7 +116,9 @@ class MoHVisionTransformer(VisionTransformer):
         budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
         self.head_budget_spec = head_budget
         self.pos_embed_std = pos_embed_std
-        attn_kwargs = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
+        attn_kwargs = dict(
+            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, fused_attn=use_fused_attn()
+        )
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,

@@ -113,7 +113,7 @@ def test_dropout_training_mode_and_frozen_weights_stay():
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
     moh_vision.convert(model)
     attn = model.blocks[0].attn
-    assert attn.attn_drop == 0.1 and attn.proj_drop.p == 0.2 and attn.training and attn.router.training
+    assert attn.attn_drop.p == 0.1 and attn.proj_drop.p == 0.2 and attn.training and attn.router.training
     assert not attn.qkv.weight.requires_grad
     assert moh_vision.convert(dense().to(torch.float64)).blocks[0].attn.router.routed.weight.dtype == torch.float64
 

@@ -33,6 +33,31 @@ def attend(
         o = F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped
         )  # [B, h, N, D]
+    return weighted(o, weights)
+
+
+def attention_matrix(
+    q: Tensor, k: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False, scale: Optional[float] = None
+) -> Tensor:
+    """What the fused call multiplies v [B, h, M, D] with: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
+
+    Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call. scale: of q k^T; None: 1 / sqrt(D).
+    """
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -float("inf"))
+    else:
+        scores = scores + attn_mask
+    blind = scores.isneginf().all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def weighted(o: Tensor, weights: Optional[Tensor]) -> Tensor:
+    """Outputs of heads [B, h, N, D] by weights [B, N or 1, h] -> [B, N, h*D]."""
     o = o.transpose(1, 2)  # [B, N, h, D]
     if weights is not None:
         weights = weights.unsqueeze(-1).to(o.dtype)

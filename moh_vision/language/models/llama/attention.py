@@ -173,7 +173,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             k,
             v,
             attention_mask,
-            dropout=self.attn_drop if self.training else 0.0,
+            dropout=self.attn_drop.p if self.training else 0.0,
             scaling=self.scaling,
             **kwargs,
         )  # o [B, N, H, D]
@@ -218,7 +218,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             # With a mask there are as many keys as it has columns; without one a cache holds what it was given.
             before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
-        dropout_p = self.attn_drop if self.training else 0.0
+        dropout_p = self.attn_drop.p if self.training else 0.0
         call = Call(x, routing, None, None, mask, first, dropout_p, rotary, kept)
         name = choose(self, call)[0] if self.executor == "auto" else self.executor
         one = N == 1 and past is not None
