@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -270,7 +269,7 @@ def kind_of(path: str, options: Sequence[str]) -> str:
     if file.is_file() and file.suffix == ".safetensors":
         metadata = read_safetensors(file, lambda _: False)[1]
         if any(registered("run", key) for key in metadata):
-            raise ValueError(f"{path} is a run of a language model; classifiers and diffusion models are searched")
+            raise ValueError(f"{path} is a run of a language model; this command is for models of images")
         name = str(metadata.get("architecture", name))
     diffusion = [n for module in FAMILIES["diffusion"] for n in timm.list_models(module=module)]
     return "diffusion" if name in diffusion else "classifier"
@@ -286,10 +285,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--images", type=int, default=512, metavar="N", help="that the search looks at (%(default)s)")
 
     def work() -> None:
-        options, rest = parser.parse_known_args(argv)
-        given = sys.argv[1:] if argv is None else list(argv)
-        if rest and given.index(rest[0]) < given.index(options.checkpoint):
-            raise ValueError(f"RUN comes before {rest[0]}")
+        options, rest = parser.parse_with_rest(argv, "RUN")
         if options.images < 1:
             raise ValueError(f"--images {options.images}: expected 1 or more")
         if not 0 < options.share <= 1:

@@ -121,8 +121,8 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
             say(f"{run / name} could not be written: {message_of(error)}")
 
 
-def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
-    """The classifier that --checkpoint means, and one split of `data.root`.
+def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
+    """The classifier that --checkpoint means.
 
     A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
     other option of the model is refused.
@@ -130,19 +130,15 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
     Args:
         config: a `ClsConfig`.
         flags: `Flags`; its checkpoint is what `models.weights.to_validate` takes.
-        accelerator: accelerate's Accelerator.
-        split: "train" or "val".
+        **arguments: of a model that is not a run's, beside those of the configuration.
 
     Returns:
-        (model in eval mode, what `to_validate` says of it with img_size, source, transform without randomness)
+        (model in eval mode, what `to_validate` says of it with img_size)
 
     Raises:
-        ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
+        ValueError, FileNotFoundError: for weights that are not there or do not fit.
     """
-    with accelerator.main_process_first():
-        source = open_source(config.data.root, split, index_dir(config.output))
-    path = flags.checkpoint
-    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
+    path, arguments = flags.checkpoint, dict(config.model.arguments(), **arguments)
     model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
     if about["of_run"]:
         for key in sorted(flags.given):
@@ -153,10 +149,30 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
                 )
         if "model.head_budget" in flags.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
-    check_same_classes(about["classes"] or source.classes, f"--checkpoint {path}", source, config.data.root)
-    img_size = about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1]
-    _, transform = classification_transforms(config.data, model.pretrained_cfg, img_size, source.channels)
-    return model, dict(about, img_size=img_size), source, transform
+    return model, dict(about, img_size=about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1])
+
+
+def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
+    """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`.
+
+    Args:
+        config, flags: see there.
+        accelerator: accelerate's Accelerator.
+        split: "train" or "val".
+
+    Returns:
+        (model in eval mode, what `open_classifier` says of it, source, transform without randomness)
+
+    Raises:
+        ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
+    """
+    with accelerator.main_process_first():
+        source = open_source(config.data.root, split, index_dir(config.output))
+    model, about = open_classifier(config, flags, in_chans=source.channels, num_classes=len(source.classes))
+    named = f"--checkpoint {flags.checkpoint}"
+    check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
+    _, transform = classification_transforms(config.data, model.pretrained_cfg, about["img_size"], source.channels)
+    return model, about, source, transform
 
 
 def report(config, flags, accelerator) -> None:

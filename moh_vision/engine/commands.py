@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from difflib import get_close_matches
-from typing import Callable, Iterable, List, Optional
+from typing import Callable, Iterable, List, Optional, Tuple
 
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 
@@ -44,6 +44,21 @@ class Parser(argparse.ArgumentParser):
             near = nearest(unknown[0].split("=")[0], known, 1)
             raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         return options
+
+    def parse_with_rest(self, argv: Optional[List[str]], first: str) -> Tuple[argparse.Namespace, List[str]]:
+        """The options in `argv`, and those of another parser that follow them.
+
+        Args:
+            argv: None: of this process.
+            first: the positional argument, as --help calls it; else it could be the value of an unknown option.
+
+        Raises:
+            ValueError: one line; also where `first` does not come first.
+        """
+        argv = sys.argv[1:] if argv is None else list(argv)
+        if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+            raise ValueError(f"{first} comes before {argv[0]}")
+        return self.parse_known_args(argv)
 
 
 def refuse_output(option: str, path: Optional[str]) -> None:

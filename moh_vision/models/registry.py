@@ -16,7 +16,8 @@ def register(kind: str, name: str, target: str) -> None:
             "gates": what `moh_vision.analysis.gates` calls to read the gates of a run on its data;
             "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the
             `SUITES` whose scores `moh_vision.analysis.table` reads; "pairs": what `moh_vision.analysis.report` calls to read
-            the sentences that were translated.
+            the sentences that were translated; "image": what `moh_vision.analysis.patches` calls to open a "classifier"
+            and one image.
     """
     _TARGETS[kind, name] = target
 
