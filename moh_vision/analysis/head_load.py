@@ -67,6 +67,9 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     widths = [part.shape[1] for part in parts]
     starts = list(itertools.accumulate((width + 1 for width in widths[:-1]), initial=0))
     inches = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
+    titles = short_names([about["name"] for about in abouts], layers)
+    wordy = max(map(len, titles)) > 3
+    height = min(height + wordy, 16.0)
     figure, axes = plt.subplots(figsize=(inches, height), layout="constrained")
     colours = plt.get_cmap("viridis").with_extremes(bad="white")
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -85,8 +88,6 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     above = axes.secondary_xaxis("top")
     above.set_xlabel("layer")
     middles = [start + (width - 1) / 2 for start, width in zip(starts, widths)]
-    titles = short_names([about["name"] for about in abouts], layers)
-    wordy = max(map(len, titles)) > 3
     above.set_xticks(middles, titles, fontsize=8, rotation=45 if wordy else 0, ha="left" if wordy else "center")
     for side in (*axes.spines.values(), *above.spines.values()):
         side.set_visible(False)
@@ -163,6 +164,9 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         bar = figure.colorbar(plt.cm.ScalarMappable(depth, "viridis"), ax=axes, label="layer")
         bar.ax.set_ylim(min(curves), max(curves))
         bar.ax.yaxis.get_major_locator().set_params(integer=True)
+        if max(map(len, names)) > 3:  # words, such as encoder 0
+            nth = math.ceil(len(names) / 24)
+            bar.set_ticks(list(curves)[::nth], labels=names[::nth], fontsize=7)
     found = {
         load.layers[layer]["name"]: dict(
             percent=rounded(percent, 3), heads=[load.layers[layer]["shared"] + head for head in order.tolist()]
