@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
-from typing import List, NamedTuple
+from typing import Callable, Dict, List, NamedTuple, Set
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
+from moh_vision.analysis.calls import ALONE, Computed, Conditions, all_heads, watch
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, RoutingStats
-from moh_vision.models.foveal_attention import CosineAttention
+from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
+
+
+class ModuleMacs(NamedTuple):
+    """One module in one forward of batch 1, or one part of an attention layer."""
+
+    name: str  # in the model; "rest" is what belongs to no module here, such as position tables
+    part: str  # of attention: "projections", "scores", "router", "other"; "table" of words or classes; else ""
+    parameters: int  # a parameter that is used twice counts where it is met first
+    dense: int  # MACs with every head and no router
+    ideal: int  # MACs of the active heads and the router
+    executed: int  # MACs that the executor computes
 
 
 class AttentionMacs(NamedTuple):
@@ -25,23 +38,60 @@ class AttentionMacs(NamedTuple):
     linears: int  # MACs of projections and router
     scores: int  # MACs of queries times keys, and of the attention matrix times values
     parameters: int
+    executor: str  # that computes it under the conditions asked for
+    reason: str
 
 
 class Macs(NamedTuple):
     """One forward of batch 1."""
 
-    attention: List[AttentionMacs]  # those that can leave heads out
-    other: int  # everything else: linear layers, convolutions, other attention
-    every_head: int  # all, with every head computed
+    modules: List[ModuleMacs]  # in the model's order
+    attention: List[AttentionMacs]
+    every_head: int  # all, with every head computed and the routers
+    conditions: Conditions  # of what is executed
 
     @property
-    def linears(self) -> int:
-        """With active heads alone, without attention scores."""
-        return self.other + sum(layer.linears for layer in self.attention)
+    def parameters(self) -> int:
+        return sum(module.parameters for module in self.modules)
+
+    @property
+    def dense(self) -> int:
+        """With every head and no router."""
+        return sum(module.dense for module in self.modules)
+
+    @property
+    def ideal(self) -> int:
+        """With active heads alone."""
+        return sum(module.ideal for module in self.modules)
+
+    @property
+    def executed(self) -> int:
+        return sum(module.executed for module in self.modules)
 
     @property
     def scores(self) -> int:
-        return sum(layer.scores for layer in self.attention)
+        """Of attention scores, with active heads alone."""
+        return sum(module.ideal for module in self.modules if module.part == "scores")
+
+    @property
+    def linears(self) -> int:
+        """Of all but attention scores, with active heads alone."""
+        return self.ideal - self.scores
+
+    @property
+    def other(self) -> int:
+        """Of all but our attention."""
+        return sum(module.ideal for module in self.modules if not module.part)
+
+
+class Watched(NamedTuple):
+    """What one call of an attention layer showed."""
+
+    layer: HeadMixtureAttention
+    queries: int  # N
+    keys: int  # M
+    choices: int  # that the router made
+    computed: Computed
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -49,64 +99,150 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
+def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE, **named: Tensor) -> Macs:
     """Multiply-accumulates of one forward: linear layers, convolutions, both attention products; no biases, norms, softmax.
 
-    An attention layer is counted by its budget: a token's queries and outputs for its active heads, keys and values for
-    all (other tokens need them) unless the whole sequence runs the same heads, the router for every choice that it made.
-    TransNeXt's attention is counted with every head, also where it skips some. Anything else is counted as computed. The
+    An attention layer is counted three times. Dense: every head, no router. Ideal, by its budget: a token's queries and
+    outputs for its active heads, keys and values for all (other tokens need them) unless the whole sequence runs the same
+    heads, the router for every choice that it made. Executed: the heads that the executor computes which the layer takes
+    under the conditions, see `watch`, and what routers do beside their linear layers: MAE's mixture, MoA's noise, the
+    biases of its experts and the second routing that these take. Anything else is counted as computed. As in torch's counter, TransNeXt's products with the 3 x 3 neighbours are sums, not products. The
     words that a language model with an adaptive vocabulary reads are counted as frequent ones.
 
     Args:
         model: on any device; it is left as it is.
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
+        conditions: how it is called.
     """
-    shadow = copy.deepcopy(model).to("meta").eval()
-    layers: List[AttentionMacs] = []
-    measured = []  # with all heads, by the counter
+    shadow = copy.deepcopy(model).to("meta").train(conditions.train)
+    for module in shadow.modules():
+        if isinstance(module, _NormBase):  # in training it would ask the other processes for their statistics
+            module.eval()
+    found: Dict[str, Watched] = {}
+    computed: Dict[str, Computed] = {}
 
-    def note(name: str):
-        def hook(layer: HeadMixtureAttention, args: tuple, kwargs: dict, output: tuple) -> None:
+    def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
+        def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
             x = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "x"]
-            context = args[1] if len(args) > 1 else kwargs.get("context")
-            layers.append(
-                _attention_macs(name, layer, x.shape[1], (x if context is None else context).shape[1], output)
-            )
-            measured.append(f"{type(shadow).__name__}.{name}")
+            N = M = x.shape[1:-1].numel()
+            if hasattr(layer, "position_bias"):  # TransNeXt's
+                M = args[1].index.shape[0] // N
+            else:
+                context = args[1] if len(args) > 1 else kwargs.get("context")
+                M = M if context is None or not isinstance(context, Tensor) else context.shape[1]
+            # N, or 1 for a whole sequence. A LLaMA-style layer hands its statistics elsewhere, and routes every token.
+            choices = output[1].probs.shape[1] if isinstance(output[1], RoutingStats) else N
+            found[name] = Watched(layer, N, M, choices, computed.get(name) or all_heads(layer))
 
-        return hook
+        copied.register_forward_hook(hook, with_kwargs=True)
+        watch(copied, conditions, lambda what: computed.update({name: what}))
 
-    for name, module in shadow.named_modules():
-        if isinstance(module, HeadMixtureAttention) and not isinstance(module, CosineAttention):
-            module.register_forward_hook(note(name), with_kwargs=True)
+    for name, module in model.named_modules():
+        if isinstance(module, HeadMixtureAttention):
+            attach(name, module, shadow.get_submodule(name))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(*(i.to("meta") for i in inputs), **{key: i.to("meta") for key, i in named.items()})
-    total = counter.get_total_flops() // 2
-    by_module = counter.get_flop_counts()
-    inside = sum(sum(by_module[name].values()) for name in set(measured)) // 2
-    return Macs(layers, total - inside, total)
+    total, by_module = counter.get_total_flops() // 2, counter.get_flop_counts()
+
+    def measured(name: str, module: nn.Module) -> int:
+        """With all heads. A module whose methods are called, and not itself, has what its children have."""
+        own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
+        return max(own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children()))
+
+    return _assemble(model, found, measured, total, conditions)
 
 
-def _attention_macs(name: str, layer: HeadMixtureAttention, N: int, M: int, output: tuple) -> AttentionMacs:
-    b, dim = layer.budget, layer.dim
-    # N, or 1 for a whole sequence. A LLaMA-style layer hands its statistics elsewhere, and routes every token.
-    choices = output[1].probs.shape[1] if isinstance(output[1], RoutingStats) else N
-    noise = getattr(layer.router, "noise", None)  # of MoA, in training only
-    gates = [m for m in layer.router.modules() if isinstance(m, nn.Linear) and m is not noise]
-    routing = choices * sum(m.weight.numel() for m in gates)
+def _assemble(
+    model: nn.Module, found: Dict[str, Watched], measured: Callable, total: int, conditions: Conditions
+) -> Macs:
+    rows: List[ModuleMacs] = []
+    attention: List[AttentionMacs] = []
+    seen: Set[nn.Parameter] = set()
+    left = total  # MACs that no row has yet
+
+    def new_parameters(*modules: nn.Module) -> int:
+        new = {p for module in modules for p in module.parameters()} - seen
+        seen.update(new)
+        return sum(p.numel() for p in new)
+
+    def visit(name: str, module: nn.Module) -> None:
+        nonlocal left
+        if name in found:
+            macs, whole = _attention_macs(name, found[name]), measured(name, module)
+            attention.append(macs)
+            rows.extend(_parts(name, found[name], macs, measured, whole, new_parameters))
+            left -= whole
+        elif not name or any("Attention" in type(m).__name__ for m in module.modules() if m is not module):
+            for key, child in module.named_children():
+                visit(f"{name}.{key}".lstrip("."), child)
+        else:
+            macs = measured(name, module)
+            table = not macs and any(isinstance(m, nn.Embedding) for m in module.modules())
+            rows.append(ModuleMacs(name, "table" if table else "", new_parameters(module), macs, macs, macs))
+            left -= macs
+
+    visit("", model)
+    rows.append(ModuleMacs("rest", "", new_parameters(model), left, left, left))
+    return Macs([row for row in rows if any(row[2:])], attention, total, conditions)
+
+
+def _attention_macs(name: str, watched: Watched) -> AttentionMacs:
+    layer, K = watched.layer, watched.computed.active
     # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
-    query_heads = b.heads if layer.needs_query else b.active
-    skips_keys = layer.scope == "sample" and not layer.grouped
-    key_heads = b.active if skips_keys else layer.kv_heads
-    per_head = dim * b.head_dim
+    once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
+    queries = layer.num_heads if layer.needs_query else K
+    keys = K if once and not layer.grouped else layer.kv_heads
     return AttentionMacs(
         name=name,
         router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
-        budget=b,
-        dim=dim,
-        queries=N,
-        keys=M,
-        linears=routing + per_head * (N * query_heads + 2 * M * key_heads + N * b.active),
-        scores=2 * N * M * b.active * b.head_dim,
+        budget=layer.budget,
+        dim=layer.dim,
+        queries=watched.queries,
+        keys=watched.keys,
+        linears=_routing(watched) + _projections(watched, queries, keys, K),
+        scores=_scores(watched, K),
         parameters=count_parameters(layer),
+        executor=watched.computed.executor,
+        reason=watched.computed.reason,
     )
+
+
+def _routing(watched: Watched) -> int:
+    router = watched.layer.router
+    noise = getattr(router, "noise", None)  # of MoA, in training only
+    gates = [m for m in router.modules() if isinstance(m, nn.Linear) and m is not noise]
+    return watched.choices * sum(m.weight.numel() for m in gates)
+
+
+def _projections(watched: Watched, queries: int, keys: int, outputs: int) -> int:
+    """MACs of q, k, v and o with these numbers of heads."""
+    layer, N, M = watched.layer, watched.queries, watched.keys
+    if isinstance(layer, AggregatedAttention):
+        M += N  # the neighbours' keys beside the pooled ones
+    return layer.dim * layer.head_dim * (N * queries + 2 * M * keys + N * outputs)
+
+
+def _scores(watched: Watched, heads: int) -> int:
+    layer, N, M = watched.layer, watched.queries, watched.keys
+    window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
+    return (2 * N * M + window) * heads * layer.head_dim
+
+
+def _parts(
+    name: str, watched: Watched, macs: AttentionMacs, measured: Callable, whole: int, new_parameters: Callable
+) -> List[ModuleMacs]:
+    """The rows of an attention layer; whole: its MACs with all heads, and with what the formulas leave out."""
+    layer, did, routing = watched.layer, watched.computed, _routing(watched)
+    H, G = layer.num_heads, layer.kv_heads
+    projections, scores = _projections(watched, H, G, H), _scores(watched, H)
+    ours = {layer.router, *layer.projections}
+    other = sum(measured(f"{name}.{key}", child) for key, child in layer.named_children() if child not in ours)
+    return [
+        ModuleMacs(
+            name, "projections", new_parameters(*layer.projections), projections, macs.linears - routing,
+            _projections(watched, did.queries, did.keys, did.outputs),
+        ),
+        ModuleMacs(name, "scores", 0, scores, macs.scores, _scores(watched, did.scores)),
+        ModuleMacs(name, "router", new_parameters(layer.router), 0, routing, whole - projections - scores - other),
+        ModuleMacs(name, "other", new_parameters(layer), other, other, other),
+    ]  # fmt: skip

@@ -1,20 +1,28 @@
-"""A model in a few lines: sizes, budget of every layer, parameters, MACs."""
+"""A model in a few lines: sizes, budget of every layer, parameters and MACs of every module."""
+
+import textwrap
+from collections import Counter, defaultdict
+from typing import Dict, List, Sequence, Tuple
 
 from torch import Tensor, nn
 
-from moh_vision.analysis.counting import count_macs, count_parameters
+from moh_vision.analysis.calls import ALONE, Conditions
+from moh_vision.analysis.counting import Macs, count_macs, count_parameters
 from moh_vision.attention import head_budget
 
+WIDTH = 100  # columns of the text
 
-def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
+
+def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE, **named: Tensor) -> str:
     """Text for `--dry-run`.
 
     Args:
         name: what to call it.
         inputs, named: arguments of one forward, batch 1; only their shapes matter.
+        conditions: how the run calls the model, which decides what is executed.
     """
     budget = head_budget(model)
-    macs = count_macs(model, *inputs, **named)
+    macs = count_macs(model, *inputs, conditions=conditions, **named)
     shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
@@ -31,8 +39,94 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
     lines += [
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
-        f"MACs:         {macs.every_head:,} (one forward, batch 1, every head computed)",
+        "",
+        *module_table(macs),
     ]
-    if any(layer.budget.active < layer.budget.heads for layer in macs.attention):
-        lines.append(f"              {macs.linears + macs.scores:,} (active heads only)")
     return "\n".join(lines)
+
+
+def module_table(macs: Macs) -> List[str]:
+    """Lines of a table of modules, those that are alike in one row, then the totals and what decides what is executed."""
+
+    def shown(*numbers: int) -> List[str]:  # parameters, then MACs
+        return [f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)]
+
+    rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal", "executed")]
+    for label, number, *values in _groups(macs):
+        rows.append((label, f"{number} x" if number > 1 else "", *shown(*values)))
+    rows.append(("total", "", *shown(macs.parameters, macs.dense, macs.ideal, macs.executed)))
+    ideal, executed = (f"{100 * n / macs.dense:.1f} %" for n in (macs.ideal, macs.executed))
+    return [
+        *aligned(rows),
+        "",
+        f"MACs:         {macs.dense:,} dense (every head, no router): {ideal} of dense ideal, {executed} executed",
+        "ideal:        the active heads alone, and the routers",
+        f"executed:     {macs.conditions}",
+        *_executors(macs),
+    ]
+
+
+def _groups(macs: Macs) -> List[Tuple]:
+    """(label, number of modules, parameters, dense, ideal, executed) of modules alike, and of all without MACs together."""
+    size = Counter()  # of a module; layers of one name and different size are not alike
+    for row in macs.modules:
+        size[row.name] += row.dense
+    groups: Dict[tuple, list] = defaultdict(list)
+    for row in macs.modules:
+        counts = row.part == "table" or row.dense or row.executed
+        groups[(_split(row.name)[0], size[row.name], row.part) if counts else None].append(row)
+    small = groups.pop(None, [])
+    found = [
+        (f"{_label([row.name for row in rows])} {key[2]}".rstrip(), len(rows), *_sums(rows))
+        for key, rows in groups.items()
+    ]
+    return found + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
+
+
+def _sums(rows: Sequence[tuple]) -> List[int]:
+    return [sum(column) for column in list(zip(*rows))[2:]]
+
+
+def _split(name: str) -> Tuple[str, int]:
+    """A module's name with its last number as *, and this number: blocks.3.mlp -> blocks.*.mlp, 3; -1 without one."""
+    parts = name.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=None)
+    if last is None:
+        return name, -1
+    return ".".join([*parts[:last], "*", *parts[last + 1 :]]), int(parts[last])
+
+
+def _label(names: Sequence[str]) -> str:
+    """One name for modules alike: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
+    return _split(names[0])[0].replace("*", _ranges(sorted(_split(name)[1] for name in names)))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: List[List[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _executors(macs: Macs) -> List[str]:
+    """For every executor and reason the layers."""
+    layers: Dict[tuple, Dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for layer in macs.attention:
+        layers[layer.executor, layer.reason][_split(layer.name)[0]].append(layer.name)
+    lines = []
+    for (executor, reason), alike in layers.items():
+        text = f"{executor} in {', '.join(map(_label, alike.values()))}: {reason}"
+        lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 16)
+    return lines
+
+
+def aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:
+    """Rows of equal length as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    ]

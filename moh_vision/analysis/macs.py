@@ -6,7 +6,8 @@ python -m moh_vision.analysis.macs moh_vit_small_patch16_224
 PRESET is a text preset or the name of one of our image models. The papers count a forward of batch 1: linear layers with
 the active heads alone, no attention scores; 10 source and 10 target tokens for translation with 32,000 words to choose
 from, 128 tokens for masked language models (Zhang 2022, appendix E). The rows of masked models with MoA (table 2) equal
-linear layers plus twice the attention scores.
+linear layers plus twice the attention scores. Below that, the table of modules that `--dry-run` prints of a run: dense,
+ideal, and as executed here without gradients.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
+from moh_vision.analysis.describe import aligned, module_table
 from moh_vision.engine.commands import Parser, exit_code
 from moh_vision.models.registry import registered
 from moh_vision.models.weights import FAMILIES
@@ -118,7 +120,8 @@ def report(preset: str, found: Count) -> str:
     ]
     if not macs.attention:
         rows.append(("MACs", f"{macs.every_head:,}", "-", ""))
-        return "\n".join([found.about, "", *_aligned(rows), "", "Attention computes every head in this model."])
+        notes = ["Attention computes every head in this model."]
+        return "\n".join([found.about, "", *aligned(rows), "", *notes, "", *module_table(macs)])
     twice = preset.startswith("mlm_moa")  # as table 2 counts
     rows += [
         (
@@ -156,15 +159,7 @@ def report(preset: str, found: Count) -> str:
         notes.append(
             "Its table 2 has linear layers and twice the scores for MoA, linear layers alone for the dense model."
         )
-    return "\n".join([found.about, "", *_aligned(rows), "", *notes])
-
-
-def _aligned(rows: List[Tuple[str, ...]]) -> List[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    ]
+    return "\n".join([found.about, "", *aligned(rows), "", *notes, "", *module_table(macs)])
 
 
 def _beside(counted: int, paper: Optional[float]) -> Tuple[str, str]:

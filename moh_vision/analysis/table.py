@@ -428,7 +428,7 @@ def _general_notes(kind: str, averaged: bool) -> List[str]:
     inputs = dict(classification="an image", diffusion="an image")
     inputs[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
     notes = [
-        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone (TransNeXt: every head), with "
+        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone, with "
         "attention scores; the papers leave these out or count them twice (moh_vision.analysis.macs)."
     ]
     return ["Mean ± standard deviation over runs that differ in nothing but the seed.", *notes] if averaged else notes

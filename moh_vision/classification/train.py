@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from moh_vision.analysis import HeadLoad, describe
+from moh_vision.analysis import Conditions, HeadLoad, describe
 from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
 from moh_vision.classification.config import ClsConfig
@@ -67,7 +67,8 @@ def train(run: Run) -> None:
     img_size = arguments["img_size"]
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        return print(describe(config.model.name, model, torch.zeros(1, source.channels, img_size, img_size)))
+        example, conditions = torch.zeros(1, source.channels, img_size, img_size), Conditions(**run.conditions())
+        return print(describe(config.model.name, model, example, conditions=conditions))
     checkpoint = run.take_up(stop)
     if checkpoint:
         keep_shared_heads(model, checkpoint)

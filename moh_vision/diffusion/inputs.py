@@ -10,6 +10,7 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
+from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.data.batches import image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
@@ -90,6 +91,10 @@ class PixelInputs:
         """What to record of the VAE; None: there is none."""
         return self.space and dataclasses.asdict(self.space)
 
+    def describe_vae(self) -> str:
+        """Lines for `--dry-run`; nothing without a VAE."""
+        return ""
+
 
 class CachedInputs(PixelInputs):
     """Diffusion on stored latents."""
@@ -106,6 +111,12 @@ class CachedInputs(PixelInputs):
             if space.sha256 != self.space.sha256:
                 raise ValueError(f"vae {space}: the latents in {root} were made with another one, {self.space}")
             self.space = space
+
+    def describe_vae(self) -> str:
+        size = "" if self.vae is None else f"{count_parameters(self.vae):,} parameters, "
+        return (
+            f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count\n"
+        )
 
     def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedLatents:
         return NoisedLatents(self.source, seed, num_timesteps, label_drop, flip=self.augment == "flip")
@@ -126,6 +137,14 @@ class EncodedInputs(PixelInputs):
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
         self.channels = self.space.latent_channels
+
+    def describe_vae(self) -> str:
+        encoder, channels = self.vae.encoder, self.vae.config.in_channels
+        macs = count_macs(encoder, torch.zeros(1, channels, self.pixels, self.pixels)).dense
+        return (
+            f"VAE:          {self.space}: {count_parameters(self.vae):,} parameters, frozen, no part of the model\n"
+            f"              its encoder runs in every step: {macs:,} MACs an image, which stored latents spare\n"
+        )
 
     def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> ImagesToEncode:
         channels = self.vae.config.in_channels

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from timm.optim import create_optimizer_v2
 
-from moh_vision.analysis import describe
+from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
@@ -54,7 +54,9 @@ def train(run: Run) -> None:
         elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
-        return print(describe(config.model.name, model, example, zeros, zeros))
+        conditions = Conditions(**run.conditions())
+        print(describe(config.model.name, model, example, zeros, zeros, conditions=conditions))
+        return print(inputs.describe_vae(), end="")
     checkpoint = run.take_up(config.max_steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)

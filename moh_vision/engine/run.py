@@ -129,6 +129,13 @@ class Run:
         sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
         return dict(sizes, start=self.start, stop=self.stop)
 
+    def conditions(self) -> dict:
+        """How a training step calls the model: what `analysis.calls.Conditions` is made of."""
+        c, a = self.config, self.accelerator
+        batch = max(1, c.optim.batch_size // (c.optim.accumulation * a.num_processes))
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(c.mixed_precision)
+        return dict(batch=batch, device=a.device, dtype=dtype, train=True, compiled=c.compile)
+
     def take_model(self, model: nn.Module, routers: List[nn.Module], elastic=None) -> None:
         """Take the model that is trained, and refuse what cannot be.
 

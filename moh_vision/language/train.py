@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from timm.optim import param_groups_weight_decay
 
-from moh_vision.analysis import describe
+from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.early_stop import Patience, earlier_losses
@@ -62,7 +62,9 @@ def train(run: Run) -> None:
     check_gate_modes(model, config.generate.gate_modes)
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        return print(describe(config.model.name, model, **text.example()))
+        example, conditions = text.example(), Conditions(**run.conditions())
+        conditions = conditions._replace(batch=text.micro_batch(conditions.batch))
+        return print(describe(config.model.name, model, conditions=conditions, **example))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError("max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained")
     micro_batches = o.accumulation * accelerator.num_processes

@@ -11,6 +11,7 @@ from tiny_vae import save_tiny_vae
 
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
+from moh_vision.diffusion.latents import load_vae
 from moh_vision.diffusion.latents.__main__ import main as write_latents
 from moh_vision.models.weights import from_run
 
@@ -137,6 +138,28 @@ def test_training(made, tmp_path, kind):
         with safe_open(file, "pt") as opened:
             assert not [name for name in opened.keys() if "encoder" in name or "quant_conv" in name], file
     train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
+
+
+def test_a_dry_run_counts_the_vae_apart(made, tmp_path, capsys):
+    def lines(*argv):
+        train_dit.main([*ARGV, "--output", str(tmp_path / "run"), *argv, "--dry-run"])
+        return [line for line in capsys.readouterr().out.splitlines() if "VAE:" in line or "encoder" in line]
+
+    size = sum(p.numel() for p in load_vae(made["vae"]).parameters())
+    about, encoder = lines("--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16")
+    assert f"{size:,} parameters, frozen, no part of the model" in about
+    first, inside, last = (
+        3 * 8 * 9 * 16 * 16,
+        2 * 8 * 8 * 9,
+        8 * 8 * 9,
+    )  # 3 x 3 convolutions of 16 x 16, then 8 x 8 pixels
+    middle = 2 * inside * 64 + 4 * 64 * 8 * 8 + 2 * 64 * 64 * 8  # two residual blocks, and attention between them
+    macs = first + inside * 256 + last * 64 + inside * 64 + middle + last * 64
+    assert f"its encoder runs in every step: {macs:,} MACs" in encoder
+    for more in ([], ["--vae", made["vae"]]):
+        (about,) = lines("--data.root", made["cache"], *more)
+        assert "latents are stored: it does not count" in about and (f"{size:,}" in about) == bool(more)
+    assert lines("--model.patch_size", "4") == []
 
 
 def test_pixel_runs_have_no_vae(tmp_path):
