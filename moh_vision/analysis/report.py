@@ -20,6 +20,8 @@ import matplotlib
 import numpy as np
 
 from moh_vision.analysis.describe import describe
+from moh_vision.analysis.head_load import draw
+from moh_vision.analysis.loads import FILE, HeadLoad
 from moh_vision.analysis.report_figures import (
     MOST_CLASSES,
     Curve,
@@ -28,6 +30,7 @@ from moh_vision.analysis.report_figures import (
     draw_confusion,
     draw_curves,
     embed,
+    inline_svg,
     svg_settings,
 )
 from moh_vision.analysis.table import (
@@ -129,7 +132,7 @@ def _part(kind: str, runs: Named) -> Dict[str, Any]:
         models=models,
         unweighted=unweighted,
     )
-    part["loads"] = _loads(runs, dense)
+    part.update(_loads(runs, dense))
     part.update(_samples(runs if kind == "diffusion" else {}))
     part.update(_confusions(runs if kind == "classification" else {}))
     part.update(_translations(runs if kind == TEXT["mt"] else {}))
@@ -175,20 +178,31 @@ def _models(runs: Named) -> Tuple[List[Tuple[str, str]], List[Picture], List[str
         models.append((names, describe(run.model, model, *inputs, **named)))
         layers = head_budget(model)["layers"]
         if any(layer["active"] < layer["heads"] for layer in layers):
-            budgets.append(draw_budget(layers, run.kind in TEXT.values(), f"{names}: heads of each layer"))
+            budgets.append(draw_budget(layers, f"{names}: heads of each layer"))
         else:
             dense += group
     return models, budgets, missing, dense
 
 
-def _loads(runs: Named, dense: Sequence[str]) -> List[Picture]:
-    titles = {"head_usage.png": "share of tokens that run each head", "gate_load.png": "load of the gates"}
-    return [
-        embed(run.folder / file, LOADS, f"{name}: {title}")
-        for name, run in runs.items()
-        for file, title in titles.items()
-        if (run.folder / file).is_file() and not (name in dense and file == "head_usage.png")
-    ]
+def _loads(runs: Named, dense: Sequence[str]) -> Dict[str, list]:
+    loads, missing = [], []
+    for name, run in runs.items():
+        usage, gates = run.folder / "head_usage.png", run.folder / "gate_load.png"
+        if (run.folder / FILE).is_file():
+            load = HeadLoad.read(run.folder / FILE)
+            for by in load.groups if load.choosing() else ():
+                loads.append(
+                    inline_svg(draw(load, "map", by)[0], f"{name}: share of tokens that run each head, by {by}")
+                )
+        elif usage.is_file() and name not in dense:  # of an earlier version, or sample.py's
+            loads.append(embed(usage, LOADS, f"{name}: share of tokens that run each head"))
+        elif name not in dense and not gates.is_file():
+            missing.append(
+                f"{name} has no {FILE}: training of classifiers and text writes it at its end, sample.py has --head-load"
+            )
+        if gates.is_file():
+            loads.append(embed(gates, LOADS, f"{name}: load of the gates"))
+    return dict(loads=loads, without_load=missing)
 
 
 def _samples(runs: Named) -> Dict[str, list]:

@@ -15,14 +15,15 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
-from moh_vision.analysis.figures import NAME_LENGTH, plt
+from moh_vision.analysis.figures import plt
+from moh_vision.analysis.head_load import short_names, shortened
 from moh_vision.engine.commands import reason_of
 
 Curve = Tuple[Sequence[int], Sequence[float]]  # steps that were done, values
 POINTS = 400  # of a curve
 MOST_CLASSES = 30  # of a confusion matrix that is drawn
 MOST_BYTES = 150_000  # of a picture that is taken as it is
-_salts = itertools.count()
+_numbers = itertools.count()  # of figures in a page
 
 
 class Picture(NamedTuple):
@@ -60,16 +61,16 @@ def draw_curves(title: str, curves: Dict[str, Curve], colours: Dict[str, str], l
     return inline_svg(figure)
 
 
-def draw_budget(layers: Sequence[dict], named: bool, caption: str) -> Picture:
+def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
     """The heads of each layer: shared, routed and not run.
 
     Args:
         layers: of `head_budget`.
-        named: label the layers with their names instead of numbers.
         caption: below it.
     """
-    names = [layer["name"] if named else str(number) for number, layer in enumerate(layers)]
-    height = 2.2 + (0.055 * max(map(len, names)) if named else 0)
+    names = short_names([layer["name"] for layer in layers], range(len(layers)))
+    wordy = max(map(len, names)) > 3
+    height = 2.8 if wordy else 2.2
     figure, axes = plt.subplots(figsize=(min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5), height), layout="constrained")
     below = np.zeros(len(layers))
     rest = [layer["heads"] - layer["active"] for layer in layers]
@@ -78,8 +79,8 @@ def draw_budget(layers: Sequence[dict], named: bool, caption: str) -> Picture:
         axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=kind)
         below += heads
     nth = math.ceil(len(layers) / 40)
-    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=60 if named else 0)
-    if named:
+    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=45 if wordy else 0)
+    if wordy:
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer", fontsize=9)
     axes.set_ylabel("heads that a token runs", fontsize=9)
@@ -108,7 +109,7 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
             if images:
                 colour = "white" if share[row, column] > 0.5 else "black"
                 axes.text(column, row, images, ha="center", va="center", fontsize=7, color=colour)
-    names = [name[:NAME_LENGTH] for name in classes]
+    names = [shortened(name) for name in classes]
     short = max(map(len, names)) <= 2
     axes.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if short else 90)
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -119,13 +120,17 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 
 def inline_svg(figure, caption: str = "") -> Picture:
     """A figure of matplotlib as an element of a page, drawn within `svg_settings`; it is closed."""
-    # What is referred to by an id has a salted one; the names of groups would be the same in every figure.
-    matplotlib.rcParams["svg.hashsalt"] = str(next(_salts))
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     width = round(96 * figure.get_figwidth())
     plt.close(figure)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", text.getvalue())
+    number = next(_numbers)
+
+    def own(tag: re.Match) -> str:
+        """An id is one of the page's: other figures have the same names."""
+        return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", tag[0])
+
+    svg = re.sub("<[^<>]+>", own, text.getvalue())
     return Picture(Markup(svg[svg.index("<svg") :]), width, caption)
 
 

@@ -100,6 +100,7 @@ def test_runs_of_each_kind(runs, tmp_path):
     assert page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
     assert "images of each class by what they were taken for" in page.text and "cls: heads of each layer" in page.text
     assert "text: load of the gates" in page.text
+    assert "cls: share of tokens that run each head, by class" in page.text and "dit has no head_load.json" in page.text
     # A translation stands below its source and its reference.
     lines = (runs / "text" / "translations.txt").read_text().splitlines()
     source = Path(small_runs.pairs(), "val.de").read_text().splitlines()
@@ -115,7 +116,9 @@ def test_runs_of_each_kind(runs, tmp_path):
 def test_what_is_missing_is_said(runs, tmp_path):
     for kind in ("cls", "dit", "text"):
         shutil.copytree(runs / kind, tmp_path / kind)
-        for file in ("environment.jsonl", "results.json", "confusion.json", "translations.txt", "head_usage.png"):
+        for (
+            file
+        ) in "environment.jsonl results.json confusion.json translations.txt head_load.json head_usage.png".split():
             (tmp_path / kind / file).unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "dit" / "previews")
     for file in (tmp_path / "cls").glob("*.safetensors"):
@@ -127,6 +130,7 @@ def test_what_is_missing_is_said(runs, tmp_path):
         f"{tmp_path / 'cls'} has no results.json: the run has not ended yet",
         "cls has no confusion.json: a run writes it at its end",
         f"{tmp_path / 'cls'} holds no ema.safetensors",
+        "cls has no head_load.json: training of classifiers",
         "dit has no samples: --preview.every N draws",
         "text has no translations.txt",
         "dit has no environment.jsonl: it was started by an earlier version",
@@ -145,8 +149,8 @@ def test_names_are_escaped(runs, tmp_path):
     (run / "confusion.json").write_text(json.dumps(confusion))
     (run / "environment.jsonl").write_text(json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n")
     page = made(tmp_path, run, runs / "cls")
-    assert page.tags.count("img") == 2  # both of head_usage.png
-    assert run.name in page.text and name[:24] in page.text and "<script>3</script>" in page.text
+    assert "img" not in page.tags
+    assert run.name in page.text and name[:21] in page.text and "<script>3</script>" in page.text
 
 
 def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
@@ -154,7 +158,9 @@ def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
     counts = [[n, n, 50] for n in range(1000)] + [[n, (n + 1) % 1000, n % 7] for n in range(1000)] + [[3, 900, 30]]
     file = tmp_path / "run" / "confusion.json"
     file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
+    (tmp_path / "run" / "head_load.json").unlink()  # as earlier versions left a run
     page = made(tmp_path, tmp_path / "run")
+    assert page.tags.count("img") == 1 and "run: share of tokens that run each head" in page.text  # head_usage.png
     titles = "class taken for images % of the class"
     assert f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7" in page.text
     assert page.text.count("class 9") < 10  # 20 pairs of 1,000
@@ -174,6 +180,9 @@ def test_large_pictures_are_made_smaller(runs, tmp_path):
     Image.fromarray(noise).save(tmp_path / "large.png")
     picture = embed(tmp_path / "large.png", 400, "a & b")
     assert picture.width == 400 and len(picture.markup) < 300_000 and 'alt="a &amp; b"' in picture.markup
+    (tmp_path / "large.png").write_text("no picture")
+    with pytest.raises(ValueError, match="large.png is no picture that can be read"):
+        embed(tmp_path / "large.png", 400)
     small = embed(runs / "dit" / "previews" / "step_4.png", 400)
     assert small.markup.startswith('<img src="data:image/png;base64,')
 
@@ -201,7 +210,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         ("confusion.json", '{"classes": ["a"], "counts": "x"}', "expected classes, and counts"),
         ("environment.jsonl", "[]\n", "environment.jsonl: expected keys and values, found list"),
         ("metrics.jsonl", '{"step": 0, "loss": "x"}\n', "metrics.jsonl: loss 'x'; expected a number"),
-        ("head_usage.png", "x", "head_usage.png is no picture that can be read"),
+        ("head_load.json", "x", "head_load.json: not a file of head loads"),
     ):
         kept = (tmp_path / "run" / file).read_bytes()
         (tmp_path / "run" / file).write_text(text)
