@@ -20,7 +20,15 @@ from timm.utils import AttentionExtract
 from torch import Tensor, nn
 
 from moh_vision.analysis.figures import plt, write_figure
-from moh_vision.analysis.patches import CELL, cell_grid, check_new_figure, draw_cells, draw_map, open_run, patch_grid
+from moh_vision.analysis.patches import (
+    CELL,
+    cell_grid,
+    check_new_figure,
+    draw_cells,
+    draw_map,
+    open_with_image,
+    patch_grid,
+)
 from moh_vision.attention import attention_layers, head_budget, token_heads
 from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.foveal_attention import AggregatedAttention
@@ -131,7 +139,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         options, rest = parser.parse_with_rest(argv, "RUN")
         check_new_figure(options.output)
         token = token_of(options.token)
-        opened = open_run(options.checkpoint, options.image, rest, "attention_maps")
+        opened = open_with_image(options.checkpoint, options.image, rest, "attention_maps")
         layer = len(attention_layers(opened.model)) - 1 if options.layer is None else options.layer
         maps = attention_maps(opened.model, opened.image, layer, token)
         of = "the class token" if maps.token == "cls" else f"patch {maps.token[0]},{maps.token[1]}"

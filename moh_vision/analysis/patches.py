@@ -140,7 +140,7 @@ def chosen_layers(layers: Optional[Sequence[int]], count: int) -> List[int]:
     return list(layers or sorted({(count - 1) // 2, count - 1}))
 
 
-def open_run(checkpoint: str, image: str, rest: Sequence[str], command: str) -> OneImage:
+def open_with_image(checkpoint: str, image: str, rest: Sequence[str], command: str) -> OneImage:
     """The classifier of RUN and the image of --image; `rest` are options of validate.py.
 
     Raises:
@@ -172,7 +172,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")
         check_new_figure(options.output)
-        opened = open_run(options.checkpoint, options.image, rest, "patches")
+        opened = open_with_image(options.checkpoint, options.image, rest, "patches")
         found = patch_heads(opened.model, opened.image)
         layers = [(number, found[number]) for number in chosen_layers(options.layer, len(found))]
         figure = draw_patch_heads(layers, opened.seen, f"{opened.about['model']}, {Path(options.image).name}")
