@@ -73,6 +73,8 @@ def watch(layer: nn.Module, conditions: Conditions, note: Callable[[Computed], N
             note(_computed(layer, name, reason, call))
 
     def by_name(call: Call) -> tuple:
+        if not layer.fused_attn:
+            return "masked", "fused_attn is False"
         return choose(layer, call) if layer.executor == "auto" else (layer.executor, "as configured")
 
     def execute(call: Call, name: Optional[str] = None) -> Tensor:
@@ -84,7 +86,7 @@ def watch(layer: nn.Module, conditions: Conditions, note: Callable[[Computed], N
             packed = kind.skips_heads(layer, call.x, call.routing) and not conditions.compiled
             return ("packed", "it pays here") if packed else ("masked", "skipping heads does not pay here")
 
-        decide(Call(x, routing, dropout_p=layer.attn_drop if layer.training else 0.0), decision)
+        decide(Call(x, routing, dropout_p=layer.attn_drop.p if layer.training else 0.0), decision)
         return False
 
     def executor_of(x: Tensor, routing: Routing, mask: Optional[Tensor], rotary, past, **kwargs) -> None:

@@ -178,6 +178,10 @@ def test_conditions_decide(monkeypatch):
     norms = vit(router="query_norm")
     assert executors(norms) == {"packed"} and executors(norms, train=True) == {"masked"}  # its gradient needs all heads
     assert executors(vit(), compiled=True) == {"masked"} and executors(vit()) == {"packed"}
+    unfused = vit()
+    for layer in attention_layers(unfused):
+        layer.fused_attn = False
+    assert executors(unfused) == {"masked"}
     seen = []
     original = auto.choose_operators
     monkeypatch.setattr(auto, "choose_operators", lambda layer, call: seen.append(call) or original(layer, call))
