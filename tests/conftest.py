@@ -19,6 +19,10 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{name}: of timm's own tests")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record-curves", action="store_true", help="record the loss curves of tests/golden anew")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

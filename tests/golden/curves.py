@@ -1,0 +1,198 @@
+"""Loss curves of short runs through the real training scripts, in float64: what is run, and what is recorded of it."""
+
+import contextlib
+import json
+import math
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Iterable, List
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from small_text import ENGLISH, write_pairs, write_plain
+from test_train_text_clm import words
+from tiny_vae import save_tiny_vae
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
+from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.engine import run as engine_run
+from moh_vision.engine.step import Step
+from moh_vision.language import train as train_text
+
+HERE = Path(__file__).parent
+STEPS = 20
+# Relative. docs/testing.md has the differences between threads and instruction sets that it was chosen from.
+TOLERANCE = 1e-5
+TOLERANCE_IN_FLOAT32 = 2e-4
+PACKAGES = ("torch", "timm", "transformers", "tokenizers", "scikit-learn")
+
+VIT = (
+    "--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 16 --data.workers 0 "
+    "--optim.lr 3e-2 --optim.warmup_steps 5 "
+)
+DIT = (
+    "--config configs/quickstart/dit.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 16 "
+    "--optim.lr 1e-2 --optim.warmup_steps 5 "
+)
+TEXT = (
+    "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
+    "--optim.lr 3e-3 --optim.warmup_steps 5 "
+)
+PAIRS = (
+    TEXT + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.root {pairs} --data.source de "
+    "--data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 "
+)
+PLAIN = TEXT + "--model.kwargs.num_hidden_layers 2 --data.root {plain} --data.block 16 --optim.batch_size 8 "
+# name -> (script, its options)
+CASES = {
+    "vit_moh_token": (train_cls, VIT + "--optim.accumulation 2 --label_smoothing 0.1"),
+    "vit_moh_paper_gates": (train_cls, VIT + "--model.router_kwargs.gate_scale paper"),
+    "vit_moh_sample": (
+        train_cls,
+        VIT + "--model.scope sample --model.kwargs.drop_path_rate 0.1 --optim.layer_decay 0.8",
+    ),
+    "vit_query_norm": (train_cls, VIT + "--model.router query_norm --mix.mixup 0.8 --mix.cutmix 1.0"),
+    "vit_moa": (train_cls, VIT + "--optim.lr 1e-2 --model.router moa --model.head_budget [[0,2],[0,2]]"),
+    "vit_mae": (train_cls, VIT + "--model.router mae --model.head_budget null"),
+    "transnext_moh": (
+        train_cls,
+        "--model.name moh_transnext_small_75 --model.kwargs.embed_dims [12,24,24,48] --model.kwargs.num_heads [2,4,4,8] "
+        "--model.kwargs.depths [1,2,1,2] --model.head_budget [[2,0],[0,2],[1,2],[4,2]] --data.root digits "
+        "--data.img_size 32 --data.workers 0 --optim.batch_size 4 --optim.lr 1e-3",
+    ),
+    "dit_pixels": (train_dit, DIT + "--label_drop 0.1"),
+    "dit_pixels_sample": (train_dit, DIT + "--model.scope sample --learn_sigma false"),
+    "dit_latents": (train_dit, DIT + "--data.root {latents} --data.augment flip"),
+    "translation_mae": (train_text, PAIRS + "--model.name mt_mae_7 --block_descent.period 2"),
+    "translation_moa": (train_text, PAIRS + "--model.name mt_moa_2K4E16D"),
+    "masked_moa": (train_text, PLAIN + "--model.name mlm_moa_2K4E16D --data.merges 30 --optim.weight_decay 0.1"),
+    "causal_moh": (train_text, PLAIN + "--model.name clm_moh_small_75 --data.merges 30"),
+    "causal_mae_adaptive": (
+        train_text,
+        PLAIN + "--model.name clm_wt103_mae_7 --data.words 0 --data.context 8 --model.kwargs.adaptive_cutoffs [6] "
+        "--label_smoothing 0 --block_descent.mode joint",
+    ),
+    "llama_converted": (
+        train_text,
+        "--model.name clm_pretrained --model.pretrained {llama} --model.head_budget [[1,1],[1,2]] --data.root {plain} "
+        "--data.tokenizer {words} --data.block 16 --optim.batch_size 8 --optim.lr 3e-3 --optim.warmup_steps 5",
+    ),
+}
+
+
+def write_data(folder: Path) -> dict:
+    """The data of all cases, by the names in their options."""
+    made = dict(pairs=write_pairs(folder / "pairs", train=60), plain=write_plain(folder / "plain"))
+    made["words"], made["llama"] = words(folder / "words", ENGLISH), folder / "llama"
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=64, **sizes)).save_pretrained(made["llama"])
+    vae, made["latents"] = save_tiny_vae(folder / "vae"), folder / "latents"
+    argv = f"--vae {vae} --data digits --out {made['latents']} --size 8 --dtype float32 --workers 0"
+    assert write_latents(argv.split()) == 0
+    return made
+
+
+def in_float64(batch: dict) -> dict:
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+
+@contextlib.contextmanager
+def recorded(double: bool):
+    """Records the losses of every step of the runs inside, whose steps are in float64 if asked.
+
+    Weights, augmentation and noise are drawn as in float32, and validation is in float32 as it always is.
+    """
+    rows, take, steps = [], engine_run.Run.take_model, engine_run.Run.steps
+
+    class Recorded(Step):
+        def __call__(self, number, batches, epoch, **more):
+            updated = super().__call__(number, map(in_float64, batches) if double else batches, epoch, **more)
+            names = [name for name in self.losses[0] if name != "head_runs"]
+            rows.append({name: sum(float(v[name]) for v in self.losses) / len(self.losses) for name in names})
+            return updated
+
+    def take_double(self, model, *more):
+        take(self, model.double(), *more)
+
+    def steps_then_float(self):
+        yield from steps(self)
+        for model in filter(None, (self.model, self.ema and self.ema.module)):
+            model.float()
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(engine_run, "Step", Recorded))
+        if double:
+            patches.enter_context(patch.object(engine_run.Run, "take_model", take_double))
+            patches.enter_context(patch.object(engine_run.Run, "steps", steps_then_float))
+        yield rows
+
+
+def curve(case: str, data: dict, output: Path, double: bool = True, more: str = "") -> dict:
+    """Name of each loss -> its values over the steps; and of what the run ends with: its weights and validation loss."""
+    script, options = CASES[case]
+    argv = [*options.format(**data).split(), *more.split(), "--max-steps", str(STEPS), "--output", str(output)]
+    with recorded(double) as rows:
+        script.main(argv)
+    found = {name: [row[name] for row in rows] for name in rows[0]}
+    weights = load_file(output / "model.safetensors")
+    found["weights"] = [float(sum(w.double().abs().sum() for w in weights.values()))]
+    if (output / "ema.safetensors").exists():
+        average = load_file(output / "ema.safetensors")
+        found["ema_distance"] = [float(sum((average[k].double() - w.double()).abs().sum() for k, w in weights.items()))]
+    if (output / "results.json").exists():
+        results = json.loads((output / "results.json").read_text())
+        found["validation"] = [results.get("validation", results)["loss"]]
+    return found
+
+
+def about() -> dict:
+    """Where curves are recorded."""
+    return dict(
+        dtype="float64",
+        operators="plain PyTorch: the C++ ones have no float64",
+        processor=f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        threads=torch.get_num_threads(),
+        packages={name: version(name) for name in PACKAGES},
+    )
+
+
+def write(case: str, found: dict) -> None:
+    """Record a curve."""
+    record = dict(tolerance=TOLERANCE, recorded_on=about(), curves=found)
+    # One list a line, so that a diff of the file shows which numbers moved.
+    text = json.dumps(record, indent=1)
+    (HERE / f"{case}.json").write_text(re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text) + "\n")
+
+
+def read(case: str) -> dict:
+    """What was recorded."""
+    return json.loads((HERE / f"{case}.json").read_text())
+
+
+def deviation(was: float, now: float) -> float:
+    """Relative, of values below 1e-3 absolute; infinite for NaN."""
+    return abs(now - was) / max(abs(was), 1e-3) if math.isfinite(now) else math.inf
+
+
+def differences(record: dict, found: dict, tolerance: float, names: Iterable[str]) -> List[str]:
+    """One line for each of these curves that is not as recorded, with both; none where all are."""
+    lines = []
+    for name in names:
+        was, now = (curves.get(name, []) for curves in (record["curves"], found))
+        off = [deviation(a, b) for a, b in zip(was, now)]
+        first = next((step for step, d in enumerate(off) if d > tolerance), None)
+        if len(was) == len(now) and first is None:
+            continue
+        lines.append(f"{name}: {len(was)} values recorded, {len(now)} now; step {first} is the first that differs; ")
+        lines[-1] += f"largest relative difference {max(off, default=math.inf):.1e}, allowed {tolerance:.0e}"
+        for title, values in (("recorded", was), ("now", now)):
+            lines.append(f"  {title:9}" + " ".join(f"{value:.7g}" for value in values))
+    return lines
