@@ -12,5 +12,7 @@ from moh_vision.models.weights import load_checkpoint, load_run
 register("calibration", "classifier", "moh_vision.classification.calibration:open_calibration")
 register("image", "classifier", "moh_vision.classification.one_image:open_image")
 register("calibration", "diffusion", "moh_vision.diffusion.calibration:open_calibration")
+register("scores", "classifier", "moh_vision.classification.calibration:open_scored")
+register("scores", "diffusion", "moh_vision.diffusion.calibration:open_scored")
 
 __all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]

@@ -1,7 +1,7 @@
 """Helpers that visit every attention layer of a model."""
 
-from contextlib import ExitStack
-from typing import Dict, List, Sequence, Tuple
+from contextlib import ExitStack, contextmanager
+from typing import Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -38,6 +38,18 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
             router = type(layer.router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
             layer.router = router.train(layer.training)
         layer.router.budget = budget
+
+
+@contextmanager
+def running(model: nn.Module, budgets: Sequence[HeadBudget]) -> Iterator[None]:
+    """Let a model run these heads for a while, see `set_budgets`; afterwards it runs those that it had."""
+    layers = attention_layers(model)
+    before = [layer.budget for layer in layers]
+    set_budgets(layers, budgets)
+    try:
+        yield
+    finally:
+        set_budgets(layers, before)
 
 
 def init_routers(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A classifier and its training images for `moh_vision.analysis.search`."""
+"""A classifier and its images: of training for `moh_vision.analysis.search`, of validation for `budget_curve`."""
 
 from typing import List
 
@@ -6,11 +6,13 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn import functional as F
 
+from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import Calibration, mean_over
 from moh_vision.attention import attention_layers
 from moh_vision.classification.config import ClsConfig
-from moh_vision.classification.validate import open_model
-from moh_vision.data.batches import BadSamples, LabelledImages, calibration_halves
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.classification.validate import open_model, validate
+from moh_vision.data.batches import BadSamples, LabelledImages, calibration_halves, evaluation_batches
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.run import make_accelerator
 from moh_vision.models.convert import convert
@@ -49,3 +51,35 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
     of = dict(weights=about["weights"], model=about["name"], data=config.data.root, split="train")
     of.update(images=images, converted=dense, loss="cross-entropy")
     return Calibration(model, mean_over(searched, loss), mean_over(others, loss), of)
+
+
+def open_scored(argv: List[str]) -> Scored:
+    """The model of --checkpoint, and its scores on the validation images.
+
+    Args:
+        argv: options of validate.py.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, see `open_model`.
+        UnreadableImage: beyond data.max_bad_fraction.
+    """
+    config, flags = parse_config(ClsConfig, argv, "budget_curve", to_validate=True)
+    accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    model, about, source, transform = open_model(config, flags, accelerator, "val")
+    if about["of_run"] and "model.head_budget" in flags.given:
+        raise ValueError("model.head_budget has no effect: --shares says how many heads run")
+    task = ClassificationTask(model.to(accelerator.device), 0.0)
+    numbers = range(min(config.data.eval_batch_size, len(source)))
+    images = LabelledImages(source, transform, seed=0, replace=False)
+    unreadable = BadSamples(len(source), config.data.max_bad_fraction)
+    (batch,) = send_to_device(list(evaluation_batches(images, [list(numbers)], 0, unreadable)), accelerator.device)
+
+    def scores() -> dict:
+        return validate(task, source, transform, config.data, accelerator)[0]
+
+    def forward() -> None:
+        with accelerator.autocast():
+            model(batch["images"])
+
+    of = dict(weights=about["weights"], model=about["name"], data=f"{config.data.root}, val split")
+    return Scored(model, scores, forward, dict(of, batch_size=len(batch["images"])))

@@ -1,18 +1,26 @@
-"""A diffusion model and its training images for `moh_vision.analysis.search`."""
+"""A diffusion model and its training images for `moh_vision.analysis.search`; its samples for `budget_curve`."""
 
+import tempfile
+from pathlib import Path
 from typing import List
 
+import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import Calibration, mean_over
 from moh_vision.attention import attention_layers
 from moh_vision.data.batches import BadSamples, calibration_halves
-from moh_vision.diffusion.config import DitConfig
+from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
+from moh_vision.diffusion.sample import draw, draw_labels, open_pipeline
+from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.io import run_of
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.models.convert import convert
 from moh_vision.models.weights import from_run
@@ -69,3 +77,54 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
     of = dict(weights=about["weights"], model=about["architecture"], data=d.root, split="train")
     of.update(images=images, converted=dense, loss="diffusion loss at fixed timesteps and noise")
     return Calibration(model, mean_over(searched, loss), mean_over(others, loss), of)
+
+
+def open_scored(argv: List[str]) -> Scored:
+    """The model of the run --checkpoint, and the scores of its samples, each from the same noise whatever heads run.
+
+    Args:
+        argv: options of sample.py; --score is needed.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line.
+    """
+    given = {
+        argument.partition("=")[0].replace("-", "_").removeprefix("__") for argument in argv if argument[:2] == "--"
+    }
+    for name in ("out", "grid", "head_usage", "head_load", "save_pipeline", "score_file", "overwrite"):
+        if name in given:
+            raise ValueError(f"{name} has no effect: the samples are scored and not kept")
+    if "head_budget" in given:
+        raise ValueError("head_budget has no effect: --shares says how many heads run")
+    if "score" not in given:
+        raise ValueError("--score REFERENCE is needed, as sample.py takes it")
+    config, _ = parse_config(SampleConfig, argv, "budget_curve")
+    accelerator = make_accelerator(config.mixed_precision)
+    pipe, about = open_pipeline(config)
+    classes, device = about["classes"], accelerator.device
+    where = dict(index_dir=index_dir(str(run_of(Path(about["weights"])))), classes=classes)
+    scorer = make_scorer(**config.scoring(), **where)
+    pipe.to(device).set_progress_bar_config(disable=True)
+    model, labels = pipe.transformer, draw_labels(config, len(classes))
+
+    def scores() -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
+            draw(config, accelerator, pipe, parts, labels, classes)
+            found, _ = scorer(parts, labels, device, config.batch_size)
+        if found.get("recognised") is not None:
+            found["recognised"] *= 100
+        return found
+
+    generator, count = torch.Generator().manual_seed(config.seed), min(config.batch_size, config.num_images)
+    noise = torch.randn(count, model.config.in_channels, *[model.config.sample_size] * 2, generator=generator)
+    timesteps = torch.randint(NUM_TIMESTEPS, (count,), generator=generator)
+    inputs = send_to_device((noise, timesteps, labels[:count]), device)
+
+    def forward() -> None:
+        with accelerator.autocast():
+            model(*inputs)
+
+    how = f"{config.num_images} samples, {config.sampler} {config.steps} steps, guidance {config.cfg_scale:g}"
+    of = dict(weights=about["weights"], model=about["architecture"], data=f"{how}; reference {config.score}")
+    return Scored(model, scores, forward, dict(of, batch_size=count))

@@ -7,13 +7,12 @@ on the same batch, which takes four times as long; here the ends are still train
 
 from __future__ import annotations
 
-import contextlib
 from random import Random
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, set_budgets
+from moh_vision.attention import HeadBudget, attention_layers, running
 from moh_vision.attention.budget import parse_share
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
@@ -69,16 +68,9 @@ class ElasticBudget:
         random.shuffle(cycle)
         return cycle[step % CYCLE]
 
-    @contextlib.contextmanager
-    def running(self, model: nn.Module, share: str) -> Iterator[None]:
+    def running(self, model: nn.Module, share: str) -> ContextManager[None]:
         """Let a model run a share for a while. It is the one that `ElasticBudget` was made for, or a copy of it."""
-        layers = attention_layers(model)
-        before = [layer.budget for layer in layers]
-        set_budgets(layers, self.budgets[share])
-        try:
-            yield
-        finally:
-            set_budgets(layers, before)
+        return running(model, self.budgets[share])
 
     def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> Dict[str, dict]:
         """The scores of a model by share: the smallest, the middle one, and the largest.
