@@ -206,6 +206,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             if kind != kinds[0]:
                 raise ValueError(f"{options.runs[0]} is a {kinds[0]} run, {run} a {kind} run: one figure has one kind")
         opener = registered("scores", kinds[0])
+        if opener is None:
+            raise ValueError(
+                f"{options.runs[0]} is a {kinds[0]} run; expected runs of a classifier or a diffusion model"
+            )
         opened = [opener(["--checkpoint", run, *rest]) for run in options.runs]
         lines = measure(options.runs, opened, options.shares)
         write_figure(draw(lines), options.output, dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))

@@ -2,12 +2,12 @@
 
 python -m moh_vision.analysis.search RUN --share 0.75 --output budget.json
 
-RUN comes first: a run of a classifier or of a diffusion model (a dense one is converted, its strongest heads shared), or for
-classifiers weights with --model.NAME as validate.py takes them. --data.root and the other options of validate.py are taken
-too; what is left out is as in the run. head_budget="searched:budget.json" is then a budget like any other.
+RUN comes first: a run of a classifier, a diffusion model or a causal language model (a dense one is converted, its strongest
+heads shared), or for classifiers weights with --model.NAME as validate.py takes them. --data.root and the other options of
+validate.py are taken too; what is left out is as in the run. head_budget="searched:budget.json" is then a budget like any other.
 
-The images are of the training split, half of them for the search and as many others to compare what it found with the
-uniform budget and the papers' ramp, of equally many heads.
+The images, or blocks of text, are of the training split, half of them for the search and as many others to compare what it
+found with the uniform budget and the papers' ramp, of equally many heads.
 """
 
 from __future__ import annotations
@@ -208,8 +208,9 @@ def search(opened: Calibration, share: float) -> dict:
     converted = ", converted with its strongest heads shared" if opened.about["converted"] else ""
     routed = [layer["heads"] - layer["shared"] for layer in layers]
     runs = 1 + sum(2 * r - 1 for r in routed if r)
+    kind = "images" if "images" in opened.about else "blocks"
     say(
-        f"{opened.about['weights']}{converted}: {opened.about['loss']} of {opened.about['images']} images, about {runs} times"
+        f"{opened.about['weights']}{converted}: {opened.about['loss']} of {opened.about[kind]} {kind}, about {runs} times"
     )
     say("layer  loss above that of all heads, by the heads that run")
 
@@ -228,9 +229,9 @@ def search(opened: Calibration, share: float) -> dict:
         say(f"{number:5d}  {text or 'no routed heads'}")
     all_layers = [layer["heads"] for layer in layers]
     searched, elsewhere = (compare(model, found.active, loss) for loss in (opened.loss_of, opened.loss_elsewhere))
-    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{'on other images':>17}  active heads per layer")
+    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {kind}':>17}  active heads per layer")
     for name, budget in searched.items():
-        budget["loss_on_other_images"] = elsewhere[name]["loss"]
+        budget["loss_on_others"] = elsewhere[name]["loss"]
         active = sum(budget["active"])
         say(
             f"{name:10}{active:6d}{100 * active / sum(all_layers):6.1f} %{budget['loss']:9.4f}"
@@ -258,7 +259,7 @@ def search(opened: Calibration, share: float) -> dict:
 
 
 def kind_of(path: str, options: Sequence[str]) -> str:
-    """ "classifier" or "diffusion": of the run at `path`, or of --model.name.
+    """ "classifier", "diffusion" or "text": of the run at `path`, or of --model.name.
 
     Raises:
         ValueError, FileNotFoundError: for a run of another kind, or one that is not there.
@@ -269,7 +270,7 @@ def kind_of(path: str, options: Sequence[str]) -> str:
     if file.is_file() and file.suffix == ".safetensors":
         metadata = read_safetensors(file, lambda _: False)[1]
         if any(registered("run", key) for key in metadata):
-            raise ValueError(f"{path} is a run of a language model; this command is for models of images")
+            return "text"
         name = str(metadata.get("architecture", name))
     diffusion = [n for module in FAMILIES["diffusion"] for n in timm.list_models(module=module)]
     return "diffusion" if name in diffusion else "classifier"
@@ -282,7 +283,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
     add("--output", required=True, metavar="FILE", help="JSON, for head_budget=searched:FILE")
-    add("--images", type=int, default=512, metavar="N", help="that the search looks at (%(default)s)")
+    add(
+        "--images",
+        type=int,
+        default=512,
+        metavar="N",
+        help="images, or blocks of text, that the search looks at (%(default)s)",
+    )
 
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")

@@ -12,5 +12,6 @@ register(
 register("run", "vocabularies", "moh_vision.language.models.weights:text_from_run")
 register("counter", "text", "moh_vision.language.models.counts:count_preset")
 register("suites", "text", "moh_vision.language.evaluation.lm_suites:SUITES")
+register("calibration", "text", "moh_vision.language.calibration:open_calibration")
 register("gates", "text", "moh_vision.language.evaluation.gate_report:open_gates")
 register("pairs", "text", "moh_vision.language.data.sources:find_pairs")

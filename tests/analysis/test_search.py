@@ -4,19 +4,25 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 from small_runs import arguments, same
+from small_text import write_plain
 
 import moh_vision
 from moh_vision.analysis.search import cheapest, compare, losses_without_heads, main, search_budget
-from moh_vision.attention import attention_layers, resolve_budget
+from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
 from moh_vision.attention.budget import change_routed, spread
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import write_tensors
+from moh_vision.language import train as train_text
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.weights import from_run
 
@@ -272,6 +278,46 @@ def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_pa
     capsys.readouterr()
     assert main([str(run), "--share", "0.8", "--output", str(tmp_path / "3.json"), "--model.depth", "3"]) == 2
     assert "model.depth has no effect: a diffusion run" in capsys.readouterr().err
+
+
+def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
+    text, names = write_plain(tmp_path / "plain", train=60, val=10), ("clm_small", "clm_moh_small_75")
+    tiny = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 8 "
+    tiny += "--model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 --data.val valid --data.merges 20 "
+    tiny += "--data.block 16 --optim.batch_size 4 --optim.warmup_steps 1 --max-steps 2"
+    for name in names:
+        run, file = tmp_path / name, tmp_path / f"{name}.json"
+        train_text.main([*tiny.split(), "--data.root", str(text), "--output", str(run), "--model.name", name])
+        capsys.readouterr()
+        assert main([str(run), "--share", "0.625", "--images", "4", "--output", str(file)]) == 0
+        assert "nats per token of 4 blocks" in capsys.readouterr().out
+        found = json.loads(file.read_text())
+        assert found["measured_on"]["converted"] == (name == "clm_small") and found["active"] == 10
+        model = moh_vision.load_run(run)
+        if found["measured_on"]["converted"]:  # the search ends with what the file gives a new conversion
+            moh_vision.convert(model, f"searched:{file}")
+        else:
+            moh_vision.set_head_budget(model, f"searched:{file}")
+        assert [layer["active"] for layer in head_budget(model)["layers"]] == [b["active"] for b in found["layers"]]
+    # The loss of all heads is the mean over the tokens of those blocks.
+    inputs = INPUTS["clm"](
+        parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t")[0].data, str(tmp_path), 0, str(run)
+    )
+    blocks = [inputs.train[0, i * len(inputs.train) // 8] for i in range(0, 8, 2)]
+    ids, labels = (torch.tensor(np.stack(side)) for side in zip(*blocks))
+    full = [HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates) for layer in attention_layers(model)]
+    with torch.no_grad(), running(model, full):
+        logits = model(input_ids=ids).logits
+    kept = labels != -100
+    loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
+    assert found["loss_of_all_heads"] == pytest.approx(loss.item(), rel=1e-5)
+    for more, words in (
+        (["--max-steps", "3"], "max_steps has no effect"),
+        (["--images", "99"], "--images 99: these and"),
+    ):
+        assert main([str(run), "--share", "0.75", "--output", str(tmp_path / "x.json"), *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""A causal language model and its training text for `moh_vision.analysis.search`."""
+
+from pathlib import Path
+from typing import List, Sequence
+
+from moh_vision.analysis.search import Calibration, LossOf
+from moh_vision.attention import HeadMixtureAttention
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.io import run_of
+from moh_vision.engine.run import index_dir, make_accelerator
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.inputs import INPUTS
+from moh_vision.language.data.loader import load_batches
+from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
+from moh_vision.language.models.build import task_for
+from moh_vision.models.convert import convert
+from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weights import load_run
+
+
+def open_calibration(argv: List[str], count: int) -> Calibration:
+    """The model of the run --checkpoint, converted if it is dense, and its loss in nats per token of training text.
+
+    Args:
+        argv: --checkpoint, the run or a file of its weights, and options of `data` and precision.
+        count: how many blocks of text, evenly spread; as many others between them are there to compare.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line.
+    """
+    _, path, *options = argv
+    file = weights_file(path)
+    folder = run_of(file)
+    config, flags = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], "search")
+    for key in sorted(flags.given):
+        if key.partition(".")[0] not in ("config", "data", "mixed_precision", "tf32"):
+            raise ValueError(
+                f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
+            )
+    if task_for(config.model) != "clm":
+        raise ValueError(f"{path}: of language models causal ones are searched, whose head_budget may be a file")
+    model = load_run(file)
+    text = INPUTS["clm"](config.data, str(Path(index_dir(str(folder)), "text")), config.seed, str(folder))
+    total = len(text.train)
+    if 2 * count > total:
+        raise ValueError(
+            f"--images {count}: these and as many others are needed, {config.data.train} has {total} blocks"
+        )
+    numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
+    size = config.data.eval_batch_size
+    searched, others = (
+        list(load_batches(text.train, [half[start : start + size] for start in range(0, count, size)]))
+        for half in (numbers[::2], numbers[1::2])
+    )
+    dense = all(m.router.all_heads for m in model.modules() if isinstance(m, HeadMixtureAttention))
+    if dense:
+        # As for half the heads, which shares a quarter of all: by itself query_norm shares half, and no share below is left.
+        model = convert(model, "uniform:0.5", calibrate=[batch["input_ids"] for batch in searched])
+    accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    model = model.to(accelerator.device).eval()
+
+    def mean_over(batches: Sequence[dict]) -> LossOf:
+        def loss_of(model) -> float:
+            with accelerator.autocast():
+                return perplexity(causal_losses(model), batches, accelerator.device, lambda total: total)["loss"]
+
+        return loss_of
+
+    of = dict(weights=str(file), model=config.model.name, data=config.data.root, split=config.data.train)
+    of.update(blocks=count, converted=dense, loss="nats per token")
+    return Calibration(model, mean_over(searched), mean_over(others), of)
