@@ -19,11 +19,10 @@ from matplotlib.patches import Rectangle
 from timm.utils import AttentionExtract
 from torch import Tensor, nn
 
-from moh_vision.analysis.figures import plt, write_figure
+from moh_vision.analysis.figures import check_figure, plt, write_figure
 from moh_vision.analysis.patches import (
     CELL,
     cell_grid,
-    check_new_figure,
     draw_cells,
     draw_map,
     open_with_image,
@@ -137,7 +136,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")
-        check_new_figure(options.output)
+        check_figure("--output", options.output)
         token = token_of(options.token)
         opened = open_with_image(options.checkpoint, options.image, rest, "attention_maps")
         layer = len(attention_layers(opened.model)) - 1 if options.layer is None else options.layer

@@ -15,7 +15,6 @@ models and shares take turns, with quartiles.
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -28,7 +27,7 @@ from moh_vision.analysis.table import COLUMNS
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, running
 from moh_vision.attention.budget import change_routed, parse_share
 from moh_vision.attention.tune import on_cpu, on_gpu
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
@@ -188,10 +187,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     )
 
     def work() -> None:
-        options, rest = parser.parse_known_args(argv)
-        given = sys.argv[1:] if argv is None else list(argv)
-        if rest and given.index(rest[0]) < given.index(options.runs[-1]):
-            raise ValueError(f"RUN comes before {rest[0]}")
+        options, rest = parser.parse_with_rest(argv, "RUN")
         for share in options.shares or ():
             try:
                 understood = parse_share(share)[2] is None  # the share of shared heads, which stay
@@ -200,7 +196,6 @@ def main(argv: Optional[List[str]] = None) -> int:
             if not understood:
                 raise ValueError(f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S")
         check_figure("--output", options.output)
-        refuse_output("--output", str(options.output))
         kinds = [kind_of(run, rest) for run in options.runs]
         for run, kind in zip(options.runs, kinds):
             if kind != kinds[0]:

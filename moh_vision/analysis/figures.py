@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.engine.commands import refuse_output
 from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
 matplotlib.use("Agg")
@@ -112,9 +113,11 @@ def save_figure(figure, path: str) -> None:
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Raise ValueError, naming the option, for a path that `write_figure` does not take."""
+    """Raise ValueError, naming the option, unless `write_figure` can write the figure and the numbers as new files."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
+    for file in (path, path.with_suffix(".json")):
+        refuse_output(option, str(file))
 
 
 def write_figure(figure, path: Path, numbers: dict) -> None:

@@ -29,7 +29,7 @@ from moh_vision.analysis.gate_figures import draw_gate_entropy
 from moh_vision.analysis.table import TEXT, ScoredRun, Table, grouped, markdown, mean_and_spread, read_runs
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
 from moh_vision.attention.kernels.route import select_top_k
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 
 
@@ -286,8 +286,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = parser.parse(argv)
         check_figure("--output", options.output)
-        for path in (options.output, options.output.with_suffix(".json")):
-            refuse_output("--output", str(path))
         runs = read_runs(options.runs)
         if runs[0].kind not in TEXT.values():
             raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moh_vision.analysis.figures import NAME_LENGTH, check_figure, plt, save_figure, write_figure
 from moh_vision.analysis.loads import FILE, HeadLoad
-from moh_vision.engine.commands import Parser, closest, exit_code, nearest, refuse_output, say
+from moh_vision.engine.commands import Parser, closest, exit_code, nearest, say
 
 SHOWN = 3  # groups of bars, unless they are named
 NAME = 0.15  # inches that a head's number or a group's name needs
@@ -239,8 +239,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = parser.parse(argv)
         check_figure("--output", options.output)
-        for path in (options.output, options.output.with_suffix(".json")):
-            refuse_output("--output", str(path))
         file = options.load / FILE if options.load.is_dir() else options.load
         if not file.is_file():
             raise ValueError(

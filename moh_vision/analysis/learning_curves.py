@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter
 
 from moh_vision.analysis.figures import check_figure, plt, write_figure
 from moh_vision.analysis.table import COLUMNS, TEXT, ScoredRun, grouped, number_at, open_run, read_metrics, read_runs
-from moh_vision.engine.commands import Parser, closest, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, closest, exit_code, say
 
 Points = List[Tuple[float, float]]  # (x, value), in the order of x
 
@@ -187,8 +187,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = parser.parse(argv)
         check_figure("--output", options.output)
-        for path in (options.output, options.output.with_suffix(".json")):
-            refuse_output("--output", str(path))
         if options.window < 1:
             raise ValueError(f"--window {options.window}: expected 1 or more")
         if options.over:

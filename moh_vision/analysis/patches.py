@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moh_vision.analysis.figures import check_figure, plt, write_figure
 from moh_vision.analysis.search import kind_of
 from moh_vision.attention import head_budget, token_heads
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 
@@ -153,13 +153,6 @@ def open_with_image(checkpoint: str, image: str, rest: Sequence[str], command: s
     return opener(["--checkpoint", checkpoint, *rest], image, command)
 
 
-def check_new_figure(path: Path) -> None:
-    """Raise ValueError unless --output and the file of numbers beside it can be written and are not there yet."""
-    check_figure("--output", path)
-    for file in (path, path.with_suffix(".json")):
-        refuse_output("--output", str(file))
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     parser = Parser("python -m moh_vision.analysis.patches", __doc__)
@@ -171,7 +164,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")
-        check_new_figure(options.output)
+        check_figure("--output", options.output)
         opened = open_with_image(options.checkpoint, options.image, rest, "patches")
         found = patch_heads(opened.model, opened.image)
         layers = [(number, found[number]) for number in chosen_layers(options.layer, len(found))]

@@ -112,8 +112,9 @@ def open_scored(argv: List[str]) -> Scored:
             parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
             draw(config, accelerator, pipe, parts, labels, classes)
             found, _ = scorer(parts, labels, device, config.batch_size)
-        if found.get("recognised") is not None:
-            found["recognised"] *= 100
+        for key in ("recognised", "recognised_real"):
+            if found.get(key) is not None:
+                found[key] *= 100  # percent, as in tables
         return found
 
     generator, count = torch.Generator().manual_seed(config.seed), min(config.batch_size, config.num_images)

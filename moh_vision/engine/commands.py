@@ -53,12 +53,15 @@ class Parser(argparse.ArgumentParser):
             first: the positional argument, as --help calls it; else it could be the value of an unknown option.
 
         Raises:
-            ValueError: one line; also where `first` does not come first.
+            ValueError: one line; also where `first` does not come first, or --checkpoint would take its place.
         """
         argv = sys.argv[1:] if argv is None else list(argv)
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
-        return self.parse_known_args(argv)
+        options, rest = self.parse_known_args(argv)
+        if any(option.partition("=")[0] == "--checkpoint" for option in rest):
+            raise ValueError(f"--checkpoint has no effect: {first} says what is opened")
+        return options, rest
 
 
 def refuse_output(option: str, path: Optional[str]) -> None:

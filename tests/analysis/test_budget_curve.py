@@ -104,6 +104,8 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
 
     there, new = ["--output", str(figure)], ["--output", str(tmp_path / "new.svg")]
     assert "exists; give another path" in error(*runs, *there)
+    assert "curve.json exists" in error(*runs, "--output", str(figure.with_suffix(".svg")))
+    assert "--checkpoint has no effect: RUN says" in error(runs[0], *new, "--checkpoint", runs[1])
     assert "expected a name that ends in .png or .svg" in error(*runs, "--output", "curve.pdf")
     assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in error(
         *runs, *new, "--shares", "0.1"

@@ -19,7 +19,7 @@ from typing import Dict, List, Optional, Tuple
 from moh_vision.analysis.figures import check_figure, write_figure
 from moh_vision.analysis.learning_curves import Line, draw_lines
 from moh_vision.analysis.table import TEXT, ScoredRun, grouped, open_run, read_json
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.engine.step_folders import by_age
 from moh_vision.language.evaluation import lm
 from moh_vision.language.evaluation.lm_suites import SUITES
@@ -81,8 +81,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options, rest = parser.parse_known_args(argv)
         check_figure("--output", options.output)
-        for path in (options.output, options.output.with_suffix(".json")):
-            refuse_output("--output", str(path))
         runs = [open_run(folder) for folder in options.runs]
         kept = {run.folder: (tokens_a_step(run), kept_weights(run.folder)) for run in runs}
         for option in ("--model", "--out", "--head-load"):
