@@ -93,7 +93,8 @@ class ScoredRun(NamedTuple):
 
     def identity(self, over: Optional[str] = None) -> str:
         """The same text for runs that differ in nothing but the seed; with `over` neither in that key nor in their steps."""
-        rest = [self.how] if over else [self.steps, self.how]
+        ended = self.kind in TEXT.values()  # with patience the seed decides after how many steps
+        rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
 
@@ -411,7 +412,9 @@ def make_table(folders: Sequence[Path]) -> Table:
             size = sizes(group[0])
             cells = [_shown(size.get(key)) for key in SIZES]
             scores = [mean_and_spread([run.scores.get(key) for run in group], digits[key]) for key in shown]
-            rows.append([label, str(len(group)), f"{group[0].steps:,}" if group[0].steps else "-", *cells, *scores])
+            done = sorted(run.steps for run in group)
+            steps = " to ".join(f"{count:,}" for count in sorted({done[0], done[-1]})) if done[-1] else "-"
+            rows.append([label, str(len(group)), steps, *cells, *scores])
             seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')})" for run in group)
             notes.append(f"{label}: {seeds}; {group[0].how}.")
             comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]

@@ -135,6 +135,17 @@ def test_translation_beside_the_paper(runs, capsys):
     assert "BLEU of 40 pairs of val" in out
 
 
+def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, capsys):
+    for seed, step in ((0, 1200), (1, 900)):
+        folder = tmp_path / f"seed{seed}"
+        shutil.copytree(runs / "text", folder)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(seed=seed, patience=3)))
+        (folder / "results.json").write_text(json.dumps(small_runs.results(folder) | dict(step=step)))
+    row, _ = cells(command(capsys, tmp_path / "seed0", tmp_path / "seed1")[1])
+    assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
+
+
 def test_suites(runs, tmp_path, capsys):
     """Of a folder with a configuration alone: there are scores, and no weights."""
     config = dict(seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate=dict(beam=5))
