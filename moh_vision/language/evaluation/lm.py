@@ -182,17 +182,30 @@ def _perplexity(options: argparse.Namespace, accelerator) -> dict:
     return dict(scores, **source, **about)
 
 
-def _work(options: argparse.Namespace) -> None:
-    if options.list:
-        print("\n\n".join(suite_table(name) for name in SUITES))
-        return
-    accelerator = make_accelerator("no")  # one process, or those that accelerate started
+def score(options: argparse.Namespace, accelerator) -> None:
+    """Score a model, print the scores and write --out; every process calls it.
+
+    Args:
+        options: of `parse`.
+        accelerator: accelerate's Accelerator.
+
+    Raises:
+        ValueError, OSError: one line.
+    """
     result = (_tasks if options.tasks else _perplexity)(options, accelerator)
     if accelerator.is_main_process and options.out:
         assert result is not None
         circumstances = dict(batch_size=options.batch_size, processes=accelerator.num_processes)
         write_json(Path(options.out), dict(result, **circumstances))
         print(f"scores: {options.out}")
+
+
+def _work(options: argparse.Namespace) -> None:
+    if options.list:
+        print("\n\n".join(suite_table(name) for name in SUITES))
+        return
+    accelerator = make_accelerator("no")  # one process, or those that accelerate started
+    score(options, accelerator)
     finish(accelerator)
 
 

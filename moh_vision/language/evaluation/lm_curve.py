@@ -5,7 +5,7 @@
 
 RUN comes first: the folder of a run of train_text.py with keep_weights_every. Each of its RUN/weights/step_N is scored as
 `python -m moh_vision.language.evaluation.lm` does, whose options are taken too. A record that is there is not made again, so that the same
-command goes on after an interruption, and with a run that has more steps by then. The figure has the average of each suite, or the perplexity, over
+command goes on after an interruption, and with a run that has more steps by then. `accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or the perplexity, over
 tokens; NAME.json beside it also has each task. Runs that differ in nothing but the seed make one line: the mean, in a band of one standard deviation.
 """
 
@@ -20,6 +20,7 @@ from moh_vision.analysis.figures import check_figure, write_figure
 from moh_vision.analysis.learning_curves import Line, draw_lines
 from moh_vision.analysis.table import TEXT, ScoredRun, grouped, open_run, read_json
 from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.step_folders import by_age
 from moh_vision.language.evaluation import lm
 from moh_vision.language.evaluation.lm_suites import SUITES
@@ -48,19 +49,19 @@ def tokens_a_step(run: ScoredRun) -> int:
     return run.config["optim.batch_size"] * run.config["data.block"]
 
 
-def scores_of(folder: Path, argv: List[str]) -> Dict[str, float]:
+def scores_of(folder: Path, argv: List[str], accelerator) -> Dict[str, float]:
     """Scores of a model by their titles: the average and the tasks of each suite, or "perplexity".
 
     Args:
         folder: of a model; the record of lm is kept in it.
         argv: options of `moh_vision.language.evaluation.lm`.
+        accelerator: accelerate's Accelerator; every process calls this.
     """
     name = f"lm-{hashlib.sha256(json.dumps(argv).encode()).hexdigest()[:12]}.json"  # other options, other scores
     if not (folder / name).is_file():
-        say(f"{folder}:")
-        code = lm.main(["--model", str(folder), *argv, "--out", str(folder / name)])
-        if code:
-            raise SystemExit(code)  # it has said why
+        accelerator.print(f"{folder}:", flush=True)
+        lm.score(lm.parse(["--model", str(folder), *argv, "--out", str(folder / name)]), accelerator)
+        accelerator.wait_for_everyone()  # the main process has written it
     record = read_json(folder / name)
     if "perplexity" in record:
         return dict(perplexity=record["perplexity"])
@@ -79,7 +80,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; NAME.json has the numbers")
 
     def work() -> None:
-        options, rest = parser.parse_known_args(argv)
+        options, rest = parser.parse_with_rest(argv, "RUN")
         check_figure("--output", options.output)
         runs = [open_run(folder) for folder in options.runs]
         kept = {run.folder: (tokens_a_step(run), kept_weights(run.folder)) for run in runs}
@@ -92,12 +93,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         strange = [task for task in (asked.tasks or "").split(",") if task.strip() not in SUITES]
         if asked.perplexity is None and strange:
             raise ValueError(f"--tasks {strange[0]}: expected suites, {', '.join(SUITES)}")
+        accelerator = make_accelerator("no")  # one process, or those that accelerate started
         values: Dict[str, Dict[str, Dict[float, List[float]]]] = {}  # title -> name of a group -> tokens -> scores
         for name, group in grouped(runs):
             for run in group:
                 tokens, folders = kept[run.folder]
                 for step, folder in folders:
-                    for title, value in scores_of(folder, rest).items():
+                    for title, value in scores_of(folder, rest, accelerator).items():
                         values.setdefault(title, {}).setdefault(name, {}).setdefault(step * tokens, []).append(value)
         lines = {
             title: [Line(name, dict(sorted(v.items()))) for name, v in own.items()] for title, own in values.items()
@@ -110,8 +112,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         y = "accuracy, %, mean of the tasks" if several else drawn[0] if asked.perplexity else f"{drawn[0]}, %"
         numbers = dict(x="tokens", runs=[str(run.folder) for run in runs], options=rest)
         numbers["scores"] = {title: [line.numbers() for line in own] for title, own in lines.items()}
-        write_figure(draw_lines(shown, "tokens", y), options.output, numbers)
-        say(f"{options.output}: {', '.join(drawn)}")
+        if accelerator.is_main_process:
+            write_figure(draw_lines(shown, "tokens", y), options.output, numbers)
+            say(f"{options.output}: {', '.join(drawn)}")
+        finish(accelerator)
 
     return exit_code("lm_curve", work)
 

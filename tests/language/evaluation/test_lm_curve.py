@@ -6,6 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 import yaml
+from processes import on_two_ranks
 from small_text import write_plain
 
 from moh_vision.language import train as train_text
@@ -60,24 +61,38 @@ def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
     assert (tmp_path / "again.json").read_text() == output.with_suffix(".json").read_text()
 
 
+def on_a_rank(rank, argv):
+    assert main(argv) == 0
+
+
+def test_two_processes_share_every_kept_step(runs, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "curve.png"
+    shutil.copytree(runs / "run0", run, ignore=shutil.ignore_patterns("lm-*.json"))
+    ask = [run, "--perplexity", runs / "plain" / "valid.txt", "--context", 7, "--output", output]
+    on_two_ranks(on_a_rank, [str(a) for a in ask])
+    records = [json.loads(file.read_text()) for file in sorted(run.glob("weights/step_*/lm-*.json"))]
+    assert [record["processes"] for record in records] == [2, 2]
+    (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
+    assert line["mean"] == [record["perplexity"] for record in records]
+
+
 def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, capsys, monkeypatch):
     rows = len(SUITES["moh-llm"].rows)
     calls = []
 
-    def score(argv):
-        calls.append(argv)
-        step = int(argv[argv.index("--model") + 1].rpartition("_")[2])
+    def score(options, accelerator):
+        calls.append((options.tasks, options.limit))
+        step = int(options.model.rpartition("_")[2])
         values = [step + row for row in range(rows)]
         record = dict(suites={"moh-llm": dict(average=mean(values), values=values)})
-        with open(argv[argv.index("--out") + 1], "w") as file:
+        with open(options.out, "w") as file:
             json.dump(record, file)
-        return 0
 
-    monkeypatch.setattr(lm, "main", score)
+    monkeypatch.setattr(lm, "score", score)
     output = tmp_path / "curve.svg"
     argv = [runs / "run0", "--tasks", "moh-llm", "--limit", 5, "--output", output]
     assert command(capsys, *argv)[0] == 0
-    assert len(calls) == 2 and all(call[2:6] == ["--tasks", "moh-llm", "--limit", "5"] for call in calls)
+    assert calls == [("moh-llm", 5)] * 2
     scores = json.loads(output.with_suffix(".json").read_text())["scores"]
     assert scores["average of moh-llm"][0]["mean"] == [2 + (rows - 1) / 2, 4 + (rows - 1) / 2]
     assert scores["moh-llm: PIQA"][0]["mean"] == [3, 5] and len(scores) == rows + 1
@@ -96,6 +111,9 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         assert code == 2 and not out and error.count("\n") == 1, error
         return error
 
+    capsys.readouterr()
+    assert main([*text, str(run), "--output", str(tmp_path / "curve.png")]) == 2
+    assert "RUN comes before --perplexity" in capsys.readouterr().err
     assert "--tasks hellaswag: expected suites, moh-llm" in refused(run, "--tasks", "hellaswag")
     assert "give one of --tasks NAMES" in refused(run)
     assert "unknown argument --strid, did you mean --stride?" in refused(run, *text, "--strid", 3)
