@@ -112,6 +112,24 @@ def save_figure(figure, path: str) -> None:
     plt.close(figure)
 
 
+def add_legend(figure, axes, **place) -> None:
+    """The legend of an axes, inside it; below it, where names are so long that they would hide what is drawn.
+
+    Args:
+        figure: with the layout "constrained"; it grows by what stands below.
+        axes: with labelled lines.
+        place: of a legend inside, as matplotlib has it.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    if max(map(len, names)) <= 44:
+        axes.legend(fontsize=8, **place)
+        return
+    names = [textwrap.fill(name, int(13 * figure.get_figwidth())) for name in names]
+    lines = "\n".join(names).count("\n") + 1
+    figure.set_figheight(figure.get_figheight() + 0.15 * lines + 0.3)
+    figure.legend(handles, names, fontsize=8, loc="outside lower left")
+
+
 def check_figure(option: str, path: Path) -> None:
     """Raise ValueError, naming the option, unless `write_figure` can write the figure and the numbers as new files."""
     if path.suffix not in (".png", ".svg"):

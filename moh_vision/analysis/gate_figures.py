@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from moh_vision.analysis.figures import plt, save_figure
+from moh_vision.analysis.figures import add_legend, plt, save_figure
 
 MOST_LABELLED = 16  # experts whose cells have room for a number
 
@@ -74,5 +74,5 @@ def draw_gate_entropy(entropies: Dict[str, Dict[str, Sequence[float]]], experts:
     axes.set_ylim(0, 1.06 * math.log(experts[-1]))
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower left")
+    add_legend(figure, axes, loc="lower left")
     return figure

@@ -15,7 +15,6 @@ second, all are drawn over steps. The second form draws the first score of analy
 from __future__ import annotations
 
 import statistics
-import textwrap
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -23,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from moh_vision.analysis.figures import check_figure, plt, write_figure
+from moh_vision.analysis.figures import add_legend, check_figure, plt, write_figure
 from moh_vision.analysis.table import COLUMNS, TEXT, ScoredRun, grouped, number_at, open_run, read_metrics, read_runs
 from moh_vision.engine.commands import Parser, closest, exit_code, say
 
@@ -159,8 +158,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str) -> Figure:
     for place, line in enumerate(lines):
         numbers = line.numbers()
         look = dict(linewidth=1, linestyle=":") if line.dotted else dict(linewidth=1.6, marker="o", markersize=3)
-        label = textwrap.fill(line.name, 44)
-        axes.plot(numbers["x"], numbers["mean"], color=f"C{colour % 10}", label=label, **look)
+        axes.plot(numbers["x"], numbers["mean"], color=f"C{colour % 10}", label=line.name, **look)
         mean, std = np.array(numbers["mean"]), np.array([s or 0.0 for s in numbers["std"]])
         if std.any() and not line.dotted:  # bands of training losses hide the rest
             axes.fill_between(numbers["x"], mean - std, mean + std, color=f"C{colour % 10}", alpha=0.15, linewidth=0)
@@ -170,7 +168,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str) -> Figure:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=1 if len(lines) < 7 else 2)
+    add_legend(figure, axes, ncols=1 if len(lines) < 7 else 2)
     return figure
 
 
