@@ -272,6 +272,7 @@ def _translations(runs: Named) -> Dict[str, list]:
     for (root, source, target, split, whole), lines in translated.items():
         common = min(map(len, lines.values()))
         pairs = _pairs(root, split, source, target) if whole and split else None
+        pairs = pairs if pairs and len(pairs) == common else None  # of other text, there since
         for number in sorted({i * common // SENTENCES for i in range(SENTENCES)} if common else ()):
             rows = list(zip((f"{source} (source)", f"{target} (reference)"), pairs[number])) if pairs else []
             shown.append([*rows, *((name, text[number]) for name, text in lines.items())])

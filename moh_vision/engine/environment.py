@@ -56,8 +56,9 @@ def commit(clone: Path) -> Optional[str]:
     """The commit that a clone is at, with "-dirty" if tracked files differ; None for a folder that is no clone."""
     if not (clone / ".git").exists():
         return None
-    words = f"git --no-optional-locks -C {shlex.quote(str(clone))} describe --always --dirty --abbrev=40 --exclude=*"
+    words = ["git", "--no-optional-locks", "-C", str(clone)]
+    words += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return subprocess.run(shlex.split(words), capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # no git, or a clone of somebody else
         return None

@@ -139,6 +139,15 @@ def test_what_is_missing_is_said(runs, tmp_path):
     assert page.text.count("training loss") == 3
 
 
+def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_path):
+    shutil.copytree(runs / "text", tmp_path / "text")
+    with open(tmp_path / "text" / "translations.txt", "a") as file:
+        file.write("one more than there are pairs\n")
+    page = made(tmp_path, tmp_path / "text")
+    assert "(reference)" in made(tmp_path, runs / "text").text and "(reference)" not in page.text
+    assert (tmp_path / "text" / "translations.txt").read_text().splitlines()[0] in page.text
+
+
 def test_names_are_escaped(runs, tmp_path):
     """Of folders and classes, in text, in figures and in attributes."""
     run, name = tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _', '</text><script>alert("2")</script> $x^'
