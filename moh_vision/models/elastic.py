@@ -53,7 +53,10 @@ class ElasticBudget:
             if self.active_share(self.smallest) == self.active_share(self.largest):
                 raise ValueError("both ends run equally many heads; take them further apart")
         except ValueError as error:
-            raise ValueError(f"budget_range {list(ends)}: {str(error).removeprefix('head_budget ')}") from None
+            # What `set_head_budget` advises to give in place of a share is no end of a range.
+            reason, advice, _ = str(error).removeprefix("head_budget ").partition("; give ")
+            advice = advice and "; model.head_budget says how many heads are shared: give the smallest share there"
+            raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
 
     def active_share(self, share: str) -> float:
         """Active heads over all heads, as whole heads come nearest to the share."""

@@ -95,3 +95,5 @@ def record_head_budget(model: nn.Module) -> None:
         model.register_to_config(head_budget=budget_pairs(model))
     elif getattr(getattr(model, "config", None), "moh", None) is not None:
         model.config.moh = dict(model.config.moh, head_budget=budget_pairs(model))
+    elif hasattr(getattr(model, "config", None), "layer_budgets"):
+        model.config.layer_budgets = budget_pairs(model)

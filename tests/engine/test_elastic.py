@@ -88,7 +88,12 @@ def test_every_router_learns_at_every_share():
         (
             {"head_budget": 0.9},
             (0.2, 1.0),
-            r"budget_range \[0.2, 1.0\]: .*the shared heads and one routed head per layer",
+            r"budget_range \[0.2, 1.0\]: .*the shared heads and one routed head per layer .*: give the smallest share there",
+        ),
+        (
+            {"head_budget": [[4, 1], [4, 4], [8, 0]]},
+            (0.5, 1.0),
+            "layer 2 has no routed heads, all 8 are shared; model.head_budget",
         ),
         ({"router": "dense"}, (0.5, 1.0), "layer 0 has no routed heads"),
         ({"router": "mae"}, (0.5, 1.0), "layer 0 has no routed heads"),

@@ -52,6 +52,16 @@ def train(kind, data, run, steps, *more, preset=None):
     return entries(run)
 
 
+def test_an_elastic_run_is_saved_with_the_largest_share_and_scored_with_three(data, tmp_path):
+    run = tmp_path / "run"
+    lines = train("mt", data, run, 4, *"--budget_range 0.5 1".split(), preset="mt_moh_50")
+    assert {e["active_share"] for e in lines if "loss" in e} >= {0.5, 1.0}
+    for model in (moh_vision.load_run(run), TranslationModel.from_pretrained(run)):
+        assert moh_vision.head_budget(model)["share"] == 1
+    found = results(run)
+    assert found["by_share"]["1"] == found["validation"] and len(found["by_share"]) == 3
+
+
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
 def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     run = tmp_path / "run"

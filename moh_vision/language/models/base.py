@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from moh_vision.attention import HeadMixtureAttention, RoutingStats
+from moh_vision.attention import HeadMixtureAttention, RoutingStats, set_routed_heads
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
@@ -53,6 +53,11 @@ class TextModel(RoutedLoss, PreTrainedModel):
     gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["TextLayer"]
+
+    def post_init(self) -> None:
+        super().post_init()
+        if self.config.layer_budgets is not None:
+            set_routed_heads(self, self.config.layer_budgets)
 
     def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         """As forward: log-probabilities [B, N, V], which serve as logits, and the statistics of every attention layer

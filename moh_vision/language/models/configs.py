@@ -59,6 +59,7 @@ class TextConfig(PreTrainedConfig):
             Every one may say bias=False (projections without biases), executor, and what its router takes.
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention matrix;
             activation_dropout: inside the feed-forward layers.
+        layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
@@ -74,6 +75,7 @@ class TextConfig(PreTrainedConfig):
     dropout: float = 0.1
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
+    layer_budgets: Optional[list] = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: Optional[int] = 0

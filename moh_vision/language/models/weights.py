@@ -19,7 +19,6 @@ from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.language.models.create import MODELS
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
-from moh_vision.models.elastic import ElasticBudget
 from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import refuse_other_shapes
 
@@ -100,12 +99,8 @@ def text_from_run(file: Path) -> nn.Module:
     run = run_of(file)
     about = AutoConfig.from_pretrained(run, trust_remote_code=False)
     model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
-    metadata = read_safetensors(file, lambda name: False)[1]
-    if init_text(model, str(file), metadata["vocabularies"]):
+    if init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"]):
         raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
-    trained = metadata.get("config")
-    if isinstance(trained, dict) and isinstance(trained.get("budget_range"), list):
-        ElasticBudget(model, trained["budget_range"], seed=0)  # leaves the model at the largest share
     return model.eval()
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+import moh_vision
 from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel, create_text_model
 
 CLASSES = {
@@ -44,6 +45,16 @@ def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
             if not name.rpartition(".")[2].startswith("taken_"):  # written before they are read
                 assert torch.equal(buffers[name], value), name
         assert torch.equal(loaded(**inputs_of(preset)).logits, model(**inputs_of(preset)).logits)
+
+
+@pytest.mark.parametrize("attention", ["moh", "moa"])
+@pytest.mark.parametrize("preset", CLASSES)
+def test_a_changed_head_budget_is_saved(preset, attention, tmp_path):
+    model = moh_vision.set_head_budget(tiny(preset, attention, dtype=torch.float32), 0.8)
+    budget = moh_vision.head_budget(model)
+    assert budget != moh_vision.head_budget(tiny(preset, attention))
+    model.save_pretrained(tmp_path)
+    assert moh_vision.head_budget(CLASSES[preset][1].from_pretrained(tmp_path)) == budget
 
 
 def test_tied_weights_stay_one_after_loading_and_training(tmp_path):
