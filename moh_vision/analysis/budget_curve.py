@@ -2,11 +2,12 @@
 
 python -m moh_vision.analysis.budget_curve RUN [RUN ...] --output curve.png
 
-RUN is a run of a classifier, scored on its validation images, or of a diffusion model, whose samples are scored; runs of one
-kind are lines of one figure. They come first. --data.root and the other options of validate.py are taken too, for diffusion
-those of sample.py: --score REFERENCE is needed, --num-images and --steps say how long it takes. The shared heads of a model
-stay, so that it cannot run fewer than these and one routed head per layer; `set_head_budget` says how a share is spread over
-the layers. A ring marks the share that the run was saved with.
+RUN is a run of a classifier, scored on its validation images, of a diffusion model, whose samples are scored, or of a language
+model, scored on its validation text; runs of one kind are lines of one figure. They come first. --data.root and the other
+options of validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py: --score REFERENCE is
+needed, --num-images and --steps say how long it takes. The shared heads of a model stay, so that it cannot run fewer than
+these and one routed head per layer; `set_head_budget` says how a share is spread over the layers. A ring marks the share that
+the run was saved with.
 
 Latency is that of one forward pass of a batch, as the model's executor computes it: the median over rounds in which all
 models and shares take turns, with quartiles.
@@ -32,7 +33,7 @@ from moh_vision.models.registry import registered
 
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
-DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised")  # the first of these that there is
+DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first of these that there is
 
 
 class Scored(NamedTuple):
@@ -62,7 +63,9 @@ def budgets_of(model: nn.Module, shares: Optional[Sequence[str]]) -> Dict[float,
         raise ValueError(f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some")
     groups = [getattr(layer.router, "group", 1) for layer in layers]
     heads = sum(b.heads for b in own)
-    kind = "uniform:" if str(getattr(model, "head_budget_spec", None)).startswith("uniform:") else "ramp:"
+    spec = getattr(model, "head_budget_spec", None)  # language models keep pairs alone
+    uniform = len({(b.heads, b.active) for b in own}) == 1 if spec is None else str(spec).startswith("uniform:")
+    kind = "uniform:" if uniform else "ramp:"
 
     def spread(share: str) -> Optional[Tuple[HeadBudget, ...]]:
         try:

@@ -1,29 +1,35 @@
-"""A causal language model and its training text for `moh_vision.analysis.search`."""
+"""A language model and its text: of training for `moh_vision.analysis.search`, of validation for `budget_curve`."""
 
 from pathlib import Path
-from typing import List, Sequence
+from typing import List, Sequence, Tuple
 
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import Calibration, LossOf
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import run_of
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.language.config import LanguageConfig
-from moh_vision.language.data.inputs import INPUTS
+from moh_vision.language.data.inputs import INPUTS, TextInputs
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.build import task_for
+from moh_vision.language.task import LanguageTask
 from moh_vision.models.convert import convert
 from moh_vision.models.weight_files import weights_file
 from moh_vision.models.weights import load_run
 
 
-def open_calibration(argv: List[str], count: int) -> Calibration:
-    """The model of the run --checkpoint, converted if it is dense, and its loss in nats per token of training text.
+def open_parts(argv: List[str], command: str, training: bool) -> Tuple[LanguageConfig, Path, nn.Module, TextInputs]:
+    """The configuration of the run --checkpoint, the file of its weights, its model, and its text.
 
     Args:
         argv: --checkpoint, the run or a file of its weights, and options of `data` and precision.
-        count: how many blocks of text, evenly spread; as many others between them are there to compare.
+        command: named in messages.
+        training: whether a causal model and its training text are needed.
 
     Raises:
         ValueError, FileNotFoundError: in one line.
@@ -31,16 +37,52 @@ def open_calibration(argv: List[str], count: int) -> Calibration:
     _, path, *options = argv
     file = weights_file(path)
     folder = run_of(file)
-    config, flags = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], "search")
+    config, flags = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
     for key in sorted(flags.given):
         if key.partition(".")[0] not in ("config", "data", "mixed_precision", "tf32"):
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    if task_for(config.model) != "clm":
+    if training and task_for(config.model) != "clm":
         raise ValueError(f"{path}: of language models causal ones are searched, whose head_budget may be a file")
-    model = load_run(file)
-    text = INPUTS["clm"](config.data, str(Path(index_dir(str(folder)), "text")), config.seed, str(folder))
+    cache = str(Path(index_dir(str(folder)), "text"))
+    text = INPUTS[task_for(config.model)](config.data, cache, config.seed, str(folder), training=training)
+    return config, file, load_run(file), text
+
+
+def open_scored(argv: List[str]) -> Scored:
+    """The model of the run --checkpoint, and its perplexity on the validation text.
+
+    Args, raises: as `open_parts`.
+    """
+    config, file, model, text = open_parts(argv, "budget_curve", training=False)
+    accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    task = LanguageTask(model.to(accelerator.device), 0.0).eval()
+    batches = list(text.eval_batches(text.val, 0, 1))
+    first = send_to_device(batches[0], accelerator.device)
+
+    def losses(batch: dict) -> Tensor:
+        with accelerator.autocast():
+            return task(**batch)[0]
+
+    def scores() -> dict:
+        return perplexity(losses, batches, accelerator.device, lambda total: total)
+
+    of = dict(weights=str(file), model=config.model.name, data=f"{config.data.root}, {config.data.val}")
+    return Scored(model, scores, lambda: losses(first), dict(of, batch_size=len(first["labels"])))
+
+
+def open_calibration(argv: List[str], count: int) -> Calibration:
+    """The model of the run --checkpoint, converted if it is dense, and its loss in nats per token of training text.
+
+    Args:
+        argv: see `open_parts`.
+        count: how many blocks of text, evenly spread; as many others between them are there to compare.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line.
+    """
+    config, file, model, text = open_parts(argv, "search", training=True)
     total = len(text.train)
     if 2 * count > total:
         raise ValueError(

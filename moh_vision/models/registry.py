@@ -14,7 +14,7 @@ def register(kind: str, name: str, target: str) -> None:
             base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata;
             "calibration": what `moh_vision.analysis.search` calls to open a "classifier", "diffusion" or "text" model and its data;
             "gates": what `moh_vision.analysis.gates` calls to read the gates of a run on its data;
-            "scores": what `moh_vision.analysis.budget_curve` calls to open one, and what scores it;
+            "scores": what `moh_vision.analysis.budget_curve` calls to open a run, and what scores it;
             "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the
             `SUITES` whose scores `moh_vision.analysis.table` reads; "pairs": what `moh_vision.analysis.report` calls to read
             the sentences that were translated; "image": what `moh_vision.analysis.patches` calls to open a "classifier"

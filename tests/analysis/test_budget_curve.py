@@ -7,6 +7,7 @@ import test_moh_vit
 import timm
 from refusals import refused
 from small_runs import arguments
+from small_text import write_plain
 
 from moh_vision.analysis import budget_curve
 from moh_vision.analysis.budget_curve import Scored, budgets_of, draw, main, measure
@@ -15,6 +16,7 @@ from moh_vision.attention.budget import resolve_budget
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.diffusion import train as train_dit
+from moh_vision.language import train as train_text
 from moh_vision.models.head_budgets import budget_pairs
 
 HEADS = ["--model.num_heads", "8"]
@@ -139,3 +141,22 @@ def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
     assert "--score REFERENCE is needed" in refused(capsys, exits, dit, *new)
     assert "grid has no effect" in refused(capsys, exits, dit, *new, *score, "--grid", "g.png")
     assert "one figure has one kind" in refused(capsys, exits, dit, cls, *new, *score)
+
+
+def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
+    run, figure, new = tmp_path / "text", tmp_path / "curve.png", ["--output", str(tmp_path / "new.png")]
+    options = (
+        f"--model.name clm_moh_small_75 --data.root {write_plain(tmp_path / 'plain')} --data.block 16 --data.merges 30 "
+        "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_hidden_layers 2 "
+        f"--model.kwargs.num_attention_heads 8 --optim.batch_size 8 --max-steps 4 --output {run}"
+    )
+    train_text.main(options.split())
+    assert main([str(run), "--output", str(figure), "--shares", "0.5", "1"]) == 0
+    (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
+    # The preset's budget is uniform, and so are the shares.
+    assert line["shares"] == [0.5, 0.75, 1.0] and line["layers"][0][0] == line["layers"][0][1]
+    trained = json.loads((run / "results.json").read_text())["validation"]
+    assert line["scores"][1]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    assert len({scores["perplexity"] for scores in line["scores"]}) == 3
+    assert "max_steps has no effect" in refused(capsys, exits, str(run), *new, "--max-steps", "2")

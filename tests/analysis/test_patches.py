@@ -131,7 +131,7 @@ def test_the_commands(run, capsys):
         (
             patches,
             ["TEXT", "--image", "IMAGE"],
-            "text is a run of a language model; this command is for models of images",
+            "text is a text model; expected a classifier",
         ),
         (patches, ["RUN", "--image", "none.png"], "none.png: No such file or directory"),
         (patches, ["RUN", "--image", "RUN/config.yaml"], "config.yaml: cannot identify the image format"),
