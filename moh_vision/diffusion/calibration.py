@@ -15,12 +15,12 @@ from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
-from moh_vision.diffusion.sample import draw, draw_labels, open_pipeline
+from moh_vision.diffusion.opening import open_pipeline
+from moh_vision.diffusion.sample import draw, draw_labels
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.image_parts import ImageParts
-from moh_vision.engine.io import run_of
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.models.convert import convert
 from moh_vision.models.weights import from_run
@@ -102,7 +102,7 @@ def open_scored(argv: List[str]) -> Scored:
     accelerator = make_accelerator(config.mixed_precision)
     pipe, about = open_pipeline(config)
     classes, device = about["classes"], accelerator.device
-    where = dict(index_dir=index_dir(str(run_of(Path(about["weights"])))), classes=classes)
+    where = dict(index_dir=index_dir(str(about["run"] or "samples")), classes=classes)
     scorer = make_scorer(**config.scoring(), **where)
     pipe.to(device).set_progress_bar_config(disable=True)
     model, labels = pipe.transformer, draw_labels(config, len(classes))

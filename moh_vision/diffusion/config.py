@@ -123,7 +123,9 @@ class SampleConfig:
 
     Args:
         checkpoint: folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file
-            in either.
+            in either; the folder of a saved pipeline, ours or diffusers' DiTPipeline; with --model other weights.
+        model: name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads: the published
+            .pt files of MoH-DiT and DiT, .safetensors, folders of diffusers' models.
         head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many.
@@ -157,6 +159,7 @@ class SampleConfig:
     """
 
     checkpoint: str
+    model: Optional[str] = None
     weights: Literal["ema", "model"] = "ema"
     head_budget: Optional[HeadBudgets] = None
     num_images: int = 100

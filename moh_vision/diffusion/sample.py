@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 import torch
 from torch import Tensor
@@ -20,23 +20,21 @@ from moh_vision.analysis.figures import draw_image_grid, write_images
 from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
+from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
+from moh_vision.diffusion.latents.vae import vae_fingerprint
+from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.config import keep_budget
 from moh_vision.engine.image_parts import ImageParts
-from moh_vision.engine.io import only_one, run_of, sha256_of, step_of
+from moh_vision.engine.io import only_one, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
-from moh_vision.models.head_budgets import budget_pairs, set_head_budget
-from moh_vision.models.weights import from_run
 
 NAME = "sample.py"
 # What the images depend on, beside the weights.
@@ -53,18 +51,22 @@ def main(argv: Optional[List[str]] = None) -> None:
         accelerator = make_accelerator(config.mixed_precision)
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])
-        run, step = run_of(weights), step_of(weights.parent)
+        run, step = about["run"], step_of(weights.parent)
+        if config.score and not run and not config.score_file:
+            raise ValueError(
+                f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores"
+            )
         scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
         files, folders = [config.grid, config.head_usage, config.head_load, scores_path], [config.save_pipeline]
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
         claim_outputs(files, folders, config.overwrite)
         with accelerator.main_process_first():
-            where = dict(index_dir=index_dir(str(run)), classes=classes)
+            where = dict(index_dir=index_dir(str(run or scores_path)), classes=classes)
             scorer = make_scorer(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
-        place = Path(config.out).absolute().parent if config.out else run.absolute()
+        place = Path(config.out).absolute().parent if config.out else (run or Path()).absolute()
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, config.counts_heads)
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
@@ -116,46 +118,6 @@ def main(argv: Optional[List[str]] = None) -> None:
         held.close()  # before its file is removed, which NFS does not do to an open one
         parts.remove()
     finish(accelerator)
-
-
-def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
-    """(the pipeline around a run's model, what `from_run` says of it).
-
-    Raises:
-        ValueError, FileNotFoundError: naming the option or file.
-    """
-    model, about = from_run(config.checkpoint, "diffusion", config.weights)
-    if config.head_budget is not None:
-        set_head_budget(model, config.head_budget)
-        keep_budget(config, lambda: budget_pairs(model))
-    if config.vae and not about.get("vae"):
-        raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
-    vae = open_vae(config.vae, about.get("vae"))
-    # A prediction is clipped to the range of pixels; latents have none.
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
-    label_drop = about["config"]["label_drop"]
-    if config.cfg_scale != 1 and label_drop == 0:
-        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
-    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), label_drop), about
-
-
-def open_vae(override: Optional[str], recorded: Optional[dict]):
-    """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
-
-    Raises:
-        ValueError: if it cannot be loaded, or the recorded name means another VAE by now.
-    """
-    if recorded is None:
-        return None
-    vae = load_vae(override or recorded["name"])
-    if not override and vae_fingerprint(vae) != recorded["sha256"]:
-        raise ValueError(
-            f"the VAE {recorded['name']} is not the one of the run (sha256 {recorded['sha256'][:12]}); --vae takes another on purpose"
-        )
-    # Latents were scaled by the factor of the training, whatever this decoder's own is.
-    vae.register_to_config(scaling_factor=recorded["scaling_factor"])
-    vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
-    return vae
 
 
 def draw_labels(config: SampleConfig, num_classes: int) -> Tensor:

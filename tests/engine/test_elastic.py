@@ -12,7 +12,7 @@ from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.sample import open_pipeline
+from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()

@@ -1,0 +1,135 @@
+"""What `sample.py --checkpoint` takes: runs, saved pipelines, and weights that others have published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+import timm
+from torch import nn
+
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
+from moh_vision.engine.commands import reason_of
+from moh_vision.engine.config import keep_budget
+from moh_vision.engine.io import run_of
+from moh_vision.models.head_budgets import budget_pairs, set_head_budget
+from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weights import FAMILIES, create, from_run, load_checkpoint
+
+
+def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
+    """(the pipeline around the model that --checkpoint means, dict(architecture, classes, weights: the file, run: its folder
+    or None)).
+
+    Raises:
+        ValueError, FileNotFoundError: naming the option or file.
+    """
+    if config.model:
+        model, vae, about = _published(config)
+    elif (Path(config.checkpoint) / "model_index.json").is_file():
+        model, vae, about = _saved(config)
+    elif Path(config.checkpoint).suffix in (".pt", ".pth", ".bin"):
+        raise ValueError(
+            f"{config.checkpoint} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
+        )
+    else:
+        model, about = from_run(config.checkpoint, "diffusion", config.weights)
+        if config.vae and not about.get("vae"):
+            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
+        vae = open_vae(config.vae, about.get("vae"))
+        about = dict(about, run=run_of(Path(about["weights"])), label_drop=about["config"]["label_drop"])
+    if vae is not None:
+        vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
+    if config.head_budget is not None:
+        set_head_budget(model, config.head_budget)
+        keep_budget(config, lambda: budget_pairs(model))
+    # A prediction is clipped to the range of pixels; latents have none.
+    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
+    if config.cfg_scale != 1 and about["label_drop"] == 0:
+        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
+    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), about["label_drop"]), about
+
+
+def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
+    """The model --model with the weights of a file or folder that `load_checkpoint` reads."""
+    path, name = config.checkpoint, config.model
+    if not Path(path).exists():
+        raise FileNotFoundError(f"--checkpoint {path}: no such file or folder")
+    try:
+        model = create(name, "diffusion").eval()
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
+    try:
+        load_checkpoint(model, path)
+    except ValueError as error:
+        fitting = [other for other in _of_the_same_size(name) if _fits(other, path)]
+        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
+    channels, vae = model.config.in_channels, None
+    if config.vae:
+        vae = load_vae(config.vae)
+    elif channels not in (1, 3):
+        raise ValueError(
+            f"--vae is needed, such as stabilityai/sd-vae-ft-mse: {name} works on latents of {channels} channels"
+        )
+    number = model.config.num_classes
+    # As the folders of ImageNet are named, and with them the classes of runs.
+    classes = timm.data.ImageNetInfo().label_names() if number == 1000 else [str(i) for i in range(number)]
+    about = dict(architecture=name, classes=list(classes), weights=str(weights_file(path)), run=None, label_drop=None)
+    return model, vae, about
+
+
+def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
+    """The model and the VAE of a pipeline of ours, or of diffusers' DiTPipeline."""
+    folder = Path(config.checkpoint)
+    if config.weights != "ema":
+        raise ValueError(
+            f"--weights {config.weights} has no effect: {folder} is a saved pipeline, which holds one kind"
+        )
+    try:
+        pipe = MoHDiTPipeline.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
+    if config.vae and pipe.vae is None:
+        raise ValueError(f"--vae {config.vae}: {folder} works on pixels")
+    names = pipe.config.id2label or {}
+    classes = [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
+    about = dict(architecture=folder.name, classes=classes, weights=str(weights_file(str(folder))), run=None)
+    return (
+        pipe.transformer,
+        load_vae(config.vae) if config.vae else pipe.vae,
+        dict(about, label_drop=pipe.config.label_drop),
+    )
+
+
+def _of_the_same_size(name: str) -> List[str]:
+    size = name.rpartition("_")[0]
+    return [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module) if n != name]
+
+
+def _fits(name: str, path: str) -> bool:
+    """Whether a model takes the weights."""
+    try:
+        load_checkpoint(create(name, "diffusion"), path)
+    except ValueError:
+        return False
+    return True
+
+
+def open_vae(override: Optional[str], recorded: Optional[dict]):
+    """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
+
+    Raises:
+        ValueError: if it cannot be loaded, or the recorded name means another VAE by now.
+    """
+    if recorded is None:
+        return None
+    vae = load_vae(override or recorded["name"])
+    if not override and vae_fingerprint(vae) != recorded["sha256"]:
+        raise ValueError(
+            f"the VAE {recorded['name']} is not the one of the run (sha256 {recorded['sha256'][:12]}); --vae takes another on purpose"
+        )
+    # Latents were scaled by the factor of the training, whatever this decoder's own is.
+    vae.register_to_config(scaling_factor=recorded["scaling_factor"])
+    return vae
