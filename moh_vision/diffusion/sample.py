@@ -1,7 +1,8 @@
 """Sample from a diffusion run, draw a grid, score.   python sample.py --checkpoint RUN --num-images 500 --grid grid.png
 
-Also under `accelerate launch`: processes share the images, which do not depend on how many there are. The same command run
-again after a kill goes on. Installed: python -m moh_vision.diffusion.sample; --help prints every option.
+RUN may also be a saved pipeline, or with --model NAME a file of published weights. Also under `accelerate launch`: processes
+share the images, which do not depend on how many there are. The same command run again after a kill goes on.
+Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 """
 
 from __future__ import annotations
