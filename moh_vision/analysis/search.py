@@ -30,6 +30,8 @@ from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import FAMILIES
 
 LossOf = Callable[[nn.Module], float]
+# A dense model is converted as for half of its heads, of which few are shared: shared heads stay, and leave no choice.
+CONVERTED = "uniform:0.5"
 
 
 class Search(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.analysis.budget_curve import Scored
-from moh_vision.analysis.search import Calibration, mean_over
+from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
 from moh_vision.attention import attention_layers
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
@@ -39,7 +39,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
     searched, others = calibration_halves(dataset, images, config.data.workers, unreadable)
     dense = all(layer.router.all_heads for layer in attention_layers(model))
     if dense:
-        model = convert(model, calibrate=[batch["images"] for batch in searched])
+        model = convert(model, CONVERTED, calibrate=[batch["images"] for batch in searched])
     model = model.to(accelerator.device).eval()
 
     def loss(batch: dict) -> Tensor:

@@ -9,7 +9,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.analysis.budget_curve import Scored
-from moh_vision.analysis.search import Calibration, mean_over
+from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
 from moh_vision.attention import attention_layers
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.diffusion.config import DitConfig, SampleConfig
@@ -67,7 +67,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
             (objective.add_noise(b["images"], b["noise"], b["timesteps"]), b["timesteps"], b["labels"])
             for b in searched
         ]
-        model = convert(model, calibrate=noisy)
+        model = convert(model, CONVERTED, calibrate=noisy)
     task = DiffusionTask(model, 0.0, objective).to(device).eval()
 
     def loss(batch: dict) -> Tensor:

@@ -7,7 +7,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.analysis.budget_curve import Scored
-from moh_vision.analysis.search import Calibration, LossOf
+from moh_vision.analysis.search import CONVERTED, Calibration, LossOf
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import run_of
@@ -96,8 +96,7 @@ def open_calibration(argv: List[str], count: int) -> Calibration:
     )
     dense = all(m.router.all_heads for m in model.modules() if isinstance(m, HeadMixtureAttention))
     if dense:
-        # As for half the heads, which shares a quarter of all: by itself query_norm shares half, and no share below is left.
-        model = convert(model, "uniform:0.5", calibrate=[batch["input_ids"] for batch in searched])
+        model = convert(model, CONVERTED, calibrate=[batch["input_ids"] for batch in searched])
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     model = model.to(accelerator.device).eval()
 
