@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional, Tuple, Union
 
-from moh_vision.engine.config import EmaConfig, HeadBudgets, ModelConfig, RunConfig, check, check_seed
+from moh_vision.engine.config import (
+    EmaConfig,
+    HeadBudgets,
+    ModelConfig,
+    RunConfig,
+    check,
+    check_head_budget,
+    check_seed,
+)
 
 
 @dataclass
@@ -199,6 +207,7 @@ class SampleConfig:
         written = self.out or self.grid or self.counts_heads or self.score
         if not self.num_images and written:
             raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage, --head-load and --score")
+        check_head_budget(self.head_budget, "head_budget")
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         guided = self.guide_channels

@@ -28,10 +28,10 @@ def check_seed(seed: int) -> None:
 HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig; shares are the model's to refuse
 
 
-def check_head_budget(budget: Optional[HeadBudgets]) -> None:
+def check_head_budget(budget: Optional[HeadBudgets], key: str = "model.head_budget") -> None:
     if isinstance(budget, list):
         fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
-        check("model.head_budget", budget, fine, "one [shared, routed] per layer, each 0 or more")
+        check(key, budget, fine, "one [shared, routed] per layer, each 0 or more")
 
 
 def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
