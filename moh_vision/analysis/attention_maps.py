@@ -25,11 +25,12 @@ from moh_vision.analysis.patches import (
     cell_grid,
     draw_cells,
     draw_map,
+    image_parser,
     open_with_image,
     patch_grid,
 )
 from moh_vision.attention import attention_layers, head_budget, token_heads
-from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.engine.commands import exit_code, say
 from moh_vision.models.foveal_attention import AggregatedAttention
 
 Token = Union[str, Tuple[int, int]]  # "cls", or row and column of a patch
@@ -126,11 +127,8 @@ def token_of(text: Optional[str]) -> Optional[Token]:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision.analysis.attention_maps", __doc__)
+    parser = image_parser("attention_maps", __doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
-    add("--image", required=True, metavar="FILE", help="the image")
-    add("--output", required=True, type=Path, metavar="FILE", help="figure, .png or .svg; its numbers are beside it")
     add("--layer", type=int, metavar="N", help="attention layer from 0 (the last one)")
     add("--token", metavar="cls|ROW,COLUMN", help="that attends (cls, or the middle patch where there is none)")
 

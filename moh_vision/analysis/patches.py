@@ -153,14 +153,20 @@ def open_with_image(checkpoint: str, image: str, rest: Sequence[str], command: s
     return opener(["--checkpoint", checkpoint, *rest], image, command)
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision.analysis.patches", __doc__)
+def image_parser(command: str, description: str) -> Parser:
+    """The options of a command that looks at one image: RUN, --image and --output."""
+    parser = Parser(f"python -m moh_vision.analysis.{command}", description)
     add = parser.add_argument
     add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
     add("--image", required=True, metavar="FILE", help="the image")
     add("--output", required=True, type=Path, metavar="FILE", help="figure, .png or .svg; its numbers are beside it")
-    add("--layer", type=int, nargs="+", metavar="N", help="layers from 0 (a middle and the last one)")
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, or 2 for a user's mistake."""
+    parser = image_parser("patches", __doc__)
+    parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers from 0 (a middle and the last one)")
 
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")

@@ -1,6 +1,6 @@
 """A classifier and its images: of training for `moh_vision.analysis.search`, of validation for `budget_curve`."""
 
-from typing import List
+from typing import List, Tuple
 
 from accelerate.utils import send_to_device
 from torch import Tensor
@@ -18,6 +18,27 @@ from moh_vision.engine.run import make_accelerator
 from moh_vision.models.convert import convert
 
 
+def open_parts(argv: List[str], command: str, split: str, option: str) -> Tuple:
+    """(configuration, accelerator, model, what `open_model` says of it, images as validation sees them, their bad ones).
+
+    Args:
+        argv: options of validate.py.
+        command: named in messages.
+        split: of the images, "train" or "val".
+        option: of the command, that says how many heads run.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, see `open_model`.
+    """
+    config, flags = parse_config(ClsConfig, argv, command, to_validate=True)
+    accelerator = make_accelerator(config.mixed_precision, config.tf32)
+    model, about, source, transform = open_model(config, flags, accelerator, split)
+    if about["of_run"] and "model.head_budget" in flags.given:
+        raise ValueError(f"model.head_budget has no effect: {option} says how many heads run")
+    images = LabelledImages(source, transform, seed=0, replace=False)
+    return config, accelerator, model, about, images, BadSamples(len(source), config.data.max_bad_fraction)
+
+
 def open_calibration(argv: List[str], images: int) -> Calibration:
     """The model of --checkpoint, converted if it is dense, and its cross-entropy on training images as validation sees them.
 
@@ -29,13 +50,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
         ValueError, FileNotFoundError: in one line, see `open_model`.
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    config, flags = parse_config(ClsConfig, argv, "search", to_validate=True)
-    accelerator = make_accelerator(config.mixed_precision, config.tf32)
-    model, about, source, transform = open_model(config, flags, accelerator, "train")
-    if about["of_run"] and "model.head_budget" in flags.given:
-        raise ValueError("model.head_budget has no effect: --share says how many heads run")
-    dataset = LabelledImages(source, transform, seed=0, replace=False)
-    unreadable = BadSamples(len(source), config.data.max_bad_fraction)
+    config, accelerator, model, about, dataset, unreadable = open_parts(argv, "search", "train", "--share")
     searched, others = calibration_halves(dataset, images, config.data.workers, unreadable)
     dense = all(layer.router.all_heads for layer in attention_layers(model))
     if dense:
@@ -63,19 +78,13 @@ def open_scored(argv: List[str]) -> Scored:
         ValueError, FileNotFoundError: in one line, see `open_model`.
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    config, flags = parse_config(ClsConfig, argv, "budget_curve", to_validate=True)
-    accelerator = make_accelerator(config.mixed_precision, config.tf32)
-    model, about, source, transform = open_model(config, flags, accelerator, "val")
-    if about["of_run"] and "model.head_budget" in flags.given:
-        raise ValueError("model.head_budget has no effect: --shares says how many heads run")
+    config, accelerator, model, about, images, unreadable = open_parts(argv, "budget_curve", "val", "--shares")
     task = ClassificationTask(model.to(accelerator.device), 0.0)
-    numbers = range(min(config.data.eval_batch_size, len(source)))
-    images = LabelledImages(source, transform, seed=0, replace=False)
-    unreadable = BadSamples(len(source), config.data.max_bad_fraction)
+    numbers = range(min(config.data.eval_batch_size, len(images.source)))
     (batch,) = send_to_device(list(evaluation_batches(images, [list(numbers)], 0, unreadable)), accelerator.device)
 
     def scores() -> dict:
-        return validate(task, source, transform, config.data, accelerator)[0]
+        return validate(task, images.source, images.transform, config.data, accelerator)[0]
 
     def forward() -> None:
         with accelerator.autocast():

@@ -71,7 +71,7 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
         vae = load_vae(config.vae)
     elif channels not in (1, 3):
         raise ValueError(
-            f"--vae is needed, such as stabilityai/sd-vae-ft-mse: {name} works on latents of {channels} channels"
+            f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {name} works on latents of {channels} channels"
         )
     number = model.config.num_classes
     # As the folders of ImageNet are named, and with them the classes of runs.
