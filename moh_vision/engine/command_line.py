@@ -57,15 +57,10 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     """
     keys = _leaf_keys(kind)
     flags = VALIDATION_FLAGS if to_validate else RUN_FLAGS if issubclass(kind, RunConfig) else ()
-    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, default_env=False)
-    parser.add_argument("--config", help="YAML file; later options override it")
-    for name, hint, default, text in flags:
-        parser.add_argument(f"--{name}", type=hint, default=default, help=text)
-    parser.add_class_arguments(kind)
     switches = {name: hint for name, hint, *_ in flags} | dict(config=str, print_config=bool, help=bool)
     options = list(_options(sys.argv[1:] if argv is None else argv, keys, switches))
     if any(name == "help" for name, _ in options):
-        parser.print_help()
+        _parser(kind, prog, flags).print_help()
         raise SystemExit(0)
     given = {next((key for key in FREE_FORM if name.startswith(key + ".")), name) for name, _ in options}
     if to_validate:
@@ -78,6 +73,7 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
             values[name] = [*values.get(name, []), text]
         elif name != "print_config":
             values.update(_option_values(name, text, keys, values))
+    parser = _parser(kind, prog, flags)
     try:
         namespace = parser.parse_object(values)
         for key, hint in keys.items():  # jsonargparse lets a null through where the type has none
@@ -102,6 +98,15 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         if key not in keys and key not in KEPT_KEYS:
             raise ValueError(f"--allow-change {key}: {_unknown_key(key, [*keys, *KEPT_KEYS])}")
     return config, found if flags else None
+
+
+def _parser(kind, prog: str, flags) -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, default_env=False)
+    parser.add_argument("--config", help="YAML file; later options override it")
+    for name, hint, default, text in flags:
+        parser.add_argument(f"--{name}", type=hint, default=default, help=text)
+    parser.add_class_arguments(kind)
+    return parser
 
 
 def _options(argv: List[str], keys: Dict[str, Any], switches: Dict[str, Any]) -> Iterable[Tuple[str, str]]:
