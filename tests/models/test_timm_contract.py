@@ -1,7 +1,8 @@
 """timm's own tests of its models, run on ours.
 
 timm ships them in its source distribution, which `make` fetches beside the virtual environment. Only `list_models` is
-swapped while they are loaded. The smallest member of each family runs in `make test`, all of them in `make test-slow`.
+swapped while they are loaded. The smallest member of each family runs in `make test`, all of them in `make test-slow`, where
+MoH TransNeXt is pruned too: that takes half a minute, and a dense TransNeXt has the same method.
 """
 
 import fnmatch
@@ -32,6 +33,7 @@ CONTRACT = [
     "test_model_forward_fx_torchscript",
 ]
 SMALLEST = ("moh_vit_tiny_patch16_224", "transnext_micro", "moh_transnext_small_75")
+PRUNED = SMALLEST[:2]
 TOKENS = "moh_vit*"  # whose features are tokens: "non-standard" in timm's terms, as its own vit_*
 
 SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.gz"))
@@ -69,7 +71,8 @@ def marked(function):
         if mark.name == "parametrize":
             names, values = mark.args
             if names == "model_name":
-                values = [pytest.param(v, marks=[] if v in SMALLEST else [pytest.mark.slow]) for v in values]
+                fast = PRUNED if "prune" in function.__name__ else SMALLEST
+                values = [pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in values]
             marks.append(pytest.mark.parametrize(names, values).mark)
     function.pytestmark = marks
     return function
