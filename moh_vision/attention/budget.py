@@ -70,6 +70,7 @@ def resolve_budget(
     heads: Union[int, Sequence[int]],
     head_dim: Union[int, Sequence[int]],
     group: int = 1,
+    shared_share: float = SHARED_SHARE,
 ) -> tuple[HeadBudget, ...]:
     """Turn what a user writes into one `HeadBudget` per layer.
 
@@ -80,8 +81,8 @@ def resolve_budget(
                 d = min(1 - t, t / 3), so 0.75 goes from 50 % to 100 %;
             "uniform:0.75": the same number of active heads in every layer of equal width, halves rounded up;
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
-                0.4 by default (Jin 2024, section 4.5 and table 7); "ramp" rounds it over the model, "uniform" in each
-                layer;
+                0.4 by default (Jin 2024, section 4.5 and table 7), 0 with router "moa"; "ramp" rounds it over the model,
+                "uniform" in each layer;
             "searched:FILE": what `moh_vision.analysis.search` found and wrote there;
             [(shared, routed), ...]: one pair per layer.
             A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
@@ -91,6 +92,8 @@ def resolve_budget(
         head_dim: width of a head, one number or one per layer.
         group: heads that are chosen together (see QueryNormRouter): a share is then rounded to whole groups, and pairs
             must be whole groups.
+        shared_share: the share of shared heads among the active ones where the spec does not say; see
+            `moh_vision.attention.routers.shared_share`.
 
     Raises:
         ValueError: naming the layer and the numbers.
@@ -109,8 +112,8 @@ def resolve_budget(
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, depth)
     else:
-        kind, target, shared_share = parse_share(spec)
-        share = SHARED_SHARE if shared_share is None else shared_share
+        kind, target, said = parse_share(spec)
+        share = shared_share if said is None else said
         if kind == "ramp":
             active = _ramp_active(target, heads)
             shared = _shared_of(share, active, heads)
@@ -133,13 +136,13 @@ def resolve_budget(
     return tuple(budgets)
 
 
-def all_heads(heads: Sequence[int]) -> list[list[int]]:
+def all_heads(heads: Sequence[int], shared_share: float = SHARED_SHARE) -> list[list[int]]:
     """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
 
     40 % of each layer's heads are shared, rounded down. Narrow layers share fewer, so that a budget of half the heads
     still routes one.
     """
-    shared = [min(int(SHARED_SHARE * h), max(h // 2 - 1, 0)) for h in heads]
+    shared = [min(int(shared_share * h), max(h // 2 - 1, 0)) for h in heads]
     return [[s, h - s] for s, h in zip(shared, heads)]
 
 

@@ -89,7 +89,7 @@ def _create_dit(
         pretrained: load the weights that the configuration names (file, url or hf_hub_id).
         img_size, in_chans: of the latents, or of the images in pixel space; left out: those of the configuration.
         overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router,
-            scope, route_by, executor, router_kwargs, compat.
+            scope, route_by, executor, router_kwargs, kv_heads, compat.
 
     Raises:
         ValueError: for an impossible size or budget, or weights that do not fit.

@@ -31,6 +31,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import is_searched
 from moh_vision.attention.layer import is_captured
+from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
 from moh_vision.models.weight_files import rename_routers
 
@@ -195,6 +196,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             normalised to mean 0 and variance 1, as the tokens are that routers read otherwise.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
+        kv_heads: key-value heads of every layer, a divisor of its heads; 1 shares one among all heads, as in Zhang 2022;
+            None: one per head.
         compat: "official", or "diffusers" for the timestep frequencies and the epsilon of diffusers' DiT.
         out_channels: follows from learn_sigma; stored because diffusers' pipelines read it.
     """
@@ -222,6 +225,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         route_by: str = "condition",
         executor: str = "auto",
         router_kwargs: Optional[dict] = None,
+        kv_heads: Optional[int] = None,
         compat: str = "official",
         out_channels: Optional[int] = None,
     ):
@@ -242,12 +246,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
         self.head_budget_spec = head_budget
-        budgets = _layer_budgets(head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size)
+        budgets = _layer_budgets(
+            head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size, shared_share(router)
+        )
         if is_searched(head_budget):  # saved is what it says
             self.register_to_config(head_budget=[[b.shared, b.routed] for b in budgets])
         attn_kwargs = dict(
-            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, fused_attn=use_fused_attn()
-        )
+            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
+            fused_attn=use_fused_attn(),
+        )  # fmt: skip
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.register_to_config(out_channels=self.out_channels)
         self.gradient_checkpointing = False
@@ -344,7 +351,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, grid * p, grid * p)
 
 
-def _layer_budgets(spec, depth: int, heads, head_dim: Optional[int], hidden_size: int) -> Tuple[HeadBudget, ...]:
+def _layer_budgets(
+    spec, depth: int, heads, head_dim: Optional[int], hidden_size: int, shared: float
+) -> Tuple[HeadBudget, ...]:
     per_layer = [heads] * depth if isinstance(heads, int) else list(heads)
     if len(per_layer) != depth:
         raise ValueError(f"num_heads lists {len(per_layer)} layers, depth is {depth}")
@@ -355,7 +364,8 @@ def _layer_budgets(spec, depth: int, heads, head_dim: Optional[int], hidden_size
             if hidden_size % h:
                 raise ValueError(f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})")
         head_dim = [hidden_size // h for h in per_layer]
-    return resolve_budget([(h, 0) for h in per_layer] if spec is None else spec, depth, per_layer, head_dim)
+    spec = [(h, 0) for h in per_layer] if spec is None else spec
+    return resolve_budget(spec, depth, per_layer, head_dim, shared_share=shared)
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
+from moh_vision.attention.budget import SHARED_SHARE
+from moh_vision.attention.routers import shared_share
 from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
 from moh_vision.models.timm_factory import image_cfg, register_variants
@@ -245,7 +247,7 @@ class TransNeXt(nn.Module):
         check_pool(global_pool)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.grad_checkpointing = False
-        budgets = stage_budgets(head_budget, depths, num_heads, embed_dims)
+        budgets = stage_budgets(head_budget, depths, num_heads, embed_dims, shared_share(router))
         self.head_budget_spec = head_budget
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
@@ -430,14 +432,17 @@ def stage_sizes(img_size: Union[int, Tuple[int, int]]) -> List[Tuple[int, int]]:
     return [(-(-H // r), -(-W // r)) for r in (4, 8, 16, 32)]
 
 
-def stage_budgets(spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int]) -> List[List[HeadBudget]]:
-    """head_budget -> one HeadBudget per layer, by stage."""
+def stage_budgets(
+    spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int], shared: float = SHARED_SHARE
+) -> List[List[HeadBudget]]:
+    """head_budget -> one HeadBudget per layer, by stage; `shared`: see `resolve_budget`."""
     if spec is None:
         spec = [(h, 0) for h in heads]
     if isinstance(spec, (list, tuple)) and len(spec) == STAGES:
         spec = [pair for pair, depth in zip(spec, depths) for _ in range(depth)]
     layers = [(h, dim // h) for h, dim, depth in zip(heads, dims, depths) for _ in range(depth)]
-    budgets = list(resolve_budget(spec, len(layers), [h for h, _ in layers], [d for _, d in layers]))
+    heads, widths = zip(*layers)
+    budgets = list(resolve_budget(spec, len(layers), heads, widths, shared_share=shared))
     return [[budgets.pop(0) for _ in range(depth)] for depth in depths]
 
 

@@ -33,7 +33,8 @@ from moh_vision.attention import (
     runs_all_heads,
     set_budgets,
 )
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention.budget import SHARED_SHARE
+from moh_vision.attention.routers import MoHRouter, shared_share
 from moh_vision.models.convert import convert, route_heads
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
 from moh_vision.models.timm_factory import image_cfg, register_variants
@@ -77,6 +78,7 @@ class MoHVisionTransformer(VisionTransformer):
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router, such as dict(gate_scale="paper").
+        kv_heads: key-value heads, a divisor of num_heads; 1 shares one among all heads, as in Zhang 2022; None: one per head.
         pos_embed_std: initial spread of the position table; timm's 0.02 is slow to learn from where patches hold only
             a few pixels (8 x 8 digits: 86 against 97 % after 400 steps).
         **kwargs: those of timm's VisionTransformer, but block_fn, attn_layer and scale_attn_norm.
@@ -97,6 +99,7 @@ class MoHVisionTransformer(VisionTransformer):
         scope: str = "token",
         executor: str = "auto",
         router_kwargs: Optional[dict] = None,
+        kv_heads: Optional[int] = None,
         pos_embed_std: float = 0.02,
         dynamic_img_pad: bool = False,
         **kwargs,
@@ -113,12 +116,15 @@ class MoHVisionTransformer(VisionTransformer):
             check_image_size(img_size, patch_size)
         if head_budget is None:
             head_budget = [(num_heads, 0)] * depth if runs_all_heads(router) else 0.75
-        budgets = resolve_budget(head_budget, depth, num_heads, embed_dim // num_heads)
+        budgets = resolve_budget(
+            head_budget, depth, num_heads, embed_dim // num_heads, shared_share=shared_share(router)
+        )
         self.head_budget_spec = head_budget
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(
-            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, fused_attn=use_fused_attn()
-        )
+            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
+            fused_attn=use_fused_attn(),
+        )  # fmt: skip
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -191,7 +197,8 @@ def checkpoint_filter_fn(
         model.head_budget_spec = 1.0
         layers = attention_layers(model)
         heads = [layer.num_heads for layer in layers]
-        set_budgets(layers, resolve_budget(all_heads(heads), len(heads), heads, [layer.head_dim for layer in layers]))
+        pairs = all_heads(heads, getattr(layers[0].router, "shared_share", SHARED_SHARE))
+        set_budgets(layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers]))
     return zero_missing_routers(state_dict, model)
 
 

@@ -11,10 +11,12 @@ import text_tiny
 import timm
 import torch
 from accelerate import cpu_offload, dispatch_model
+from safetensors.torch import save_file
 from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 
 import moh_vision
+from moh_vision.attention import attention_layers
 
 IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
 
@@ -38,9 +40,12 @@ def llama(router):
 WORDS = text_tiny.words(2, 6)
 LATENTS = IMAGES[..., :8, :8], torch.tensor([3]), torch.tensor([1])
 FAMILIES = {  # name -> (how to make a model and its inputs, routers)
-    "vit": (vision("moh_vit_tiny_patch16_224", test_moh_vit.TINY, IMAGES[..., :16, :16]), ["moh", "query_norm", "mae"]),
+    "vit": (
+        vision("moh_vit_tiny_patch16_224", test_moh_vit.TINY, IMAGES[..., :16, :16]),
+        ["moh", "query_norm", "mae", "moa"],
+    ),
     "transnext": (vision("moh_transnext_base_50", test_moh_transnext.SMALL, IMAGES), ["moh", "query_norm", "mae"]),
-    "dit": (vision("moh_dit_small_patch2_75", test_moh_dit.TINY, *LATENTS), ["moh", "query_norm", "mae"]),
+    "dit": (vision("moh_dit_small_patch2_75", test_moh_dit.TINY, *LATENTS), ["moh", "query_norm", "mae", "moa"]),
     "translation": (text("mt_transformer_base", WORDS, None, WORDS), ["moh", "query_norm", "mae_7", "moa", "moa_bias"]),
     "masked": (text("mlm_base", WORDS), ["moa"]),
     "causal": (text("clm_wt103_base", WORDS), ["mae_7", "uni_mae", "moa"]),
@@ -90,6 +95,36 @@ def test_init_weights_of_an_empty_model(family, router):
     model = emptied(model)
     model.init_weights()
     assert model(*inputs).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["vit", "dit"])
+def test_moa_with_one_key_value_head(family, tmp_path):
+    """Zhang 2022 in an image model: k of the heads without shared ones, all on the keys and values of one head."""
+    models = []
+    for executor in ("reference", "packed"):
+        torch.manual_seed(0)
+        model, inputs = FAMILIES[family][0]("moa", kv_heads=1, executor=executor, head_budget="uniform:0.5")
+        with torch.no_grad():  # MoA's gates and a DiT's output start at zero
+            for weight in model.parameters():
+                weight += 0.1 * torch.randn_like(weight)
+        models.append(model.double())
+    outputs = [tensors(model(*(x.double() if x.is_floating_point() else x for x in inputs))) for model in models]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
+    for layer, other in zip(*map(attention_layers, models)):
+        heads, width = layer.num_heads, layer.head_dim
+        assert layer.qkv.weight.shape[0] == (heads + 2) * width
+        assert (layer.budget.shared, layer.budget.routed) == (0, heads // 2)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(*(model.parameters() for model in models)):
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9)
+    save_file({name: t.contiguous() for name, t in models[0].state_dict().items()}, tmp_path / "w.safetensors")
+    again, _ = FAMILIES[family][0]("moa", kv_heads=1, head_budget="uniform:0.5")
+    moh_vision.load_checkpoint(again.double(), str(tmp_path / "w.safetensors"))
+    torch.testing.assert_close(
+        tensors(again(*(x.double() if x.is_floating_point() else x for x in inputs))), outputs[0]
+    )
 
 
 @pytest.mark.parametrize("family, router", CASES)

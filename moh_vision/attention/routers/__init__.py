@@ -13,12 +13,15 @@ A router says five things of itself:
                   being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
     aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
+and may say a sixth:
+    shared_share  share of shared heads among the active ones where a budget does not say; 0.4 if left out
 """
 
 from typing import Callable, Dict, Optional
 
 from torch import nn
 
+from moh_vision.attention.budget import SHARED_SHARE
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
@@ -37,3 +40,8 @@ ROUTERS: Dict[str, Callable[..., nn.Module]] = {
 def runs_all_heads(router: Optional[str]) -> bool:
     """Whether a router of this name takes no budget. False for unknown names, which the layer refuses."""
     return router in ROUTERS and ROUTERS[router].all_heads
+
+
+def shared_share(router: Optional[str]) -> float:
+    """Share of shared heads among the active ones where a budget does not say, for `resolve_budget`."""
+    return getattr(ROUTERS.get(router), "shared_share", SHARED_SHARE)

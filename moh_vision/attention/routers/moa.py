@@ -32,6 +32,7 @@ class MoARouter(TopKRouter):
     reads = "token"
     all_heads = False
     aux_loss = "moa"
+    shared_share = 0.0
 
     def __init__(
         self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None

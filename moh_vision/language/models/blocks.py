@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
 from moh_vision.attention.budget import is_searched
+from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
@@ -83,10 +84,9 @@ class ExpertBiasAttention(HeadMixtureAttention):
         super().__init__(dim, budget, router, proj_bias=False, **kwargs)
         self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
-    def forward(self, x: Tensor, *args, padding_mask: Optional[Tensor] = None, **kwargs):
-        y, stats = super().forward(x, *args, padding_mask=padding_mask, **kwargs)
-        routing, _ = self.route(x)  # again: the layer keeps its weights to itself
-        return y + routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype), stats  # [B, N, C]
+    def execute(self, call: Call, name: Optional[str] = None) -> Tensor:
+        y = super().execute(call, name)
+        return y + call.routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype)  # [B, N, C]
 
 
 class FeedForward(nn.Module):

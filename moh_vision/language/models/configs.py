@@ -10,7 +10,7 @@ from moh_vision.engine.commands import closest
 ROUTER_KEYS = {
     "dense": (),
     "mae": ("leave_out", "mode", "dropout"),
-    "moa": ("renormalise",),
+    "moa": ("renormalise", "noisy"),
     "moh": ("gate_scale", "two_stage"),
     "query_norm": (),
 }

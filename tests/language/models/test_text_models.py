@@ -107,6 +107,26 @@ def test_expert_biases_are_weighed_like_their_experts():
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_noisy_gates_of_moa(bias):
+    """Zhang 2022, eq. 3: other experts from call to call in training, none without; an expert's bias goes with it."""
+    spec = {"router": "moa", "top_k": 2, "experts": 5, "head_dim": 6, "bias": bias, "noisy": True}
+    model = tiny("mlm_base", attention=spec)
+    layer, x = attention_layers(model)[0], torch.randn(2, 6, 32, dtype=torch.float64)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+    layer.train()
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    if bias:  # the output is then the weights themselves
+        with torch.no_grad():
+            layer.proj.weight.zero_()
+            layer.head_bias.copy_(torch.eye(5, 32))
+        y, stats = layer(x)
+        assert torch.equal((y[..., :5] > 0).sum((0, 1)).double(), stats.counts.sum(0).double())
+    y, _ = layer(x)
+    y.square().sum().backward()
+    assert layer.router.noise.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("attention", ROUTED)
 def test_decoders_see_no_later_token(attention, train):

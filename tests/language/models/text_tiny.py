@@ -27,7 +27,8 @@ DEPTH = {
 
 def tiny(preset, attention="dense", seed=0, dtype=torch.float64, **overrides):
     torch.manual_seed(seed)
-    fields = {**TINY, **DEPTH[preset], "attention": ATTENTIONS[attention], **overrides}
+    spec = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    fields = {**TINY, **DEPTH[preset], "attention": spec, **overrides}
     model = create_text_model(preset, **fields).to(dtype).eval()
     stir(model)
     return model
