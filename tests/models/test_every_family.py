@@ -110,7 +110,7 @@ def test_moa_with_one_key_value_head(family, tmp_path):
         models.append(model.double())
     outputs = [tensors(model(*(x.double() if x.is_floating_point() else x for x in inputs))) for model in models]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
-    for layer, other in zip(*map(attention_layers, models)):
+    for layer in (layer for model in models for layer in attention_layers(model)):
         heads, width = layer.num_heads, layer.head_dim
         assert layer.qkv.weight.shape[0] == (heads + 2) * width
         assert (layer.budget.shared, layer.budget.routed) == (0, heads // 2)
