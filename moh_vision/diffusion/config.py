@@ -69,7 +69,7 @@ class ScoreConfig(DrawConfig):
     Args:
         reference: what samples are compared with, as `score` of sample.py; left out: data.root.
         split: split of a data set: "train" (the default) or "val".
-        extractor: "inception", "timm:NAME", or a classification run.
+        extractor: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: also with no more images than features, labelled FID@N.
     """
@@ -158,8 +158,8 @@ class SampleConfig:
         score: the reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics
             (.safetensors); or a data set as in data.root.
         score_split: split of a data set: "val" (the default) or "train".
-        extractor: "inception" (left out), "timm:NAME", or a classification run; with a data set of the run's classes
-            that also tells how many samples are recognised.
+        extractor: "inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; with a data set
+            of the run's classes that also tells how many samples are recognised.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: score also with no more images than features, labelled FID@N.
         score_file: where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,14 +10,14 @@ import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import List, Optional
+from typing import Dict, List, Optional
 
 import torch
 
 from moh_vision.engine.io import __version__, write_whole
 
 RECORD = "environment.jsonl"
-PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers")
+PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers", "torch-fidelity")
 
 
 def add_environment(folder: Path, step: int, command: List[str], accelerator, processor: str) -> None:
@@ -30,19 +31,13 @@ def add_environment(folder: Path, step: int, command: List[str], accelerator, pr
         accelerator: accelerate's Accelerator.
         processor: the name of the processor's model.
     """
-    versions = {"moh_vision": __version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # of an extra
-            continue
     cuda = accelerator.device.type == "cuda"
     start = dict(
         step=step,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(command),
         commit=commit(Path(__file__).parents[2]),
-        versions=versions,
+        versions=versions(),
         device=torch.cuda.get_device_name(accelerator.device) if cuda else processor,
         cores=os.cpu_count(),
         processes=accelerator.num_processes,
@@ -50,6 +45,15 @@ def add_environment(folder: Path, step: int, command: List[str], accelerator, pr
     file = folder / RECORD
     earlier = file.read_text() if file.exists() else ""
     write_whole(file, earlier + json.dumps(start) + "\n")
+
+
+def versions() -> Dict[str, str]:
+    """Of this package and of those that its numbers depend on."""
+    found = {"moh_vision": __version__}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # of an extra
+            found[name] = version(name)
+    return found
 
 
 def commit(clone: Path) -> Optional[str]:

@@ -1,6 +1,7 @@
 """The Inception of FID, with random weights in torch-fidelity's file layout: they prove the wiring, not scores."""
 
 import hashlib
+import json
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ from refusals import one_line
 from torch import nn
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity.__main__ import main as command
 from moh_vision.evaluation.fidelity.extractors import PUBLISHED
 
 
@@ -94,6 +96,51 @@ def test_a_timm_model_is_named(weights):
     assert result["label"] == "FD-resnet10t@20" and result["fd"] > 0 and len(result["weights_sha256"]) == 64
     again = score(images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
     assert abs(again["fd"]) < 1e-3
+
+
+def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
+    """With the preprocessing in its config.json, at its own size or at another; statistics of one are not the other's."""
+    import timm
+
+    torch.manual_seed(0)
+    sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=0)
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    own = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32))
+    folder, file = tmp_path / "vit", tmp_path / "b.safetensors"
+    model.pretrained_cfg = {**model.pretrained_cfg, **own}
+    timm.models.save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
+    x = images(30)[:, :, :24, :24]
+    mean, std = (torch.tensor(own[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    network = make_extractor(f"timm:local-dir:{folder}")
+    resized = nn.functional.interpolate(x / 255, (32, 32), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        torch.testing.assert_close(network(x).pooled, model((resized - mean) / std))
+    assert network.name == f"vit_tiny_patch16_224 of {folder}"
+    for name, seed in (("a", 1), ("b", 2)):
+        np.savez(tmp_path / f"{name}.npz", arr_0=images(30, seed).permute(0, 2, 3, 1).numpy())
+    large = ["--extractor", f"timm:local-dir:{folder}@64"]
+    assert command([str(tmp_path / "b.npz"), "--save-statistics", str(file), *large]) == 0
+    assert command([str(tmp_path / "a.npz"), str(file), *large, "--out", str(tmp_path / "s.json")]) == 0
+    scores = json.loads((tmp_path / "s.json").read_text())
+    assert scores["label"] == f"FD-vit_tiny_patch16_224 of {folder}@64" and scores["fd"] > 0
+    assert scores["reference_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert scores["versions"]["torch"] == torch.__version__.split("+")[0] and "torch-fidelity" in scores["versions"]
+    assert command([str(tmp_path / "a.npz"), str(file), *large[:1], large[1].removesuffix("@64")]) == 2
+    assert f"was made by vit_tiny_patch16_224 of {folder}@64" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with one_line(f"extractor 'timm:local-dir:{folder}': .*header"):
+        make_extractor(f"timm:local-dir:{folder}")
+    with one_line(f"extractor 'timm:local-dir:{tmp_path}': Config file not found"):
+        make_extractor(f"timm:local-dir:{tmp_path}")
+
+
+def test_a_network_for_any_size_takes_no_size(monkeypatch):
+    import timm
+
+    model = timm.create_model("resnet10t")
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: model)
+    with one_line("extractor 'timm:resnet10t@64': ResNet takes no other size; leave @64 out"):
+        make_extractor("timm:resnet10t@64")
 
 
 @pytest.mark.slow

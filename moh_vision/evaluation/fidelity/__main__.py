@@ -12,6 +12,7 @@ from typing import List, Optional
 import torch
 
 from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
+from moh_vision.engine.environment import versions
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
@@ -25,7 +26,7 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     add("generated", metavar="GENERATED", help="folder of images, or .npz with arr_0 (uint8 NHWC)")
     add("reference", metavar="REFERENCE", nargs="?", help="the same, ADM's .npz of statistics, or saved statistics")
-    add("--extractor", default="inception", help="inception, timm:NAME, or a classification run (inception)")
+    add("--extractor", default="inception", help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)")
     add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
     add("--batch-size", type=int, default=64, help="images at a time (64)")
     add("--device", help="where the extractor runs (a GPU if there is one)")
@@ -68,7 +69,7 @@ def _work(options: argparse.Namespace, main_process: bool) -> None:
     print(table(result, options.generated, options.reference))
     if options.out:
         sets = dict(generated=options.generated, reference=options.reference)
-        write_json(Path(options.out), dict(result, **sets))
+        write_json(Path(options.out), dict(result, **sets, versions=versions()))
         print(f"scores: {options.out}")
 
 

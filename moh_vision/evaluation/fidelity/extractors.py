@@ -86,7 +86,9 @@ class Inception(Extractor):
 
 
 class TimmExtractor(Extractor):
-    """The penultimate features of a timm model, with its own resizing and normalisation.
+    """The penultimate features of a timm model, with the resizing and normalisation of its pretrained_cfg.
+
+    The whole image is resized, without a crop.
 
     Args:
         model: a classifier of timm's, or of ours.
@@ -110,6 +112,7 @@ class TimmExtractor(Extractor):
         size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
+        self.interpolation = cfg.get("interpolation") or "bicubic"
         for key, default in (("mean", 0.5), ("std", 0.5)):
             values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
             self.register_buffer(key, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
@@ -120,7 +123,7 @@ class TimmExtractor(Extractor):
         if self.channels == 1:
             x = x.mean(1, keepdim=True)
         if tuple(x.shape[2:]) != self.size:
-            x = nn.functional.interpolate(x, self.size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+            x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
         hidden = self.model.forward_features((x - self.mean) / self.std)
         return Extracted(self.model.forward_head(hidden, pre_logits=True).float())
 
@@ -145,8 +148,9 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
     """The extractor that `score` means.
 
     Args:
-        extractor: "inception", "timm:NAME" (its pretrained weights), a classification run, an `Extractor`, or any module
-            from uint8 images to features.
+        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves a model for
+            the hub), either with "@SIZE" behind it for another image size; a classification run, an `Extractor`, or any
+            module from uint8 images to features.
         inception_weights: path; see `Inception`.
 
     Raises:
@@ -166,15 +170,30 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> 
         return TimmExtractor(model, name, img_size=img_size)
     if not extractor.startswith("timm:"):
         raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
+    return _from_timm(extractor.removeprefix("timm:"))
+
+
+def _from_timm(spec: str) -> TimmExtractor:
+    """The extractor of "NAME", "local-dir:FOLDER", or one of them with "@SIZE"."""
     import timm
 
-    name = extractor.removeprefix("timm:")
-    if not timm.is_model(name.split(".")[0]):
-        raise ValueError(f"extractor {extractor!r}: timm has no model {name!r}")
+    name, _, size = spec.rpartition("@")
+    if not size.isdecimal() or not name:
+        name, size = spec, ""
+    folder = name.removeprefix("local-dir:")
+    if folder == name and not timm.is_model(name.split(".")[0]):
+        raise ValueError(f"extractor {'timm:' + spec!r}: timm has no model {name!r}")
     try:
-        return TimmExtractor(timm.create_model(name, pretrained=True), name)
-    except (RuntimeError, OSError) as error:
-        raise ValueError(f"extractor {extractor!r}: {reason_of(error)}") from None
+        model = timm.create_model(name, pretrained=True)
+        if size and not hasattr(model, "set_input_size"):
+            raise ValueError(f"{type(model).__name__} takes no other size; leave @{size} out")
+        if size:
+            model.set_input_size(img_size=(int(size), int(size)))
+    except Exception as error:  # a folder can be damaged in many ways
+        raise ValueError(f"extractor {'timm:' + spec!r}: {reason_of(error)}") from None
+    if folder != name:
+        spec = f"{model.pretrained_cfg['architecture']} of {spec.removeprefix('local-dir:')}"
+    return TimmExtractor(model, spec)
 
 
 @torch.no_grad()

@@ -112,6 +112,16 @@ def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]
             raise ValueError(f"{path}: {name} holds numbers that are not finite")
 
 
+def is_adm(path: str) -> bool:
+    """Whether a path is a file of ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz.
+
+    Raises:
+        ValueError: for a damaged .npz file.
+    """
+    file = Path(path)
+    return file.suffix == ".npz" and file.is_file() and {"mu", "sigma"} <= set(archive_members(file))
+
+
 def adm_statistics(path: Path) -> Optional[Statistics]:
     """mu, sigma, mu_s, sigma_s of an .npz of ADM's evaluator; None if it holds no statistics.
 

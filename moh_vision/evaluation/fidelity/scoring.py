@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Optional, Tuple, Union
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
+from moh_vision.engine.io import sha256_of
 from moh_vision.evaluation.fidelity.extractors import Extractor, make_extractor
 from moh_vision.evaluation.fidelity.images import open_images
 from moh_vision.evaluation.fidelity.metrics import frechet_distance, kernel_distance, precision_recall
@@ -42,7 +45,8 @@ def score(
         generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of such batches.
         reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); or what
             `Statistics.save` wrote, or `Statistics`; or a `Reference`, which is read once.
-        extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F].
+        extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F]; see
+            `make_extractor`.
         inception_weights: path of torch-fidelity's file; None: fetched once.
         batch_size: images at a time on each process.
         device: where the extractor runs; None: a GPU if there is one.
@@ -51,9 +55,9 @@ def score(
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
-        extractor, weights_sha256, label, missing): None where a number cannot be had, and `missing` says why. With
-        another extractor than Inception's published weights the numbers have other keys (`OTHER_NAMES`), because they
-        are not FID; `label` is "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
+        extractor, weights_sha256, label, missing, reference_sha256: of its file): None where a number cannot be had, and
+        `missing` says why. With another extractor than Inception's published weights the numbers have other keys
+        (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
 
     Raises:
         ValueError, FileNotFoundError: one line that names the file, array or image and what is wrong.
@@ -75,7 +79,7 @@ def score(
     if rank == 0:
         try:
             reference.check(network, made.pooled.dim, made.count, allow_biased)
-            told = [_numbers(made, statistics, network, device)]
+            told = [dict(_numbers(made, statistics, network, device), reference_sha256=reference.sha256)]
         except Exception as error:  # for all processes, or the others would wait
             told = [_portable(error)]
     if world > 1:
@@ -96,8 +100,15 @@ class Reference:
     """
 
     def __init__(self, source):
+        self.source = source
         self.statistics, self.images = open_reference(source)
         self.name = self.statistics.source if self.images is None else self.images.name
+
+    @cached_property
+    def sha256(self) -> Optional[str]:
+        """Of the file that was read; None for a folder, a data set, or what was in memory."""
+        is_path = isinstance(self.source, (str, Path))
+        return sha256_of(Path(self.source)) if is_path and Path(self.source).is_file() else None
 
     def check(self, network: Extractor, dims: int, generated: int, allow_biased: bool) -> None:
         """Raise ValueError if so many generated images cannot be compared with it, as far as its own number is known.
