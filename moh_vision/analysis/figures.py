@@ -10,7 +10,7 @@ import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Iterable, Optional, Sequence
+from typing import BinaryIO, Iterable, List, Optional, Sequence
 
 import matplotlib
 import numpy as np
@@ -24,7 +24,8 @@ from moh_vision.engine.io import hidden_path, whole_file, write_whole
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
-NAME_LENGTH = 24  # characters of a name beside a row of images
+NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
+LINE_GAP = 2  # pixels between the lines of a name
 
 
 def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
@@ -84,15 +85,23 @@ def draw_image_grid(
         images, columns, path: see above.
         cell: pixels that a small image is enlarged to, about.
         gap: white pixels between images.
-        names: one a row, such as its class, to the left of it; long ones are cut.
+        names: one a row, such as its class, to the left of it; long ones take several lines.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    image_grid(images, columns, cell, gap, names).save(path, format="PNG")
+
+
+def image_grid(
+    images: Tensor, columns: int, cell: int = 48, gap: int = 2, names: Optional[Sequence[str]] = None
+) -> Image.Image:
+    """The picture that `draw_image_grid` writes."""
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
-    font = ImageFont.load_default(max(10, height // 4))
-    texts = [textwrap.shorten(str(name), NAME_LENGTH, placeholder="...") for name in names or []]
-    margin = max((int(font.getlength(text)) + 4 * gap for text in texts), default=0)
+    font = ImageFont.load_default(max(12, min(height // 5, 24)))
+    texts = _in_lines([str(name) for name in names or []], height // (sum(font.getmetrics()) + LINE_GAP))
+    margin = max((int(font.getlength(line)) + 4 * gap for text in texts for line in text.splitlines()), default=0)
     size = (margin + columns * (width + gap) + gap, rows * (height + gap) + gap)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
@@ -100,9 +109,17 @@ def draw_image_grid(
         canvas.paste(enlarged, (margin + gap + (i % columns) * (width + gap), gap + (i // columns) * (height + gap)))
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
-        draw.text((margin - gap, gap + row * (height + gap) + height // 2), text, "black", font, anchor="rm")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path, format="PNG")
+        middle = (margin - 2 * gap, gap + row * (height + gap) + height // 2)
+        draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
+    return canvas
+
+
+def _in_lines(texts: List[str], most: int) -> List[str]:
+    """Every text in at most `most` lines of one width, the least from NAME_WIDTH characters on."""
+    widths = range(NAME_WIDTH, max(map(len, texts), default=0) + NAME_WIDTH)
+    broken = ([textwrap.wrap(text, width) for text in texts] for width in widths)
+    fitting = next((lines for lines in broken if max(map(len, lines)) <= max(1, most)), [])
+    return ["\n".join(lines) for lines in fitting]
 
 
 def save_figure(figure, path: str) -> None:

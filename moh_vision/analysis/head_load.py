@@ -22,7 +22,7 @@ import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 from torch import Tensor
 
-from moh_vision.analysis.figures import NAME_LENGTH, check_figure, plt, save_figure, write_figure
+from moh_vision.analysis.figures import check_figure, plt, save_figure, write_figure
 from moh_vision.analysis.loads import FILE, HeadLoad
 from moh_vision.engine.commands import Parser, closest, exit_code, nearest, say
 
@@ -209,7 +209,7 @@ def short_names(names: Sequence[str], numbers: Sequence[int]) -> List[str]:
     return [" ".join(p for p in part if p.isdecimal() or p not in common) for part in parts]
 
 
-def shortened(name: str, most: int = NAME_LENGTH) -> str:
+def shortened(name: str, most: int = 24) -> str:
     return name if len(name) <= most else name[: most - 3] + "..."
 
 

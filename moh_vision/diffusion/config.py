@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Optional, Tuple, Union
+from typing import List, Literal, Optional, Tuple, Union
 
 from moh_vision.engine.config import (
     EmaConfig,
@@ -15,6 +15,15 @@ from moh_vision.engine.config import (
     check_head_budget,
     check_seed,
 )
+
+Classes = Optional[List[Union[int, str]]]
+
+
+def check_classes(key: str, classes: Classes, images: int) -> None:
+    """Raise ValueError unless there is one class at least, and an image for each."""
+    check(key, classes, classes is None or len(classes) >= 1, "at least one class")
+    if classes and images < len(classes):
+        raise ValueError(f"{key} names {len(classes)} classes, more than the {images} images that are drawn")
 
 
 @dataclass
@@ -38,6 +47,7 @@ class DrawConfig:
     seed: int = 0
 
     section = "preview"
+    classes = None  # all
 
     def __post_init__(self):
         check(f"{self.section}.every", self.every, self.every >= 0, "0 or more")
@@ -53,13 +63,17 @@ class PreviewConfig(DrawConfig):
 
     Args:
         columns: images a row.
+        classes: numbers or names of the classes that are drawn, one a row with its name: image i has the class in place
+            i modulo their number; left out: all classes, and the images in their order.
     """
 
     columns: int = 10
+    classes: Classes = None
 
     def __post_init__(self):
         super().__post_init__()
         check("preview.columns", self.columns, self.columns >= 1, "at least 1")
+        check_classes("preview.classes", self.classes, self.images)
 
 
 @dataclass
@@ -137,7 +151,10 @@ class SampleConfig:
         head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
         weights: "ema" (falls back to "model" where the run has none) or "model".
         num_images: how many.
-        labels: "balanced": image i has class i modulo the number of classes; "random": drawn from (seed, i).
+        classes: numbers or names of the classes that are drawn, such as 207 360; left out: all. A name goes before a
+            number: in a data set with a class called 10, 10 is that class.
+        labels: "balanced": the classes in turn, image i has the class in place i modulo their number; "random": drawn
+            from (seed, i).
         sampler: "ddpm", "ddim" or "dpm-solver++".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
@@ -150,7 +167,7 @@ class SampleConfig:
         save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
             num_images 0 that is all.
         out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
-        grid: PNG with one class a row.
+        grid: PNG with one class a row: those of `classes`, or the first ten.
         grid_columns: images a row.
         head_usage: PNG of head usage per layer and class while sampling.
         head_load: JSON of which heads the tokens of each class, and of each timestep, ran; for
@@ -171,6 +188,7 @@ class SampleConfig:
     weights: Literal["ema", "model"] = "ema"
     head_budget: Optional[HeadBudgets] = None
     num_images: int = 100
+    classes: Classes = None
     labels: Literal["balanced", "random"] = "balanced"
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
     steps: int = 250
@@ -207,6 +225,8 @@ class SampleConfig:
         written = self.out or self.grid or self.counts_heads or self.score
         if not self.num_images and written:
             raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage, --head-load and --score")
+        if self.num_images:
+            check_classes("classes", self.classes, self.num_images)
         check_head_budget(self.head_budget, "head_budget")
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")

@@ -113,6 +113,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         guidance_interval: Optional[Tuple[float, float]] = None,
         num_inference_steps: int = 250,
         generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
+        latents: Optional[Tensor] = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Optional[Callable[..., Optional[dict]]] = None,
@@ -129,6 +130,8 @@ class MoHDiTPipeline(DiffusionPipeline):
                 that generator alone. From a single generator (None: from torch's own) the images are given seeds in
                 their order: image i of a call depends on the generator's state and i, not on how many follow it. Equal
                 noise gives equal bits at equal batch size.
+            latents: noise of N(0, 1) to begin with, [B, C, h, w] as the transformer takes it; it is scaled for the
+                scheduler here. None: drawn from the generators. The noise of the steps is theirs in both cases.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent", what the transformer made.
             return_dict: an `ImagePipelineOutput`, else a tuple.
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step; its
@@ -158,7 +161,10 @@ class MoHDiTPipeline(DiffusionPipeline):
             return out
 
         shape = (config.in_channels, config.sample_size, config.sample_size)
-        x = initial_noise(shape, generators, labels.device)
+        if latents is None:
+            x = initial_noise(shape, generators, labels.device)
+        else:
+            x = _checked_latents(latents, (len(labels), *shape)).to(labels.device)
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
 
             def on_step(step: int, t: Tensor, x: Tensor) -> Optional[Tensor]:
@@ -213,6 +219,13 @@ class MoHDiTPipeline(DiffusionPipeline):
                 f"class_labels {null} means no class, which guidance_scale {guidance.scale:g} cannot guide to"
             )
         return labels.long()
+
+
+def _checked_latents(latents: Tensor, shape: Tuple[int, ...]) -> Tensor:
+    if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
+        what = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
+        raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*what, list(shape)))
+    return latents.float()
 
 
 def _one_per_image(generator, images: int) -> List[torch.Generator]:

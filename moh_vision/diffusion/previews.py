@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Callable, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from moh_vision.analysis.figures import draw_image_grid
+from moh_vision.diffusion.class_rows import class_numbers, class_rows
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
 from moh_vision.engine.commands import message_of
 from moh_vision.engine.image_parts import ImageParts
@@ -24,7 +25,7 @@ class Samples:
 
     Args:
         config: a `DrawConfig`.
-        num_classes: of the model; image i has class i modulo it.
+        names: of the classes of the model. Image i has class i modulo their number, or that of `config.classes`.
         learned_variance: the model predicts the variance too.
         clip: whether predictions are clipped to [-1, 1], as for pixels.
         decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
@@ -33,18 +34,19 @@ class Samples:
         failed: how often nothing could be drawn, or scored, since the process started.
 
     Raises:
-        ValueError: if the sampler cannot take that number of steps.
+        ValueError: if the sampler cannot take that number of steps, or a class does not exist.
     """
 
     def __init__(
         self,
         config,
-        num_classes: int,
+        names: List[str],
         learned_variance: bool,
         clip: bool,
         decode: Optional[Callable[[Tensor], Tensor]] = None,
     ):
-        self.config, self.num_classes = config, num_classes
+        self.config, self.names = config, names
+        self.classes = torch.tensor(class_numbers(f"{config.section}.classes", config.classes, names))
         self.decode = decode or (lambda x: x)
         self.failed = 0
         try:
@@ -52,13 +54,17 @@ class Samples:
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
 
+    def labels(self, numbers: range) -> Tensor:
+        """Classes of images, [len(numbers)]."""
+        return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
+
     def sample(self, model: nn.Module, numbers: range) -> Tensor:
         """Images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
         The mode of the model is as before afterwards, and no global random number is drawn.
         """
         c, device, mode = self.config, next(model.parameters()).device, model.training
-        labels = (torch.arange(numbers.start, numbers.stop) % self.num_classes).to(device)
+        labels = self.labels(numbers).to(device)
         shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
         seeds = [c.seed + number for number in numbers]
 
@@ -67,7 +73,7 @@ class Samples:
 
         model.eval()
         try:
-            x = sample_images(predict, self.scheduler, labels, shape, seeds, self.num_classes, Guidance(c.cfg_scale))
+            x = sample_images(predict, self.scheduler, labels, shape, seeds, len(self.names), Guidance(c.cfg_scale))
             return to_uint8(self.decode(x)).cpu()
         finally:
             model.train(mode)
@@ -87,7 +93,11 @@ class Samples:
         try:
             images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
             if log.enabled:
-                draw_image_grid(images, min(c.columns, c.images), str(path))
+                if c.classes is None:
+                    draw_image_grid(images, min(c.columns, c.images), str(path))
+                else:
+                    rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.columns)
+                    draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
                 log.pictures(step, "samples", images)
         except Exception as error:  # whatever it is, the weights are worth more than their picture
             self.failed += 1
@@ -108,7 +118,7 @@ class Samples:
             (scores, text); dict(error=...) where there are none.
         """
         folder, count = run / ".scoring", self.config.images
-        labels, found = torch.arange(count) % self.num_classes, []
+        labels, found = self.labels(range(count)), []
         open_parts = partial(ImageParts, folder, count, BATCH, dict(step=step))
 
         def clear() -> None:

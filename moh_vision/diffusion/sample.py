@@ -22,6 +22,7 @@ from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
+from moh_vision.diffusion.class_rows import class_numbers, class_rows
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.opening import open_pipeline
@@ -52,6 +53,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         accelerator = make_accelerator(config.mixed_precision)
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])
+        chosen = class_numbers("--classes", config.classes, classes)
         run, step = about["run"], step_of(weights.parent)
         if config.score and not run and not config.score_file:
             raise ValueError(
@@ -66,6 +68,8 @@ def main(argv: Optional[List[str]] = None) -> None:
             where = dict(index_dir=index_dir(str(run or scores_path)), classes=classes)
             scorer = make_scorer(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
+        if config.classes is not None:
+            settings["classes"] = chosen
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
         place = Path(config.out).absolute().parent if config.out else (run or Path()).absolute()
         parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, config.counts_heads)
@@ -82,7 +86,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         print(f"pipeline: {config.save_pipeline}")
 
     # ---------------------------------------------------------------- sample
-    labels = draw_labels(config, len(classes))
+    labels = draw_labels(config, chosen)
     load = draw(config, accelerator, pipe, parts, labels, classes)
     accelerator.wait_for_everyone()
     how = f"{config.sampler} {len(pipe.scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
@@ -93,7 +97,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 
     # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
-        write(config, parts, labels, classes)
+        write(config, parts, labels, classes, chosen)
     if scorer:
         with user_errors(NAME):  # what fails on one process fails on all
             scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
@@ -121,12 +125,13 @@ def main(argv: Optional[List[str]] = None) -> None:
     finish(accelerator)
 
 
-def draw_labels(config: SampleConfig, num_classes: int) -> Tensor:
-    """The class of every image, [num_images]."""
+def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
+    """The class of every image, [num_images], one of `chosen`."""
     if config.labels == "balanced":
-        return torch.arange(config.num_images) % num_classes
-    draws = (derive_seed(config.seed, i, Stream.DIFFUSION) % num_classes for i in range(config.num_images))
-    return torch.tensor(list(draws), dtype=torch.long)
+        draws = range(config.num_images)
+    else:
+        draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in range(config.num_images))
+    return torch.tensor([chosen[i % len(chosen)] for i in draws], dtype=torch.long)
 
 
 def draw(
@@ -173,18 +178,17 @@ def draw(
     return load
 
 
-def write(config: SampleConfig, parts: ImageParts, labels: Tensor, classes: List[str]) -> None:
+def write(config: SampleConfig, parts: ImageParts, labels: Tensor, classes: List[str], chosen: List[int]) -> None:
     """Write --out and --grid."""
     if config.out:
         write_images((batch for _, batch in parts.batches()), labels, Path(config.out))
         print(f"images: {config.out}")
     if config.grid:
-        drawn = [torch.nonzero(labels == c).flatten().tolist() for c in range(len(classes))]
-        shown = [c for c, numbers in enumerate(drawn) if numbers][:10]
-        columns = min([config.grid_columns, *(len(drawn[c]) for c in shown)])
-        numbers = [i for c in shown for i in drawn[c][:columns]]
-        draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in shown])
-        print(f"grid, one class a row: {config.grid}")
+        wanted = chosen if config.classes else sorted(set(labels.tolist()))[:10]
+        rows, numbers, columns = class_rows(labels, wanted, config.grid_columns)
+        draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in rows])
+        of = "" if len(rows) == len(chosen) else f" ({len(rows)} of {len(chosen)} classes; --classes chooses)"
+        print(f"grid, one class a row{of}: {config.grid}")
 
 
 if __name__ == "__main__":

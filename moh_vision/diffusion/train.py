@@ -74,7 +74,7 @@ def train(run: Run) -> None:
         raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
     decode = inputs.decoder(accelerator.device) if draws else None
     previews, scored = (
-        Samples(c, len(classes), config.learn_sigma, clip=inputs.space is None, decode=decode)
+        Samples(c, classes, config.learn_sigma, clip=inputs.space is None, decode=decode)
         for c in (config.preview, config.score)
     )
     with accelerator.main_process_first():

@@ -82,7 +82,7 @@ NEEDS = (
     ("grid_columns", "grid", some, "--grid FILE"),
     ("score_split extractor inception_weights allow_biased score_file", "score", some, "--score REFERENCE"),
     ("weights", "checkpoint", lambda path: not path.endswith(".safetensors"), "the folder of a run as --checkpoint"),
-    ("labels cfg_scale seed batch_size", "num_images", lambda number: number != 0, "num_images above 0"),
+    ("classes labels cfg_scale seed batch_size", "num_images", lambda number: number != 0, "num_images above 0"),
     ("data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio "
      "data.share generate.*", "model.name", is_not("mlm_", "clm_"), "a model that translates, mt_*"),
     ("data.block data.eval_batch_size data.words optim.batch_size", "model.name", is_not("mt_"),

@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from moh_vision.analysis import describe
-from moh_vision.analysis.figures import draw_image_grid
+from moh_vision.analysis.figures import _in_lines, draw_image_grid, image_grid
 
 
 def test_describe_counts_by_hand():
@@ -44,3 +44,15 @@ def test_grid_with_names(tmp_path, channels):
     assert 30 < margin < 250 and (named[:, margin:] == plain).all()  # beside the images, not on them
     ink = (named[:, :margin] < 128).sum(1)
     assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
+
+
+@pytest.mark.parametrize("side", [8, 64])
+def test_names_of_a_grid_are_whole(side):
+    """Of any length and wider than the images: all words are there, in lines that keep to their rows."""
+    long, images = "polecat, fitch, foulmart, foumart, " * 4, torch.zeros(3, 1, side, side, dtype=torch.uint8)
+    grid = np.asarray(image_grid(images, 1, names=["", long, ""]))
+    height, margin = (grid.shape[0] - 2) // 3, grid.shape[1] - (grid.shape[0] - 2) // 3
+    ink = (grid[:, :margin] < 128).any(1)
+    assert ink[height : 2 * height].any() and not ink[:height].any() and not ink[2 * height :].any()
+    ours, most = _in_lines(["ab", long, "x" * 90], 3)[1], 3
+    assert ours.count("\n") < most and ours.split() == long.split()

@@ -91,6 +91,19 @@ def test_output_types(with_vae):
     torch.testing.assert_close(single[0], outputs["pt"][:1])
 
 
+def test_latents_begin_the_loop():
+    """The noise that generators would draw gives their images, also where the scheduler scales it; other shapes are refused."""
+    pipe = pipeline()
+    for scheduler in (DDIMScheduler, HeunDiscreteScheduler):  # without noise of the steps
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+        noise = torch.stack([torch.randn((3, 4, 4), generator=g) for g in seeded(5, 6)])
+        assert torch.equal(draw(pipe, [1, 2], 7, 8, latents=noise), draw(pipe, [1, 2], 5, 6))
+    assert pipe.scheduler.init_noise_sigma > 10
+    for wrong in (noise[:1], noise.long(), noise.tolist()):
+        with one_line(r"latents are .*: expected floating-point numbers \[2, 3, 4, 4\]"):
+            draw(pipe, [1, 2], 7, 8, latents=wrong)
+
+
 def test_an_image_depends_on_its_generator_alone():
     pipe = pipeline()
     together = draw(pipe, [0, 1, 2], 5, 6, 7)

@@ -25,6 +25,7 @@ from moh_vision.analysis import HeadLoad
 from moh_vision.attention.executors import limits
 from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import MoHDiTPipeline, sample
+from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
@@ -306,10 +307,11 @@ def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, caps
 def test_other_settings_do_not_take_up_an_interrupted_run(tmp_path, monkeypatch):
     run = run_of(tmp_path, 3)
     monkeypatch.setattr(sample, "write_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    for more in ([], ["--seed", "1"]):
+    others = [[], ["--seed", "1"], ["--classes", "a"], ["--classes", "b", "a"], ["--head-budget", "1"]]
+    for more in others:
         with pytest.raises(KeyboardInterrupt):
             call(run, "--out", tmp_path / "a.npz", *more)
-    assert len(list(tmp_path.glob(".samples-*"))) == 2
+    assert len(list(tmp_path.glob(".samples-*"))) == len(others)
 
 
 def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
@@ -410,6 +412,26 @@ def test_a_grid_of_random_labels_has_one_class_a_row(tmp_path):
         rows, columns = (counts > 0).sum(), counts[counts > 0].min()
         margin = grid.width - columns * 50 - 2
         assert grid.height == rows * 50 + 2 and 0 < margin < 50
+
+
+def test_classes_that_are_asked_for(tmp_path, capsys):
+    """In turn, by name or number; the grid has a row for each, in their order."""
+    run = run_of(tmp_path, 3)
+    call(run, "--classes", "c", "0", "--grid", tmp_path / "g.png", "--out", tmp_path / "a.npz")
+    images, labels = drawn(tmp_path / "a.npz")
+    assert labels.tolist() == [2, 0, 2, 0, 2] and "grid, one class a row: " in capsys.readouterr().out
+    with Image.open(tmp_path / "g.png") as grid:
+        assert grid.height == 2 * 50 + 2 and 2 * 50 + 2 < grid.width < 3 * 50
+    config = SampleConfig(str(run), out="x", num_images=50, labels="random")
+    assert set(sample.draw_labels(config, [2, 0]).tolist()) == {0, 2}
+    call(run, "--num-images", "1", "--grid", tmp_path / "c.png")
+    assert f"grid, one class a row (1 of 3 classes; --classes chooses): {tmp_path}/c.png" in capsys.readouterr().out
+    for asked, words in (
+        ("3", "--classes 3: no such class; there are 3, such as a, b, c, or 0 to 2"),
+        ("a 0", "--classes 0: class 0 (a) is named twice"),
+        ("a b c a a a", "classes names 6 classes, more than the 5 images"),
+    ):
+        assert words in refused(capsys, run, "--classes", *asked.split())
 
 
 # ---------------------------------------------------------------- scores

@@ -308,7 +308,7 @@ IDLE = [
     ((ClsConfig,), {"mix.prob": 0}, {"mix.prob": 0.5}, "mix.mixup mix.cutmix"),
     (
         (DitConfig,), {}, {"preview.every": 1},
-        "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns",
+        "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns preview.classes",
     ),
     (
         (DitConfig,), {}, {"score.every": 1}, "score.images score.sampler score.steps score.cfg_scale score.seed "
@@ -318,7 +318,7 @@ IDLE = [
     ((SampleConfig,), {}, {"grid": "a.png"}, "grid_columns"),
     ((SampleConfig,), {}, {"score": "x"}, "score_split extractor inception_weights allow_biased score_file"),
     ((SampleConfig,), {"checkpoint": "run/ema.safetensors"}, {"checkpoint": "run"}, "weights"),
-    ((SampleConfig,), {"num_images": 0}, {}, "labels seed cfg_scale batch_size"),
+    ((SampleConfig,), {"num_images": 0}, {}, "classes labels seed cfg_scale batch_size"),
     (
         (LanguageConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
         "data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio data.share "
@@ -380,6 +380,20 @@ def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
     file.write_text(text or "seed: 0")
     with one_line(message):
         parse("--config", str(file), *argv.split())
+
+
+@pytest.mark.parametrize("argv, value", [
+    ("--classes 207 n02099601 007", [207, "n02099601", "007"]), ("--classes 7", [7]), ("--classes=[3, a]", [3, "a"]),
+])  # fmt: skip
+def test_a_list_takes_values_one_by_one(argv, value):
+    words = argv.split() if "=" not in argv else [argv]
+    assert parse("--checkpoint", "run", "--grid", "g.png", *words, kind=SampleConfig)[0].classes == value
+    assert (
+        parse("--preview.every", "1", *[w.replace("--", "--preview.") for w in words], kind=DitConfig)[
+            0
+        ].preview.classes
+        == value
+    )
 
 
 def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):

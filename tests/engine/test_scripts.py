@@ -384,14 +384,16 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     logged = []
     log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
-    previews = Samples(config, 10, learned_variance=True, clip=True)
+    previews = Samples(config, list("0123456789"), learned_variance=True, clip=True)
     previews.draw(model, tmp_path / "again.png", log, step=4)
     ((step, _, images),) = logged
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
-    # Pictures are no part of what a run is: another interval resumes it.
-    train_dit.main([*common, "--output", str(tmp_path / "drawn"), "--max-steps", "5", "--preview.every", "5"])
-    assert (tmp_path / "drawn" / "previews" / "step_5.png").exists()
+    # Pictures are no part of what a run is: others resume it.
+    more = "--max-steps 5 --preview.every 5 --preview.steps 1 --preview.classes 7 2 --preview.images 7".split()
+    train_dit.main([*common, "--output", str(tmp_path / "drawn"), *more])
+    with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
+        assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
@@ -412,6 +414,14 @@ def test_steps_that_a_sampler_cannot_take_are_refused_before_training(tmp_path, 
     argv = ["--output", tmp_path / "run", f"--{section}.every", "5", f"--{section}.steps", "600"]
     error = refused(capsys, train_dit.main, "--config", "configs/quickstart/dit.yaml", *argv)
     assert f"{section}.steps 600: the steps of DDIMScheduler would begin at" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_classes_of_previews_exist(tmp_path, capsys):
+    argv = ["--config", "configs/quickstart/dit.yaml", "--output", tmp_path / "run", "--preview.every", "5"]
+    assert "preview.classes 12: no such class; there are 10" in refused(
+        capsys, train_dit.main, *argv, "--preview.classes", "12"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -119,7 +119,8 @@ def wrong_values(hint):
     wrong = [] if str in plain else ["zebra", "''", "2001-01-01"]
     wrong += ["[[x]]"] if origins & {list, tuple} else ["[1, 2, 3]"]
     shares = typing.Union[float, str] in [inner for a in allowed for inner in typing.get_args(a)]
-    wrong += [] if shares else ["[a, b]"]  # the model refuses wrong ends of budget_range
+    texts = [a for a in allowed if typing.get_origin(a) is list and str in typing.get_args(typing.get_args(a)[0])]
+    wrong += [] if shares or texts else ["[a, b]"]  # the model refuses wrong ends of budget_range
     wrong += [] if dict in origins else ["{a: 1}"]
     if int in plain and float not in plain:
         wrong += ["1.5", "true", ".inf"]
