@@ -17,6 +17,14 @@ from moh_vision.engine.config import (
 )
 
 Classes = Optional[List[Union[int, str]]]
+# What --protocol stands for; another value of these keys is refused. "adm": how DiT and MoH-DiT draw the images that ADM's
+# evaluator scores (defaults of their sample_ddp.py; the guidance scale is told with each figure).
+PROTOCOLS = dict(
+    adm=dict(
+        num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, cfg_interval=(0.0, 1.0),
+        mixed_precision="no", extractor="inception", classes=None,
+    ),
+)  # fmt: skip
 
 
 def check_classes(key: str, classes: Classes, images: int) -> None:
@@ -150,11 +158,13 @@ class SampleConfig:
             .pt files of MoH-DiT and DiT, .safetensors, folders of diffusers' models.
         head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
         weights: "ema" (falls back to "model" where the run has none) or "model".
-        num_images: how many.
+        protocol: "adm": as published FIDs are made (docs/fidelity.md): 50,000 images, random labels, EMA weights, 250 steps
+            of ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics as the reference.
+        num_images: how many; left out: 100, or those of the protocol.
         classes: numbers or names of the classes that are drawn, such as 207 360; left out: all. A name goes before a
             number: in a data set with a class called 10, 10 is that class.
         labels: "balanced": the classes in turn, image i has the class in place i modulo their number; "random": drawn
-            from (seed, i).
+            from (seed, i); left out: random where the reference holds ADM's statistics, else balanced.
         sampler: "ddpm", "ddim" or "dpm-solver++".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
@@ -187,9 +197,10 @@ class SampleConfig:
     model: Optional[str] = None
     weights: Literal["ema", "model"] = "ema"
     head_budget: Optional[HeadBudgets] = None
-    num_images: int = 100
+    protocol: Optional[Literal["adm"]] = None
+    num_images: Optional[int] = None
     classes: Classes = None
-    labels: Literal["balanced", "random"] = "balanced"
+    labels: Optional[Literal["balanced", "random"]] = None
     sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
     steps: int = 250
     cfg_scale: float = 1.0
@@ -214,6 +225,13 @@ class SampleConfig:
     overwrite: bool = False
 
     def __post_init__(self):
+        for name, value in PROTOCOLS.get(self.protocol, {}).items():
+            if getattr(self, name) not in (None, value):
+                raise ValueError(
+                    f"{name} {getattr(self, name)}: protocol {self.protocol} stands for {'all' if value is None else value}"
+                )
+            setattr(self, name, value)  # where it was left out
+        self.num_images = 100 if self.num_images is None else self.num_images
         for name in ("batch_size", "grid_columns"):
             check(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         least = 0 if self.save_pipeline else 1

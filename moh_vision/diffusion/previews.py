@@ -140,4 +140,7 @@ class Samples:
         if problem:
             self.failed += 1
             return dict(error=problem), f"no scores: {problem}"
-        return found[0]
+        (scores, text), c = found[0], self.config
+        how = dict(sampler=c.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=Guidance().channels)
+        how.update(seed=c.seed, labels="balanced", num_images=count, batch_size=BATCH)
+        return dict(scores, sampling=how), text

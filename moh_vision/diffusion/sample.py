@@ -27,16 +27,18 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.diffusion.scores import make_scorer
+from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import user_errors
+from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.evaluation.fidelity.reference import is_adm
 
 NAME = "sample.py"
 # What the images depend on, beside the weights.
@@ -55,6 +57,17 @@ def main(argv: Optional[List[str]] = None) -> None:
         classes, weights = about["classes"], Path(about["weights"])
         chosen = class_numbers("--classes", config.classes, classes)
         run, step = about["run"], step_of(weights.parent)
+        # None: the file does not tell.
+        ema = {"ema.safetensors": True, "model.safetensors": False}.get(weights.name) if run else None
+        against_adm = bool(config.score) and is_adm(config.score)
+        if config.protocol and ema is False:
+            raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {weights} holds none")
+        if config.protocol and config.score and not against_adm:
+            raise ValueError(
+                f"--score {config.score}: protocol {config.protocol} compares with ADM's statistics (an .npz with mu and "
+                "sigma, such as VIRTUAL_imagenet256_labeled.npz)"
+            )
+        config.labels = config.labels or ("random" if against_adm else "balanced")
         if config.score and not run and not config.score_file:
             raise ValueError(
                 f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores"
@@ -85,6 +98,14 @@ def main(argv: Optional[List[str]] = None) -> None:
         pipe.save_pretrained(config.save_pipeline)
         print(f"pipeline: {config.save_pipeline}")
 
+    record = dict(settings, num_images=config.num_images, batch_size=config.batch_size, ema=ema)
+    record.update(
+        vae=pipe.vae and pipe.vae.config.get("_name_or_path"), **{f"{k}_sha256": v for k, v in hashes.items()}
+    )
+    record = dict(protocol=config.protocol, sampling=record, versions=versions())
+    if config.score or config.protocol:
+        accelerator.print(record_text(record))
+
     # ---------------------------------------------------------------- sample
     labels = draw_labels(config, chosen)
     load = draw(config, accelerator, pipe, parts, labels, classes)
@@ -93,7 +114,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
         how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     if config.num_images:
-        accelerator.print(f"{config.num_images} images, {how}, {weights}")
+        accelerator.print(f"{config.num_images} images, {how}, {config.labels} labels, {weights}")
 
     # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
@@ -102,7 +123,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         with user_errors(NAME):  # what fails on one process fails on all
             scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
         if accelerator.is_main_process:
-            scores.update(weights=str(weights), sampling={**settings, **{f"{k}_sha256": v for k, v in hashes.items()}})
+            scores.update(weights=str(weights), **record)
             write_json(scores_path, scores)
             print(f"{text}\nscores: {scores_path}")
     if config.counts_heads and accelerator.is_main_process:

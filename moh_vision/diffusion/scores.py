@@ -178,6 +178,15 @@ def make_scorer(
         raise ValueError(str(error).replace("data.root", key, 1)) from None
 
 
+def record_text(record: dict) -> str:
+    """How images were drawn, one line a part: `dict(protocol, sampling: dict, versions: dict)`, as scores.json has it."""
+    return "\n".join(
+        f"{name}: " + (", ".join(f"{k} {v}" for k, v in part.items()) if isinstance(part, dict) else str(part))
+        for name, part in record.items()
+        if part
+    )
+
+
 def is_image_set(path: str) -> bool:
     """Whether a path is a file, or a folder with images directly in it, and not a data set."""
     place = Path(path)

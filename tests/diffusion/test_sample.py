@@ -17,6 +17,7 @@ from conftest import ROOT
 from diffusers import AutoencoderKL
 from PIL import Image
 from processes import on_two_ranks
+from refusals import one_line
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_vae import save_tiny_vae
@@ -25,13 +26,15 @@ from moh_vision.analysis import HeadLoad
 from moh_vision.attention.executors import limits
 from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import MoHDiTPipeline, sample
-from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion import scores as scores_of_samples
+from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.io import sha256_of
 from moh_vision.engine.seeds import derive_seed
-from moh_vision.evaluation.fidelity import TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.models.weights import create, from_run
 
@@ -541,6 +544,85 @@ def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channe
     judge = ClassifierScores("digits", str(tmp_path), classes, str(tmp_path))
     scores, _ = judge(parts, torch.arange(30) % 10, "cpu", 30)
     assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
+
+
+class ChannelMeans(Extractor):
+    """3 features, taken for the published Inception, as ADM's references ask."""
+
+    name, published, weights_sha256 = "means", True, "0" * 64
+
+    def forward(self, images):
+        return Extracted(images.float().mean((2, 3)))
+
+
+def adm_file(path):
+    """Statistics as in ADM's references, of 3 features."""
+    np.savez(path, mu=np.full(3, 127.0), sigma=100 * np.eye(3))
+    return path
+
+
+def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
+    """Smaller here; what it sets and the reference are printed and stored with the scores."""
+    monkeypatch.setitem(PROTOCOLS, "adm", dict(PROTOCOLS["adm"], num_images=30, steps=4))
+    monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
+    folder = vae_in(tmp_path / "vae")
+    run, reference = run_of(tmp_path, 4, vae=recorded(folder)), adm_file(tmp_path / "VIRTUAL.npz")
+    adm = f"--checkpoint {run} --protocol adm --steps 4 --cfg-scale 1.5".split()
+    scored = [*adm, "--out", str(tmp_path / "a.npz"), "--score", str(reference)]
+    sample.main([*scored, "--score-file", str(tmp_path / "s.json")])
+    scores, labels = json.loads((tmp_path / "s.json").read_text()), drawn(tmp_path / "a.npz")[1]
+    how, sha = scores["sampling"], sha256_of(reference)
+    assert len(labels) == 30 and labels.tolist() != [i % 3 for i in range(30)]
+    assert (scores["protocol"], scores["fid"] > 0, scores["num_generated"]) == ("adm", True, 30)
+    assert (scores["reference"], scores["reference_sha256"]) == (str(reference), sha) and "torch" in scores["versions"]
+    assert {
+        name: how[name] for name in ("labels", "sampler", "steps", "cfg_scale", "cfg_interval", "guide_channels")
+    } == dict(labels="random", sampler="ddpm", steps=4, cfg_scale=1.5, cfg_interval=[0, 1], guide_channels=3)
+    assert (how["ema"], how["vae"], how["batch_size"], how["num_images"]) == (True, str(folder), 100, 30)
+    out = capsys.readouterr().out
+    assert "protocol: adm\nsampling: sampler ddpm, steps 4, cfg_scale 1.5, guide_channels 3" in out
+    assert "versions: moh_vision" in out and f"{reference} (sha256 {sha[:12]})" in out and ", random labels, " in out
+    images = str(tmp_path / "a.npz")
+    error = refusals.refused(capsys, sample.main, *adm, "--score", images)
+    assert f"--score {images}: protocol adm compares with ADM's statistics" in error
+    (run / "ema.safetensors").rename(run / "model.safetensors")
+    error = refusals.refused(capsys, sample.main, *adm, "--grid", str(tmp_path / "never.png"))
+    assert "protocol adm samples with EMA weights, and" in error and "holds none" in error
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (dict(labels="balanced"), "labels balanced: protocol adm stands for random"),
+        (dict(num_images=100), "num_images 100: protocol adm stands for 50000"),
+        (dict(steps=50), "steps 50: protocol adm stands for 250"),
+        (dict(sampler="ddim"), "sampler ddim: protocol adm stands for ddpm"),
+        (dict(guide_channels="all"), "guide_channels all: protocol adm stands for 3"),
+        (dict(cfg_interval=(0, 0.5)), r"cfg_interval \(0, 0.5\): protocol adm stands for \(0.0, 1.0\)"),
+        (dict(mixed_precision="bf16"), "mixed_precision bf16: protocol adm stands for no"),
+        (dict(weights="model"), "weights model: protocol adm stands for ema"),
+        (dict(classes=[207]), r"classes \[207\]: protocol adm stands for all"),
+        (dict(extractor="timm:vit"), "extractor timm:vit: protocol adm stands for inception"),
+    ],
+)
+def test_what_contradicts_a_protocol_is_refused_by_name(more, words):
+    config = SampleConfig("run", out="x", protocol="adm")
+    assert (config.num_images, config.labels) == (50_000, "random")
+    with one_line(words):
+        SampleConfig("run", out="x", protocol="adm", **more)
+
+
+def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
+    run, reference = run_of(tmp_path, 3), tmp_path / "images.npz"
+    np.savez(reference, arr_0=np.random.default_rng(0).integers(0, 255, (9, 4, 4, 3), dtype=np.uint8))
+    for name, more in ((adm_file(tmp_path / "adm.npz"), []), (reference, []), (tmp_path / "adm.npz", ["balanced"])):
+        sample.main([*f"--checkpoint {run} --num-images 30 --steps 2 --score {name} --score-file {run}/s.json".split(),
+                     *f"--out {run}/a.npz --overwrite".split(), *(f"--labels={kind}" for kind in more)])  # fmt: skip
+        random = name != reference and not more
+        assert (drawn(run / "a.npz")[1].tolist() != [i % 3 for i in range(30)]) == random
+        kind = json.loads((run / "s.json").read_text())["sampling"]["labels"]
+        assert kind == ("random" if random else "balanced") and f", {kind} labels, " in capsys.readouterr().out
 
 
 def references(folder):

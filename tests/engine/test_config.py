@@ -342,7 +342,7 @@ ALWAYS = set(
     "model.kwargs model.pretrained data.root data.img_size data.augment data.shuffle_shards data.workers data.max_bad_fraction "
     "data.repeats data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
     "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae learn_sigma "
-    "label_drop preview.every score.every checkpointing average checkpoint num_images sampler steps save_pipeline out grid "
+    "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid "
     "head_usage head_load score overwrite model".split()
 )
 

@@ -10,9 +10,10 @@ TITLES = dict(
 
 def table(result: dict, generated: str, reference: str) -> str:
     """One line a number, with what it is of, and why one is missing."""
-    count, label = result["num_reference"], result["label"]
+    count, label, sha256 = (result[name] for name in ("num_reference", "label", "reference_sha256"))
     lines = [
-        f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}",
+        f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}"
+        + (f" (sha256 {sha256[:12]})" if sha256 else ""),
         f"{result['extractor']}, weights sha256 {(result['weights_sha256'] or 'unknown')[:12]}, label {label}",
     ]
     few = f"@{min(result['num_generated'], count or result['num_generated'])}"
