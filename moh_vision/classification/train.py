@@ -24,6 +24,7 @@ from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batc
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, open_splits
+from moh_vision.data.stream import open_stream
 from moh_vision.engine.commands import BadData
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.run import Run
@@ -56,7 +57,7 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- data
     check_name(config.model.name, "classifier")
     with accelerator.main_process_first():
-        source, val = open_splits(d.root, run.index_dir)
+        source, val = open_splits(d.root, run.index_dir, open_stream(d, run.flags.given, accelerator))
     record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
@@ -14,6 +15,7 @@ from torchvision.transforms import InterpolationMode, v2
 from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage, allowed_bad
 from moh_vision.data.order import StepBatches
+from moh_vision.data.stream import ShardStream, StreamedBatches
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.seeds import derive_seed
 
@@ -67,9 +69,12 @@ class LabelledImages(Dataset):
 
     def __getitem__(self, item: Tuple[int, int]) -> dict:
         position, index = item
+        return self.item(position, (number % len(self.source) for number in itertools.count(index)))
+
+    def item(self, position: int, numbers: Iterator) -> dict:
+        """The first of some samples that can be decoded, at a position; `numbers` are what the source calls samples."""
         bad = []
-        for number in range(index, index + (MAX_BAD_IN_A_ROW if self.replace else 1)):
-            number %= len(self.source)
+        for number in itertools.islice(numbers, MAX_BAD_IN_A_ROW if self.replace else 1):
             try:
                 image = self.read(number)
             except UnreadableImage as error:
@@ -195,11 +200,14 @@ def training_batches(
         bad: counts unreadable samples; left out: the first one stops.
         mixing: (images, labels, position of the first) -> mixed images and targets, such as `imagenet.BatchMixing`.
     """
+    joined = partial(collate, mixing=mixing)
+    if isinstance(dataset.source, ShardStream):
+        order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
+    else:
+        order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
     loader = DataLoader(
-        dataset,
-        batch_sampler=batches,
+        **order,
         num_workers=workers,
-        collate_fn=partial(collate, mixing=mixing),
         worker_init_fn=leave_signals_to_the_parent,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=False,

@@ -6,7 +6,7 @@ Nothing here knows of ranks or workers, so resuming is arithmetic and any number
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import List, Sequence, Tuple
+from typing import Iterator, List, Sequence, Tuple
 
 import numpy as np
 
@@ -127,11 +127,16 @@ class StepBatches:
         return max(0, self.stop - self.start) * self.accumulation
 
     def __iter__(self):
+        for positions in self.positions():
+            yield [(p, self.sample(p)) for p in positions]
+
+    def positions(self) -> Iterator[range]:
+        """The positions of each micro-batch."""
         micro = self.batch_size // (self.accumulation * self.world)
         for step in range(self.start, self.stop):
             for m in range(self.accumulation):
                 first = step * self.batch_size + (m * self.world + self.rank) * micro
-                yield [(p, self.sample(p)) for p in range(first, first + micro)]
+                yield range(first, first + micro)
 
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of a step's first sample."""

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.sources import Digits, Shards
+from moh_vision.data.stream import ShardStream
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
@@ -47,7 +48,7 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
     if not Path(root).is_dir():
         raise FileNotFoundError(
             f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, a folder with "
-            f"{split}/CLASS/*.jpg, hfds/NAME, or digits)"
+            f"{split}/CLASS/*.jpg, hfds/NAME, or digits; URLs of shards go into data.stream)"
         )
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
@@ -58,9 +59,10 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
     return Shards(root, split, index_dir)
 
 
-def open_splits(root: str, index_dir: Optional[str] = None) -> Tuple:
-    """The training and the validation split, which have the same classes; see `open_source`."""
-    train, val = (open_source(root, split, index_dir) for split in ("train", "val"))
+def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:
+    """The training split, unless it is given, and the validation split; they have the same classes. See `open_source`."""
+    train = open_source(root, "train", index_dir) if train is None else train
+    val = open_source(root, "val", index_dir)
     check_same_classes(train.classes, "train", val, root)
     return train, val
 
@@ -149,10 +151,11 @@ class DataRecord:
 
 def _outline(source) -> dict:
     """Summary of a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
-    digest = hashlib.sha256(source.labels.tobytes())
+    labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
+    digest = hashlib.sha256(labels.tobytes())
     for part in source.listing():
         digest.update(part)
-    counts = np.bincount(source.labels, minlength=len(source.classes)).tolist()
+    counts = np.bincount(labels, minlength=len(source.classes)).tolist()
     return dict(classes=[list(pair) for pair in zip(source.classes, counts)], sha256=digest.hexdigest())
 
 

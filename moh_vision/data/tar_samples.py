@@ -52,7 +52,7 @@ class TarSamples:
         self.shard, self.offset, self.bytes, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
         names = folder / "classes.txt"
         if names.exists():
-            self.classes = _class_names(names)
+            self.classes = class_names(names)
             if self.labels.max() >= len(self.classes):
                 worst = int(self.labels.argmax())
                 raise ValueError(
@@ -96,7 +96,8 @@ class TarSamples:
             yield repr((shards[shard], offset, size)).encode()
 
 
-def _class_names(file: Path) -> list:
+def class_names(file: Path) -> list:
+    """The names in a classes.txt, one a line; raises ValueError, naming the file, if it is not text."""
     try:
         return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Optional, Tuple
+from typing import Callable, Iterator, Optional, Tuple
 
 import numpy as np
 import torch
@@ -33,12 +33,12 @@ class NoisedImages(LabelledImages):
         super().__init__(source, transform, seed)
         self.num_timesteps, self.label_drop, self.noise_shape = num_timesteps, label_drop, noise_shape
 
-    def __getitem__(self, item: Tuple[int, int]) -> dict:
-        sample = super().__getitem__(item)
+    def item(self, position: int, numbers: Iterator) -> dict:
+        sample = super().item(position, numbers)
         if "images" not in sample:
             return sample
         # Another stream than the augmentation's, so that more draws there do not move these.
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, item[0], Stream.DIFFUSION)))
+        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION)))
         sample["timesteps"] = int(rng.integers(self.num_timesteps))
         if rng.random() < self.label_drop:
             sample["labels"] = len(self.source.classes)
@@ -70,10 +70,10 @@ class NoisedLatents(NoisedImages):
     def read(self, number: int) -> Tensor:
         return self.source.moments(number)
 
-    def __getitem__(self, item: Tuple[int, int]) -> dict:
-        sample = super().__getitem__(item)
+    def item(self, position: int, numbers: Iterator) -> dict:
+        sample = super().item(position, numbers)
         if "images" in sample:
-            mirrored, noise = posterior_draw(self.seed, item[0], self.noise_shape)
+            mirrored, noise = posterior_draw(self.seed, position, self.noise_shape)
             moments = sample["images"][int(mirrored and self.flip)]  # [2C, h, w]
             sample["images"] = sample_posterior(moments, noise, self.source.space)
         return sample
@@ -107,10 +107,10 @@ class ImagesToEncode(NoisedImages):
         super().__init__(source, transform, seed, num_timesteps, label_drop, (space.latent_channels, side, side))
         self.flip = flip
 
-    def __getitem__(self, item: Tuple[int, int]) -> dict:
-        sample = super().__getitem__(item)
+    def item(self, position: int, numbers: Iterator) -> dict:
+        sample = super().item(position, numbers)
         if "images" in sample:
-            mirrored, sample["posterior_noise"] = posterior_draw(self.seed, item[0], self.noise_shape)
+            mirrored, sample["posterior_noise"] = posterior_draw(self.seed, position, self.noise_shape)
             if mirrored and self.flip:
                 sample["images"] = sample["images"].flip(-1)
         return sample

@@ -13,6 +13,7 @@ from torch import Tensor
 from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.data.batches import image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
+from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
@@ -27,6 +28,7 @@ def open_inputs(
     augment: str,
     index_dir: Optional[str] = None,
     device: Union[str, torch.device] = "cpu",
+    stream: Optional[ShardStream] = None,
 ):
     """The training split of `root` as a diffusion run sees it.
 
@@ -37,6 +39,7 @@ def open_inputs(
         augment: see `batches.image_transform`; with a VAE "none" or "flip".
         index_dir: see `TarSamples`.
         device: of the VAE, where it encodes.
+        stream: the images, where they are not read from `root`.
 
     Returns:
         PixelInputs, CachedInputs or EncodedInputs.
@@ -49,7 +52,7 @@ def open_inputs(
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
         return CachedInputs(LatentCache(root, "train", index_dir), root, vae, img_size, augment)
-    source = open_source(root, "train", index_dir)
+    source = stream or open_source(root, "train", index_dir)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:

@@ -16,7 +16,8 @@ from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
-from moh_vision.data.splits import DataRecord
+from moh_vision.data.splits import DataRecord, is_latent_cache
+from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
@@ -37,8 +38,11 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
     check_name(config.model.name, "diffusion")
+    if not d.exact_order and is_latent_cache(d.root):
+        raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
-        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device)
+        stream = open_stream(d, run.flags.given, accelerator)
+        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
 
     # ---------------------------------------------------------------- model

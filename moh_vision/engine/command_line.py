@@ -311,7 +311,8 @@ def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
     """
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
-    old, new = LATER_KEYS | _flat(old), _flat(new)
+    old, new = _flat(old), _flat(new)
+    old = {key: value for key, value in LATER_KEYS.items() if key in new} | old
     if old.get("optim.name") == "adam":  # as earlier versions called it
         old["optim.name"] = "adamw"
     # A run of an earlier version may have saved keys that have no effect.

@@ -111,6 +111,11 @@ class DataConfig:
         root: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder with
             train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For diffusion also a
             folder of latents.
+        exact_order: false: read the training shards as a stream, which promises less: docs/streaming.md. data.root is
+            then a folder with classes.txt and the validation split, and with the shards where data.stream names none.
+        stream: URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar"; several between "::". Also
+            paths, and "pipe:COMMAND" where that is on the command line.
+        samples: images of an epoch of a stream; left out: those that train.shards.jsonl in data.root counts.
         img_size: side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256.
         augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip".
         shuffle_shards: shards that are shuffled together.
@@ -119,6 +124,9 @@ class DataConfig:
     """
 
     root: str = "digits"
+    exact_order: bool = True
+    stream: Optional[str] = None
+    samples: Optional[int] = None
     img_size: Optional[int] = None
     augment: Literal["none", "affine", "crop_flip", "flip"] = "none"
     shuffle_shards: int = 8
@@ -126,6 +134,7 @@ class DataConfig:
     max_bad_fraction: float = 0.0
 
     def __post_init__(self):
+        check("data.samples", self.samples, self.samples is None or self.samples >= 1, "at least 1")
         check("data.img_size", self.img_size, self.img_size is None or self.img_size >= 1, "at least 1")
         check("data.shuffle_shards", self.shuffle_shards, self.shuffle_shards >= 1, "at least 1")
         check("data.workers", self.workers, self.workers >= 0, "0 or more")
@@ -313,5 +322,6 @@ LATER_KEYS = {
     "train_only": "all",
     "moa_balance_weight": RunConfig.moa_balance_weight,
     "z_weight": RunConfig.z_weight,
+    "data.exact_order": True,
     **{f"block_descent.{f.name}": f.default for f in dataclasses.fields(BlockDescentConfig)},
 }

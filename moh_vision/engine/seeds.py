@@ -16,6 +16,7 @@ class Stream(IntEnum):
     MIXING = 2  # mixup and cutmix of a micro-batch
     POSTERIOR = 3  # the draw from a posterior of the VAE, and whether the image is mirrored
     BUDGETS = 4  # the share of active heads of a step
+    SHARDS = 5  # the order of a stream's shards and samples
     SUBSET = 10  # which sentence pairs stay
     LENGTHS = 11  # the order of batches of like lengths
     MASKS = 12  # which tokens a masked language model has to find

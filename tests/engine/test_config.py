@@ -303,6 +303,9 @@ IDLE = [
         (ClsConfig,), {"data.augment": "imagenet", "data.auto_augment": "rand-m9"},
         {"data.augment": "imagenet", "data.auto_augment": "3a"}, "data.color_jitter",
     ),
+    ((ClsConfig, DitConfig), {}, {"data.exact_order": False}, "data.stream data.samples"),
+    ((ClsConfig, DitConfig), {"data.exact_order": False}, {}, "data.shuffle_shards"),
+    ((ClsConfig,), {"data.exact_order": False}, {"init_from": "x"}, "data.repeats calibrate_images"),
     ((ClsConfig,), {}, {"mix.cutmix": 1}, "mix.prob mix.mode"),
     ((ClsConfig,), {"mix.cutmix": 1}, {"mix.cutmix": 1, "mix.mixup": 1}, "mix.switch_prob"),
     ((ClsConfig,), {"mix.prob": 0}, {"mix.prob": 0.5}, "mix.mixup mix.cutmix"),
@@ -339,8 +342,8 @@ IDLE = [
 ALWAYS = set(
     "head_budget output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
     "model.name model.router model.executor model.router_kwargs model.embed_dim model.depth model.num_heads model.patch_size "
-    "model.kwargs model.pretrained data.root data.img_size data.augment data.shuffle_shards data.workers data.max_bad_fraction "
-    "data.repeats data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
+    "model.kwargs model.pretrained data.root data.exact_order data.img_size data.augment data.workers data.max_bad_fraction "
+    "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
     "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae learn_sigma "
     "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid "
     "head_usage head_load score overwrite model".split()

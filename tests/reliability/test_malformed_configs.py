@@ -194,7 +194,7 @@ OUT_OF_RANGE = {
     "calibrate_images": NOT_NEGATIVE, "eval_every": NOT_NEGATIVE, "label_drop": SHARE,
     "model.embed_dim": POSITIVE, "model.depth": POSITIVE, "model.num_heads": POSITIVE, "model.patch_size": POSITIVE,
     "model.head_budget": ["[]", "[[1, -1]]"],
-    "data.img_size": POSITIVE, "data.shuffle_shards": POSITIVE, "data.workers": NOT_NEGATIVE,
+    "data.img_size": POSITIVE, "data.samples": POSITIVE, "data.shuffle_shards": POSITIVE, "data.workers": NOT_NEGATIVE,
     "data.max_bad_fraction": [*SHARE, ".nan"], "data.repeats": POSITIVE, "data.crop_scale": ["[0, 1]", "[0.5, 0.1]", "[0.1, 2]"],
     "data.color_jitter": ["-1", ".inf"], "data.erase_prob": ["-0.1", "1.1"], "data.crop_pct": ["0", "1.1"],
     "data.eval_batch_size": POSITIVE,

@@ -1,0 +1,316 @@
+"""Shards as a stream, `data.exact_order false`: from files, a server and commands, through all that goes wrong on the way."""
+
+import contextlib
+import http.server
+import itertools
+import os
+import sys
+import tarfile
+import threading
+import time
+
+import pytest
+import torch
+from processes import on_two_ranks
+from refusals import one_line, refused
+from small_runs import logged
+from test_sources import append, write_shards
+
+from moh_vision.classification import train as cls
+from moh_vision.data import stream
+from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_batches
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.order import StepBatches
+from moh_vision.data.stream import ShardStream, StreamedFile
+from moh_vision.diffusion import train as dit
+from moh_vision.engine import command_line
+from moh_vision.engine.config import DataConfig
+
+PIXELS = dict(mean=(0, 0, 0), std=(1, 1, 1))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Five shards of ten images, six of the last; image i has a red value of i and class i % 3."""
+    folder = write_shards(tmp_path / "shards", count=46)
+    (folder / "classes.txt").write_text("a\nb\nc\n")
+    return folder
+
+
+@contextlib.contextmanager
+def served(folder, port=0, cut=0, ranges=True):
+    """A server of a folder: (URL, headers of the requests so far). The answers to its first `cut` requests stop half way."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append((self.path, self.headers["Range"]))
+            file = folder / self.path[1:]
+            if not file.exists():
+                return self.send_error(404)
+            data = file.read_bytes()
+            first = int(self.headers["Range"][6:-1]) if self.headers["Range"] and ranges else 0
+            self.send_response(206 if first else 200)
+            self.send_header("Content-Length", str(len(data) - first))
+            self.end_headers()
+            self.wfile.write(data[first : len(data) // 2 if len(requests) <= cut else None])
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def paths(folder):
+    return [str(path) for path in sorted(folder.glob("train-*.tar"))]
+
+
+def source_of(urls, samples=46):
+    return ShardStream(urls, ["a", "b", "c"], samples, "some")
+
+
+def numbers(source, count, parts=1):
+    """The images that arrive, told by their red pixels; their labels must fit."""
+    found = []
+    for name in itertools.islice(source.names(0, 0, parts), count):
+        found.append(source.image(name).getpixel((0, 0))[0])
+        assert source.labels == {name: found[-1] % 3}
+    return found
+
+
+# ---------------------------------------------------------------- a file
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, monkeypatch, ranges):
+    monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
+    data = (shards / "train-000000.tar").read_bytes()
+    with served(shards, cut=1, ranges=ranges) as (url, requests):
+        with StreamedFile(f"{url}/train-000000.tar", 5) as file:
+            assert b"".join(iter(lambda: file.read(3000), b"")) == data
+    assert requests[1] == ("/train-000000.tar", f"bytes={len(data) // 2}-") and len(requests) == 2
+    said = capfd.readouterr().err
+    assert (
+        said
+        == f"{url}/train-000000.tar: the connection ended {len(data) - len(data) // 2} bytes early; tried again for 5 s\n"
+    )
+
+
+def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
+    shard, once = shards / "train-000000.tar", tmp_path / "once"
+    url = f"pipe:test -e {once} && cat {shard} || {{ head -c 4000 {shard}; touch {once}; exit 3; }}"
+    with StreamedFile(url, 5) as file:
+        assert b"".join(iter(lambda: file.read(3000), b"")) == shard.read_bytes()
+    assert capfd.readouterr().err == f"{url}: exit code 3; tried again for 5 s\n"
+
+
+def test_a_server_that_stays_away_ends_it_after_a_while(shards, capfd):
+    with served(shards) as (url, _):
+        pass
+    began = time.monotonic()
+    with one_line(f"^{url}/a.tar: .*Connection refused, and so for 0.6 s$", UnreadableImage):
+        StreamedFile(f"{url}/a.tar", 0.6).read(10)
+    assert 0.6 < time.monotonic() - began < 5
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_what_is_not_there_is_not_waited_for(shards):
+    with served(shards) as (url, requests):
+        with one_line(f"^{url}/a.tar: HTTP Error 404: Not Found$", UnreadableImage):
+            StreamedFile(f"{url}/a.tar", 600).read(10)
+    assert len(requests) == 1
+    with one_line("^/no/where.tar: No such file or directory$", UnreadableImage):
+        StreamedFile("/no/where.tar", 600).read(10)
+
+
+# ---------------------------------------------------------------- samples
+
+
+def test_parts_read_shards_of_their_own(shards, monkeypatch):
+    seen = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        source = source_of(paths(shards)[:4], 40)
+        order = stream.webdataset.SimpleShardList(source.urls, seed=1)
+        read = source._read(order, 0, stream.webdataset.split_by_node)
+        seen.append({sample["__key__"] for sample in read})
+    assert len(seen[0]) == len(seen[1]) == 20 and len(set.union(*seen)) == 40
+    monkeypatch.setenv("RANK", "1")  # of fewer shards than parts each has one all the same
+    assert set(numbers(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
+
+
+def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
+    first = numbers(source_of(paths(shards)), 300)
+    assert set(first) == set(range(46)) and first == numbers(source_of(paths(shards)), 300)
+    assert first[:46] != sorted(first[:46])
+    names = source_of(paths(shards)).names
+    assert list(itertools.islice(names(0, 0, 1), 40)) != list(itertools.islice(names(0, 7, 1), 40))
+
+
+def batches_of(source, workers, bad=None, steps=40):
+    dataset = LabelledImages(source, image_transform("flip", 4, 3, **PIXELS), seed=0)
+    order = StepBatches(
+        source.shard_sizes, group=8, seed=0, batch_size=8, accumulation=2, rank=0, world=1, start=3, stop=3 + steps
+    )
+    return training_batches(dataset, order, workers, bad)
+
+
+def test_two_workers_take_turns(shards):
+    seen = []
+    for batch in batches_of(source_of(paths(shards)), 2):
+        assert batch["images"].shape == (4, 3, 4, 4)
+        red = (batch["images"][:, 0, 0, 0] * 255).round().long()
+        assert torch.equal(red % 3, batch["labels"])
+        seen.append(red)
+    assert len(seen) == 80 and set(torch.cat(seen).tolist()) == set(range(46))
+
+
+def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
+    folder = write_shards(tmp_path / "d", count=19, per_shard=30)
+    for name, data in {"x0.png": b"no image", "x0.cls": b"0", "x1.cls": b"0", "x2.png": b"", "x3.cls": b"3"}.items():
+        append(paths(folder)[0], name, data)
+    bad = BadSamples(23, 0.2)
+    assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
+    assert len(bad.seen) == 4 and all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
+    with one_line(
+        r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images\)"
+    ):
+        list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
+
+
+@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
+def test_damaged_shards_are_refused(shards, where):
+    path = shards / "train-000001.tar"
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[9]
+    data = path.read_bytes()
+    cut = dict(
+        [("within a file", data[: member.offset_data + 20]), ("between two", data[: member.offset]),
+         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
+    )  # fmt: skip
+    path.write_bytes(cut[where])
+    with one_line(f"^{path}: ", UnreadableImage):
+        numbers(source_of([str(path)]), 100)
+
+
+# ---------------------------------------------------------------- runs
+
+SMALL = "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8 --optim.batch_size 8 --log-every 1"
+
+
+def options(kind, output, *more):
+    name = dict(cls="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")[kind]
+    patch = ["--model.patch_size", "4"] if kind == "cls" else ["--model.head_budget", "0.5"]
+    return [
+        "--model.name",
+        name,
+        *patch,
+        *SMALL.split(),
+        "--output",
+        output,
+        "--data.exact_order",
+        "false",
+        *map(str, more),
+    ]
+
+
+def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
+    write_shards(tmp_path / "root", count=4, split="val")
+    (tmp_path / "root" / "classes.txt").write_text("a\nb\nc\n")
+    with served(shards) as (url, _):  # for its port
+        port = int(url.rpartition(":")[2])
+    argv = options(
+        "cls", str(tmp_path / "run"), "--data.root", tmp_path / "root", "--data.samples", 46, "--max-steps", 6,
+        "--data.stream", url + "/train-{000000..000004}.tar", "--data.workers", 2,
+    )  # fmt: skip
+    thread = threading.Thread(target=goes_away, args=(shards, port, tmp_path / "run"))
+    thread.start()
+    on_two_ranks(train_on_a_rank, argv, tmp_path)
+    thread.join()
+    assert [entry["step"] for entry in logged(tmp_path / "run")] == list(range(6))
+    said = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
+    assert f"{url}/train-00000" in said[0] + said[1] and "tried again for 300 s" in said[0] + said[1]
+    assert said[0].count(stream.PROMISE) == 1 and stream.PROMISE not in said[1]
+
+
+def goes_away(folder, port, run):
+    """Serve until the run has begun to read, break off all answers, be away for a moment, and come back until it is done."""
+    with served(folder, port) as (_, requests):
+        while len(requests) < 14:
+            time.sleep(0.005)
+    time.sleep(0.3)
+    with served(folder, port, cut=3):
+        while not (run / "results.json").exists():
+            time.sleep(0.01)
+
+
+def train_on_a_rank(rank, argv, folder):
+    for number in (1, 2):
+        os.dup2(os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    cls.main(argv)
+    sys.stdout.flush()
+
+
+def test_a_diffusion_run_resumes_in_another_order(shards, tmp_path, capsys):
+    for stop in (1, 2):
+        dit.main(options(
+            "dit", str(tmp_path / "run"), "--data.root", shards, "--data.samples", 46, "--max-steps", stop,
+            "--data.workers", 0, "--data.stream", f"pipe:cat {shards}/train-{{000000..000004}}.tar",
+        ))  # fmt: skip
+    assert [entry["step"] for entry in logged(tmp_path / "run")] == [0, 1]
+    assert "resuming" in capsys.readouterr().out
+
+
+def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
+    def said(*more, kind=cls):
+        name = "cls" if kind is cls else "dit"
+        return refused(capsys, kind.main, *options(name, str(tmp_path / "run"), *more, "--data.workers", 0))
+
+    root = ["--data.root", shards]
+    assert "data.samples is needed: how many images an epoch has" in said(*root)
+    assert "data.root digits: no file classes.txt in it" in said()
+    there = [*root, "--data.samples", 46]
+    assert "neither val-*.tar shards" in said(*there)
+    assert "/no/train-0.tar: No such file" in said(*there, "--data.stream", "/no/train-{0..9}.tar")
+    with served(shards) as (url, _):
+        assert f"{url}/a-0.tar: HTTP Error 404" in said(*there, "--data.stream", url + "/a-{0..9}.tar")
+    assert "refused" in said(*there, "--data.stream", url + "/a.tar")
+    assert "pipe:false: exit code 1" in said(*there, "--data.stream", "pipe:false")
+    assert "environment variable WDS_NAME, which is not set" in said(*there, "--data.stream", "http://${HOST}/a.tar")
+    assert "s3: is not read; pipe:COMMAND reads what a command writes" in said(*there, "--data.stream", "s3://a/b.tar")
+    for pipe in ("pipe", "/a.tar::PIPE"):
+        (tmp_path / "of_a_stranger.yaml").write_text(f"data: {{stream: '{pipe}:touch {tmp_path}/canary'}}\n")
+        config = ["--config", tmp_path / "of_a_stranger.yaml"]
+        assert "runs a command; give it on the command line" in said(*there, *config)
+    assert not (tmp_path / "canary").exists() and not (tmp_path / "run").exists()
+    (shards / "train.latents.json").write_text("{}")
+    assert "latents, which data.exact_order false does not read" in said(*there, kind=dit)
+
+
+def test_the_record_of_the_shard_writer_counts_the_images(shards):
+    lines = ["{}", '{"shard": "train-000000.tar", "samples": 10}', '{"shard": "train-000001.tar", "samples": 7}']
+    (shards / "train.shards.jsonl").write_text("\n".join(lines))
+    assert (
+        stream._samples(shards, ["pipe:curl -s http://a.tar.org/b/train-000001.tar | cat", "/x/train-000000.tar"]) == 17
+    )
+    with pytest.raises(ValueError, match="data.samples is needed"):
+        stream._samples(shards, ["train-000002.tar"])
+
+
+def test_old_runs_had_the_exact_order():
+    old = command_line.parse_config(cls.ClsConfig, [], "test")[0].tree()
+    new = command_line.parse_config(cls.ClsConfig, ["--data.exact_order", "false"], "test")[0].tree()
+    for key in ("exact_order", "stream", "samples"):
+        assert key in DataConfig.__dataclass_fields__
+        del old["data"][key]
+    assert command_line.changed_keys(old, new, []) == ["data.exact_order: True -> False"]
