@@ -112,7 +112,11 @@ class CachedInputs(PixelInputs):
             self.vae = load_vae(vae)
             space = LatentSpace.of(self.vae, vae)
             if space.sha256 != self.space.sha256:
-                raise ValueError(f"vae {space}: the latents in {root} were made with another one, {self.space}")
+                different = space.difference(self.space)
+                raise ValueError(
+                    f"vae {space}: the latents in {root} were made with another one, {self.space}"
+                    f"{different and f': {different}'}"
+                )
             self.space = space
 
     def describe_vae(self) -> str:

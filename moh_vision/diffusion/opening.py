@@ -10,7 +10,7 @@ from torch import nn
 
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.latents.vae import load_vae, vae_fingerprint
+from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
@@ -96,11 +96,10 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     names = pipe.config.id2label or {}
     classes = [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
     about = dict(architecture=folder.name, classes=classes, weights=str(weights_file(str(folder))), run=None)
-    return (
-        pipe.transformer,
-        load_vae(config.vae) if config.vae else pipe.vae,
-        dict(about, label_drop=pipe.config.label_drop),
-    )
+    vae = pipe.vae
+    if config.vae:
+        vae = fit_vae(load_vae(config.vae), config.vae, LatentSpace.of(vae, f"{folder}/vae"))
+    return pipe.transformer, vae, dict(about, label_drop=pipe.config.label_drop)
 
 
 def _of_the_same_size(name: str) -> List[str]:
@@ -121,15 +120,15 @@ def open_vae(override: Optional[str], recorded: Optional[dict]):
     """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
 
     Raises:
-        ValueError: if it cannot be loaded, or the recorded name means another VAE by now.
+        ValueError: if it cannot be loaded, its statistics are not the run's, or the recorded name means another VAE by now.
     """
     if recorded is None:
         return None
-    vae = load_vae(override or recorded["name"])
-    if not override and vae_fingerprint(vae) != recorded["sha256"]:
+    space = LatentSpace(**recorded)
+    vae = load_vae(override or space.name)
+    if not override and vae_fingerprint(vae) != space.sha256:
         raise ValueError(
-            f"the VAE {recorded['name']} is not the one of the run (sha256 {recorded['sha256'][:12]}); --vae takes another on purpose"
+            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
         )
     # Latents were scaled by the factor of the training, whatever this decoder's own is.
-    vae.register_to_config(scaling_factor=recorded["scaling_factor"])
-    return vae
+    return fit_vae(vae, override or space.name, space)

@@ -7,11 +7,11 @@ noise of the steps from nowhere. The path of this class is a promise, saved pipe
 from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
+from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion.latents.vae import check_scaling, decode
+from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import (
     Guidance,
     denoise,
@@ -37,13 +37,12 @@ class MoHDiTPipeline(DiffusionPipeline):
         transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes one with
             the same outputs. Its config.num_classes is the label that means "no class".
         scheduler: of diffusers, for a model that predicts noise over 1000 steps.
-        vae: decodes latents, scaled as its config says; None: the transformer works on pixels in [-1, 1].
+        vae: decodes latents, scaled as its config says, see `LatentSpace`; None: the transformer works on pixels in [-1, 1].
         id2label: names of the classes.
         label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
 
     Raises:
-        ValueError: for another transformer, and for a VAE whose latents have other channels or are scaled by more than
-            scaling_factor and shift_factor.
+        ValueError: for another transformer, and for a VAE whose latents have other channels or statistics that cannot be.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -54,7 +53,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         self,
         transformer: ModelMixin,
         scheduler: SchedulerMixin,
-        vae: Optional[AutoencoderKL] = None,
+        vae: Optional[ModelMixin] = None,
         id2label: Optional[dict] = None,
         label_drop: Optional[float] = None,
     ):
@@ -65,13 +64,16 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
             )
-        if vae is not None:
-            check_scaling(vae, "the VAE")
         channels = transformer.config.in_channels
-        if vae is not None and vae.config.latent_channels != channels:
-            raise ValueError(
-                f"the VAE has latents of {vae.config.latent_channels} channels, the transformer works on {channels}"
-            )
+        if vae is not None:
+            try:
+                space = LatentSpace.of(vae)
+            except ValueError as error:
+                raise ValueError(f"the VAE: {error}") from None
+            if space.latent_channels != channels:
+                raise ValueError(
+                    f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
+                )
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}

@@ -1,7 +1,7 @@
-"""A VAE of a few thousand random weights; it downsamples by 2."""
+"""VAEs of a few thousand random weights; `tiny_vae` downsamples by 2."""
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2
 
 
 def tiny_vae(seed=0, **changes):
@@ -14,3 +14,31 @@ def tiny_vae(seed=0, **changes):
 def save_tiny_vae(folder, seed=0, **changes) -> str:
     tiny_vae(seed, **changes).save_pretrained(folder)
     return str(folder)
+
+
+def layout(name, seed=0):
+    """A VAE in the layout of a released one: its class, channels and way to scale, and fewer layers."""
+    torch.manual_seed(seed)
+    numbers = torch.Generator().manual_seed(seed)
+    mean, var = torch.randn(128, generator=numbers), torch.rand(128, generator=numbers) + 0.5
+    if name == "SD3":
+        return tiny_vae(seed, latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
+    if name == "VA-VAE":  # 32 channels, downsampling 16
+        blocks = dict(down_block_types=["DownEncoderBlock2D"] * 5, up_block_types=["UpDecoderBlock2D"] * 5)
+        statistics = dict(latents_mean=mean[:32].tolist(), latents_std=var[:32].sqrt().tolist(), scaling_factor=1.0)
+        return tiny_vae(seed, **blocks, block_out_channels=(8,) * 5, latent_channels=32, **statistics)
+    if name == "FLUX.2":  # 32 channels, of which 2 x 2 pixels are normalised together
+        blocks = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
+        vae = AutoencoderKLFlux2(**blocks, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4)
+        vae.bn.running_mean.copy_(mean)
+        vae.bn.running_var.copy_(var)
+        return vae.eval()
+    assert name == "DC-AE"  # no posterior, downsampling 32
+    sizes = {
+        f"{part}_{what}": value
+        for part in ("encoder", "decoder")
+        for what, value in dict(block_out_channels=(8,) * 5 + (32,), layers_per_block=(1,) * 6).items()
+    }
+    types = ["ResBlock"] * 5 + ["EfficientViTBlock"]
+    types = dict(encoder_block_types=types, decoder_block_types=types)
+    return AutoencoderDC(**types, **sizes, attention_head_dim=8, scaling_factor=0.41407).eval()

@@ -50,7 +50,7 @@ def write_manifest(
 
 def _shape(space: LatentSpace, size: int) -> List[int]:
     side = space.side(size)
-    return [2, 2 * space.latent_channels, side, side]
+    return [2, space.moment_channels, side, side]
 
 
 class LatentCache(TarSamples):
@@ -103,7 +103,7 @@ class LatentCache(TarSamples):
             )
 
     def moments(self, index: int) -> Tensor:
-        """Mean and log variance of an image's posterior and of its mirror image's: [2, 2C, h, w], float32.
+        """`encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32.
 
         Raises:
             UnreadableImage: naming shard and byte.
@@ -157,9 +157,6 @@ def _read_manifest(path: Path, root: str, split: str) -> dict:
 
 def _refuse_other_kinds(manifest: dict) -> None:
     vae, shards, classes = manifest["vae"], manifest["shards"], manifest["classes"]
-    numbers = [vae["scaling_factor"], vae["shift_factor"] or 0.0]
-    if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
-        raise ValueError(f"scaling_factor {numbers[0]!r} and shift_factor {numbers[1]!r} are not both numbers")
     if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
         raise ValueError("name and sha256 of its VAE are not texts")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):

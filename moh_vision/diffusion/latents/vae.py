@@ -1,37 +1,63 @@
-"""The VAE of latent diffusion: diffusers' AutoencoderKL, and what is done with it."""
+"""The VAE of latent diffusion: an image autoencoder of diffusers, and what is done with it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-# Entries of the configuration that change what encoding and decoding compute; others are names and memory settings.
-SIGNIFICANT = (
-    "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
-    "act_fn", "latent_channels", "norm_num_groups", "scaling_factor", "shift_factor", "use_quant_conv",
-    "use_post_quant_conv", "mid_block_add_attention",
-)  # fmt: skip
+# The classes of diffusers that are read here. For each, the entries of the configuration that change what encoding and
+# decoding compute; others are names and memory settings.
+SIGNIFICANT = {
+    "AutoencoderKL": (
+        "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
+        "act_fn", "latent_channels", "norm_num_groups", "scaling_factor", "shift_factor", "use_quant_conv",
+        "use_post_quant_conv", "mid_block_add_attention",
+    ),
+    "AutoencoderKLFlux2": (
+        "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels",
+        "decoder_block_out_channels", "layers_per_block", "act_fn", "latent_channels", "norm_num_groups",
+        "use_quant_conv", "use_post_quant_conv", "mid_block_add_attention", "batch_norm_eps", "patch_size",
+    ),
+    "AutoencoderDC": (
+        "in_channels", "latent_channels", "attention_head_dim", "encoder_block_types", "decoder_block_types",
+        "encoder_block_out_channels", "decoder_block_out_channels", "encoder_layers_per_block",
+        "decoder_layers_per_block", "encoder_qkv_multiscales", "decoder_qkv_multiscales", "upsample_block_type",
+        "downsample_block_type", "decoder_norm_types", "decoder_act_fns", "encoder_out_shortcut", "decoder_in_shortcut",
+        "decoder_conv_act_fn", "scaling_factor",
+    ),
+}  # fmt: skip
+STATISTICS = ("latents_mean", "latents_std")
 
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What identifies the latents of a VAE, and what turns a posterior into the input of a diffusion model.
+    """What identifies the latents of a VAE, and what turns them into the input of a diffusion model and back.
+
+    The input is (draw - shift_factor) * scaling_factor, or with statistics, as diffusers' pipelines have it,
+    (draw - latents_mean) * scaling_factor / latents_std.
 
     Args:
         name: of the VAE, as it was given.
         sha256: see `vae_fingerprint`.
-        scaling_factor, shift_factor: latents are (draw - shift_factor) * scaling_factor; None: no shift.
+        scaling_factor, shift_factor: of all channels; None: no shift.
         downsampling: pixels to the side of a latent.
         latent_channels: C.
+        latents_mean, latents_std: C numbers each; None: no statistics.
+        deterministic: the VAE has no posterior, and encodes an image to one latent.
+
+    Raises:
+        ValueError: for numbers that cannot scale: of another kind, not finite, not C of them, not above 0.
     """
 
     name: str
@@ -40,22 +66,70 @@ class LatentSpace:
     shift_factor: Optional[float]
     downsampling: int
     latent_channels: int
+    latents_mean: Optional[List[float]] = None
+    latents_std: Optional[List[float]] = None
+    deterministic: bool = False
+
+    def __post_init__(self):
+        _refuse_no_number("scaling_factor", self.scaling_factor, above_zero=True)
+        if self.shift_factor is not None:
+            _refuse_no_number("shift_factor", self.shift_factor)
+        if self.latents_mean is None and self.latents_std is None:
+            return
+        for key, numbers in zip(STATISTICS, (self.latents_mean, self.latents_std)):
+            if not isinstance(numbers, list) or len(numbers) != self.latent_channels:
+                there = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
+                raise ValueError(
+                    f"{key}: {there}, expected a list with one for each of {self.latent_channels} channels"
+                )
+            for number in numbers:
+                _refuse_no_number(key, number, above_zero=key == "latents_std")
+        if self.shift_factor:
+            raise ValueError(f"shift_factor {self.shift_factor:g} and latents_mean: expected one of the two")
 
     @classmethod
-    def of(cls, vae, name: str) -> LatentSpace:
-        """That of an AutoencoderKL."""
+    def of(cls, vae, name: Optional[str] = None) -> LatentSpace:
+        """That of a VAE of diffusers.
+
+        Args:
+            name: None: without name and sha256, which would read all weights.
+
+        Raises:
+            ValueError: see the class.
+        """
         config = vae.config
+        patch = _patch(vae)
+        mean, std = (config.get(key) for key in STATISTICS)
+        if hasattr(vae, "bn"):
+            mean = vae.bn.running_mean.tolist()
+            std = torch.sqrt(vae.bn.running_var.double() + config.batch_norm_eps).tolist()
         return cls(
-            name=name,
-            sha256=vae_fingerprint(vae),
-            scaling_factor=float(config.scaling_factor),
-            shift_factor=None if config.shift_factor is None else float(config.shift_factor),
-            downsampling=2 ** (len(config.block_out_channels) - 1),
-            latent_channels=config.latent_channels,
+            name=name or "",
+            sha256="" if name is None else vae_fingerprint(vae),
+            scaling_factor=config.get("scaling_factor", 1.0),
+            shift_factor=config.get("shift_factor"),
+            downsampling=patch * 2 ** (len(config.get("block_out_channels") or config.encoder_block_out_channels) - 1),
+            latent_channels=patch**2 * config.latent_channels,
+            latents_mean=list(mean) if isinstance(mean, tuple) else mean,
+            latents_std=list(std) if isinstance(std, tuple) else std,
+            deterministic=_deterministic(vae),
         )
 
     def __str__(self) -> str:
         return f"{self.name} (sha256 {self.sha256[:12]})"
+
+    @property
+    def moment_channels(self) -> int:
+        """Channels of `encode_moments`: C of the mean and C of the log variance, which deterministic VAEs lack."""
+        return self.latent_channels * (1 if self.deterministic else 2)
+
+    def difference(self, other: LatentSpace) -> str:
+        """What scales the latents of the other one differently, as words in a sentence; "" if nothing does."""
+        for key in ("scaling_factor", "shift_factor", *STATISTICS):
+            mine, theirs = (getattr(space, key) or None for space in (self, other))
+            if mine != theirs:
+                return f"{key} is {_shown(mine)} here, {_shown(theirs)} there"
+        return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
         """Side of the latents of square images.
@@ -69,9 +143,50 @@ class LatentSpace:
             )
         return img_size // self.downsampling
 
+    def scale(self, draw: Tensor) -> Tensor:
+        """Latents [..., C, h, w] of the VAE -> the input of a diffusion model."""
+        shift, factor = self._terms(draw)
+        return (draw - shift) * factor
+
+    def unscale(self, latents: Tensor) -> Tensor:
+        """Undo `scale`."""
+        shift, factor = self._terms(latents)
+        return latents / factor + shift
+
+    def _terms(self, like: Tensor):
+        if self.latents_mean is None:
+            return self.shift_factor or 0.0, self.scaling_factor
+        mean, std = (
+            torch.tensor(numbers, dtype=like.dtype, device=like.device).view(-1, 1, 1)  # [C, 1, 1]
+            for numbers in (self.latents_mean, self.latents_std)
+        )
+        return mean, self.scaling_factor / std
+
+
+def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(f"{key} {number!r}: expected a finite number")
+    if above_zero and number <= 0:
+        raise ValueError(f"{key} {number:g}: expected a number above 0")
+
+
+def _shown(value) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(f'{v:g}' for v in value[:3])}{', ...' if len(value) > 3 else ''}]"
+    return f"{value:g}" if value else "none"
+
+
+def _patch(vae) -> int:
+    """FLUX.2 normalises, and its models see, latents of which 2 x 2 pixels are channels."""
+    return vae.config.patch_size[0] if type(vae).__name__ == "AutoencoderKLFlux2" else 1
+
+
+def _deterministic(vae) -> bool:
+    return type(vae).__name__ == "AutoencoderDC"
+
 
 def load_vae(name: str):
-    """A diffusers AutoencoderKL in float32 and eval mode, without gradients.
+    """A VAE of diffusers (AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC) in float32 and eval mode, without gradients.
 
     Args:
         name: of a model on the Hugging Face hub, or a local folder; a pipeline with the VAE in `vae/` does too. Weights
@@ -79,19 +194,20 @@ def load_vae(name: str):
 
     Raises:
         ValueError, FileNotFoundError: one line that names the VAE: no such folder, no configuration in it, another kind
-            of model, missing weights, a hub that cannot be reached.
+            of model, missing weights, statistics that cannot be, a hub that cannot be reached.
     """
-    from diffusers import AutoencoderKL
+    import diffusers
     from diffusers.utils import logging
 
     subfolder, config = _find(name)
     kind = config.get("_class_name", "AutoencoderKL")
-    if kind != "AutoencoderKL":
-        raise ValueError(f"vae {name}: holds a {kind}, needed is an AutoencoderKL")
+    if kind not in SIGNIFICANT or not hasattr(diffusers, kind):
+        known = [known for known in SIGNIFICANT if hasattr(diffusers, known)]
+        raise ValueError(f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}")
     shown = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # what it would say of weights that are missing is said below
     try:
-        vae, found = AutoencoderKL.from_pretrained(
+        vae, found = getattr(diffusers, kind).from_pretrained(
             name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:  # a damaged configuration or file fails anywhere
@@ -101,16 +217,32 @@ def load_vae(name: str):
     if found["missing_keys"] or found["mismatched_keys"]:
         missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
         raise ValueError(f"vae {name}: its weights lack {len(missing)} tensors of the model, the first {missing[0]}")
-    if vae.config.in_channels not in (1, 3) or vae.config.out_channels != vae.config.in_channels:
-        raise ValueError(f"vae {name}: encodes {vae.config.in_channels} channels; images have 3, or 1 if grey")
-    check_scaling(vae, f"vae {name}")
+    channels = vae.config.in_channels
+    if channels not in (1, 3) or vae.config.get("out_channels", channels) != channels:
+        raise ValueError(f"vae {name}: encodes {channels} channels; images have 3, or 1 if grey")
+    try:
+        LatentSpace.of(vae)
+    except ValueError as error:
+        raise ValueError(f"vae {name}: {error}") from None
     return vae.requires_grad_(False).eval()
 
 
-def check_scaling(vae, name: str) -> None:
-    """Raise ValueError for a VAE whose latents are scaled by more than scaling_factor and shift_factor."""
-    if vae.config.get("latents_mean") is not None or vae.config.get("latents_std") is not None:
-        raise ValueError(f"{name}: normalises latents by latents_mean and latents_std, which is not supported")
+def fit_vae(vae, name: str, space: LatentSpace):
+    """Give a VAE the scaling factor of a diffusion model's latents; return the VAE.
+
+    Args:
+        vae: see `load_vae`.
+        name: for the message.
+        space: of the VAE that the model was trained with.
+
+    Raises:
+        ValueError: if the VAE shifts its latents otherwise or has other statistics, naming which.
+    """
+    if "scaling_factor" in vae.config:
+        vae.register_to_config(scaling_factor=space.scaling_factor)
+    if different := LatentSpace.of(vae).difference(space):
+        raise ValueError(f"vae {name}: does not fit the latents of {space}: {different}")
+    return vae
 
 
 def _find(name: str):
@@ -149,7 +281,9 @@ def vae_fingerprint(vae) -> str:
 
     The same weights give the same sum, whatever file or folder they were read from.
     """
-    config = {key: vae.config[key] for key in SIGNIFICANT}
+    config = {key: vae.config[key] for key in SIGNIFICANT[type(vae).__name__]}
+    # Left out where there are none, so that sums of earlier versions stay what they were.
+    config.update({key: vae.config[key] for key in STATISTICS if vae.config.get(key) is not None})
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=list).encode())
     for name, tensor in sorted(vae.state_dict().items()):
         tensor = tensor.detach().cpu().contiguous()
@@ -160,28 +294,36 @@ def vae_fingerprint(vae) -> str:
 
 @torch.no_grad()
 def encode_moments(vae, images: Tensor) -> Tensor:
-    """Images [B, 3, H, W] in -1 .. 1 -> mean and log variance of their posteriors [B, 2C, h, w], float32."""
-    return vae.encode(images).latent_dist.parameters.float()
+    """Images [B, 3, H, W] in -1 .. 1 -> mean and log variance of their posteriors [B, 2C, h, w], float32.
+
+    A VAE without posteriors gives its latents [B, C, h, w].
+    """
+    encoded = vae.encode(images)
+    if _deterministic(vae):
+        return encoded.latent.float()
+    # The channels of a patch follow each other, so mean and log variance stay halves.
+    return F.pixel_unshuffle(encoded.latent_dist.parameters.float(), _patch(vae))
 
 
 def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tensor:
     """A draw from posteriors, scaled for diffusion.
 
     Args:
-        moments: [..., 2C, h, w], as from `encode_moments`.
-        noise: [..., C, h, w], standard normal.
+        moments: [..., 2C, h, w], or without posteriors [..., C, h, w], as from `encode_moments`.
+        noise: [..., C, h, w], standard normal; without posteriors it has no effect.
         space: of the VAE.
 
     Returns:
         latents [..., C, h, w].
     """
+    if space.deterministic:
+        return space.scale(moments)
     mean, logvar = moments.chunk(2, dim=-3)
-    draw = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise  # clamped as diffusers does
-    return (draw - (space.shift_factor or 0.0)) * space.scaling_factor
+    return space.scale(mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise)  # clamped as diffusers does
 
 
 @torch.no_grad()
 def decode(vae, latents: Tensor) -> Tensor:
     """Latents [B, C, h, w] as a diffusion model makes them -> images [B, 3, H, W] in -1 .. 1."""
-    unscaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    unscaled = F.pixel_shuffle(LatentSpace.of(vae).unscale(latents), _patch(vae))
     return vae.decode(unscaled.to(vae.dtype)).sample.float().clamp(-1, 1)

@@ -1,0 +1,180 @@
+"""VAEs in the layouts of released ones: how latents are scaled, and the way from images to images through every command."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
+from pictures import write_folder
+from refusals import one_line, refused
+from small_runs import outcome
+from tiny_vae import layout, save_tiny_vae, tiny_vae
+
+from moh_vision.diffusion import MoHDiTPipeline, sample
+from moh_vision.diffusion import train as train_dit
+from moh_vision.diffusion.inputs import open_inputs
+from moh_vision.diffusion.latents import LatentCache, LatentSpace, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.diffusion.latents.__main__ import main as write_latents
+
+CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32}
+DOWNSAMPLING = {"SD3": 2, "VA-VAE": 16, "FLUX.2": 4, "DC-AE": 32}
+
+
+def diffusers_input(vae, name, images):
+    """The input that diffusers' pipelines make of the posterior's mean, and what they decode of it."""
+    if name == "FLUX.2":
+        pipe = SimpleNamespace(vae=vae, _patchify_latents=Flux2Pipeline._patchify_latents)
+        x = Flux2Pipeline._encode_vae_image(pipe, images, None)
+        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps).view(1, -1, 1, 1)
+        z = Flux2Pipeline._unpatchify_latents(x * std + vae.bn.running_mean.view(1, -1, 1, 1))
+    elif name == "VA-VAE":
+        statistics = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+        z = vae.encode(images).latent_dist.mode()[:, :, None]  # videos have frames
+        x = LTXPipeline._normalize_latents(z, *statistics, vae.config.scaling_factor)
+        z = LTXPipeline._denormalize_latents(x, *statistics, vae.config.scaling_factor)[:, :, 0]
+        x = x[:, :, 0]
+    elif name == "SD3":
+        x = (vae.encode(images).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+        z = x / vae.config.scaling_factor + vae.config.shift_factor
+    else:
+        x = vae.encode(images).latent * vae.config.scaling_factor
+        z = x / vae.config.scaling_factor
+    return x, vae.decode(z).sample.clamp(-1, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANNELS)
+def test_latents_are_scaled_as_in_the_pipelines_of_diffusers(name):
+    vae, images = layout(name).double(), torch.rand(2, 3, 64, 64).double() * 2 - 1
+    space = LatentSpace.of(vae, name)
+    assert (space.latent_channels, space.downsampling) == (CHANNELS[name], DOWNSAMPLING[name])
+    moments, side = encode_moments(vae, images), space.side(64)
+    assert moments.shape == (2, space.moment_channels, side, side)
+    latents = sample_posterior(moments, torch.zeros(2, space.latent_channels, side, side), space)
+    expected, decoded = diffusers_input(vae, name, images)
+    torch.testing.assert_close(latents, expected.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(decode(vae, expected), decoded.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(space.scale(space.unscale(latents)), latents, rtol=1e-6, atol=1e-6)
+    assert json.loads(json.dumps(vars(space))) == vars(space)  # manifests and runs hold it as JSON
+
+
+def test_measured_statistics_make_channels_of_mean_zero_and_the_standard_deviation_asked_for(tmp_path):
+    images = write_folder(tmp_path / "images", train=10, size=(16, 16))
+
+    def draws(vae):
+        """[C, N] of the training images, as a step on stored latents sees them."""
+        vae.save_pretrained(tmp_path / "vae")
+        argv = f"--vae {tmp_path}/vae --data {images} --out {tmp_path}/{vae.config.scaling_factor} --dtype float32"
+        assert write_latents([*argv.split(), "--size", "16", "--workers", "0"]) == 0
+        data = open_inputs(f"{tmp_path}/{vae.config.scaling_factor}", "none", None, "none").dataset(0, 10, 0.0)
+        return torch.stack([data[i, i]["images"] for i in range(20)], 1).flatten(1)
+
+    raw = draws(tiny_vae(latent_channels=8, scaling_factor=1.0))
+    assert raw.mean(1).abs().max() > 0.1
+    statistics = dict(latents_mean=raw.mean(1).tolist(), latents_std=raw.std(1).tolist())
+    latents = draws(tiny_vae(latent_channels=8, scaling_factor=0.5, **statistics))
+    torch.testing.assert_close(latents.mean(1), torch.zeros(8), rtol=0, atol=1e-5)
+    torch.testing.assert_close(latents.std(1), torch.full((8,), 0.5), rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("images") / "images", train=4, size=(64, 64))
+
+
+ARGV = (
+    "--model.name moh_dit_small_patch2_75 --model.depth 2 --model.embed_dim 32 --model.num_heads 4 --model.head_budget 0.75 "
+    "--model.patch_size 1 --optim.batch_size 4 --log-every 1 --data.workers 0 --data.augment flip --ema.decay 0.9"
+).split()
+
+
+@pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE"])
+def test_from_images_to_images(name, images, tmp_path, capsys):
+    vae, cache, run, pipe_folder = (tmp_path / what for what in ("vae", "cache", "run", "pipe"))
+    layout(name).save_pretrained(vae)
+    argv = ["--vae", vae, "--data", images, "--out", cache, "--size", 64, "--workers", 0, "--dtype", "float32"]
+    assert write_latents([str(a) for a in argv]) == 0
+    side, channels = 64 // DOWNSAMPLING[name], CHANNELS[name]
+    stored = open_inputs(str(cache), "none", None, "none")
+    assert stored.source.shape == (2, channels * (1 if name == "DC-AE" else 2), side, side)
+    online = open_inputs(str(images), str(vae), 64, "none")
+    assert (online.img_size, online.channels, online.about_vae()) == (side, channels, stored.about_vae())
+    argv = ["--data.root", images, "--vae", vae, "--data.img_size", 64, "--output", run]
+    train_dit.main([*ARGV, *map(str, argv), "--dry-run"])
+    assert "its encoder runs in every step" in capsys.readouterr().out
+
+    train = [*ARGV, "--data.root", str(cache), "--output", str(run), "--max-steps", "2", "--save-every", "1"]
+    train_dit.main(train)
+    whole = outcome(run)
+    shutil.rmtree(run / "checkpoints" / "step_2")
+    train_dit.main(train)
+    assert "at step 1" in capsys.readouterr().out and outcome(run) == whole
+
+    few = "--num-images 2 --batch-size 2 --sampler ddim --steps 2 --cfg-scale 1.5 --guide-channels all".split()
+    sample.main([*few, "--checkpoint", str(run), "--out", str(tmp_path / "a.npz"), "--save-pipeline", str(pipe_folder)])
+    sample.main([*few, "--checkpoint", str(pipe_folder), "--out", str(tmp_path / "b.npz"), "--vae", str(vae)])
+    drawn = [np.load(tmp_path / f"{letter}.npz")["arr_0"] for letter in "ab"]
+    assert drawn[0].shape == (2, 64, 64, 3) and drawn[0].std() > 1 and (drawn[1] == drawn[0]).all()
+    capsys.readouterr()
+    pipe = MoHDiTPipeline.from_pretrained(pipe_folder)
+    assert "Expected types" not in capsys.readouterr().err
+    assert vars(LatentSpace.of(pipe.vae, str(vae))) == stored.about_vae()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(latents_mean=[0.0] * 4), "latents_std: None, expected a list with one for each of 4 channels"),
+        (dict(latents_std=[1.0] * 4), "latents_mean: None, expected a list with"),
+        (dict(latents_mean=[0.0] * 3, latents_std=[1.0] * 4), "latents_mean: 3 numbers, expected a list with"),
+        (dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 0.0, 1.0]), "latents_std 0: expected a number above 0"),
+        (dict(latents_mean=[0.0] * 4, latents_std=[1.0, -2.0, 1.0, 1.0]), "latents_std -2: expected a number above 0"),
+        (dict(latents_mean=[0.0, "a", 0, 0], latents_std=[1.0] * 4), "latents_mean 'a': expected a finite number"),
+        (dict(latents_mean=0.0, latents_std=1.0), "latents_mean: 0.0, expected a list with one for each of 4"),
+        (dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, shift_factor=0.1), "shift_factor 0.1 and latents_mean"),
+        (dict(scaling_factor=None), "scaling_factor None: expected a finite number"),
+        (dict(scaling_factor=0), "scaling_factor 0: expected a number above 0"),
+    ],
+)
+def test_statistics_that_cannot_be_are_one_line_at_every_door(tmp_path, changes, words):
+    save_tiny_vae(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dict(json.loads(config.read_text()), **changes)))
+    with one_line(f"vae {tmp_path}: {words}"):
+        load_vae(str(tmp_path))
+    with one_line(words):  # a manifest, a run
+        LatentSpace(**{**vars(LatentSpace.of(tiny_vae(), "x")), **changes})
+
+
+def test_a_vae_of_other_statistics_is_refused_by_name(tmp_path, capsys):
+    images, cache = write_folder(tmp_path / "images", train=4, size=(16, 16)), tmp_path / "cache"
+    statistics = dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 1.0, 2.0])
+    vae, run = save_tiny_vae(tmp_path / "vae", **statistics), tmp_path / "run"
+    other = save_tiny_vae(tmp_path / "other", **dict(statistics, latents_std=[1.0, 1.0, 1.0, 3.0]))  # equal weights
+    plain = save_tiny_vae(tmp_path / "plain")
+    assert write_latents(f"--vae {vae} --data {images} --out {cache} --size 16 --workers 0".split()) == 0
+    train = [*ARGV, "--output", run, "--data.root", cache, "--max-steps", "1"]
+    error = refused(capsys, train_dit.main, *train, "--vae", other)
+    assert f"vae {other} (sha256 " in error and f"the latents in {cache} were made with another one, {vae} (" in error
+    assert "latents_std is [1, 1, 1, ...] here, [1, 1, 1, ...] there" in error
+    train_dit.main([str(a) for a in train])
+    argv = ["--checkpoint", run, "--num-images", 1, "--sampler", "ddim", "--steps", 1, "--out", tmp_path / "a.npz"]
+    for wrong in (other, plain):
+        error = refused(capsys, sample.main, *argv, "--vae", wrong)
+        assert f"vae {wrong}: does not fit the latents of {vae} (sha256 " in error and "): latents_" in error
+    manifest = cache / "train.latents.json"
+    about = json.loads(manifest.read_text())
+    about["vae"]["latents_std"][0] = -1
+    manifest.write_text(json.dumps(about))
+    with one_line(f"{manifest}: latents_std -1: expected a number above 0"):
+        LatentCache(str(cache), "train")
