@@ -173,7 +173,7 @@ class SampleConfig:
         seed: the noise of image i depends on (seed, i) alone.
         batch_size: images at a time on each process; equal sizes give equal bits.
         mixed_precision: "no", "bf16" or "fp16".
-        vae: of latent models: name or folder of an AutoencoderKL; left out: the one that the run was trained with.
+        vae: of latent models: name or folder of a VAE; left out: the one that the run was trained with.
         save_pipeline: a folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with
             num_images 0 that is all.
         out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).

@@ -99,7 +99,10 @@ def test_manifest(tmp_path, vae_folder, root):
     assert re.fullmatch("[0-9a-f]{64}", sha)
     assert m == dict(
         format=1, complete=True, split="train", source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
-        vae=dict(name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4),
+        vae=dict(
+            name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4,
+            latents_mean=None, latents_std=None, deterministic=False,
+        ),
         classes=["cat", "dog"], samples=20, bad=0,
     )  # fmt: skip
     assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.tar", n) for i, n in enumerate((6, 7, 7))]
@@ -240,6 +243,15 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, vae_folder, ro
 
 def rewrite(manifest, **changes):
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+
+def test_a_manifest_of_before_statistics(tmp_path, vae_folder, root):
+    out = tmp_path / "out"
+    assert run(vae_folder, root, out) == 0
+    before, manifest = LatentCache(str(out), "train").space, out / "train.latents.json"
+    vae = json.loads(manifest.read_text())["vae"]
+    rewrite(manifest, vae={k: v for k, v in vae.items() if k not in ("latents_mean", "latents_std", "deterministic")})
+    assert LatentCache(str(out), "train").space == before
 
 
 @pytest.mark.parametrize(

@@ -308,8 +308,10 @@ def test_parts_that_do_not_fit_are_refused():
         MoHDiTPipeline(transformer(3), DDPMScheduler(), tiny_vae(2))
     with one_line("the transformer is a AutoencoderKL, expected a DiT of moh_vision or diffusers"):
         MoHDiTPipeline(tiny_vae(2), DDPMScheduler())
-    for key in ("latents_mean", "latents_std"):  # training refuses them too
-        with pytest.raises(ValueError, match="the VAE: normalises latents by latents_mean and latents_std"):
+    for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
+        with pytest.raises(
+            ValueError, match="the VAE: latents_(mean|std): None, expected a list with one for each of 4"
+        ):
             MoHDiTPipeline(transformer(4), DDPMScheduler(), tiny_vae(2, **{key: [0.1] * 4}))
     plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
     with pytest.raises(ValueError, match="4 channels are no image and there is no VAE"):

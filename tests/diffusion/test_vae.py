@@ -35,6 +35,12 @@ def test_loaded_ready_for_use(saved):
         assert torch.equal(vae.state_dict()[name], tensor)
 
 
+def zeroed(vae):
+    for parameter in vae.parameters():
+        torch.nn.init.zeros_(parameter)
+    return vae
+
+
 def test_the_fingerprint_is_of_weights_and_configuration_not_of_files(saved, folder, tmp_path):
     expected = vae_fingerprint(tiny_vae())
     assert vae_fingerprint(load_vae(str(folder))) == expected  # a pipeline, with the VAE in vae/
@@ -42,11 +48,14 @@ def test_the_fingerprint_is_of_weights_and_configuration_not_of_files(saved, fol
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
     assert vae_fingerprint(load_vae(str(tmp_path / "parts"))) == expected
     assert vae_fingerprint(load_vae(save_tiny_vae(tmp_path / "size", sample_size=64))) == expected
+    # Stored latents and runs name their VAE by it, so it is the same for ever.
+    assert vae_fingerprint(zeroed(tiny_vae())).startswith("15cabdf787e37b62")
     others = [tiny_vae(seed=1), tiny_vae(scaling_factor=0.2), tiny_vae(shift_factor=0.1), tiny_vae(act_fn="gelu")]
+    others += [tiny_vae(latents_mean=[0.0] * 4, latents_std=[std] * 4) for std in (1.0, 2.0)]
     one_bit = tiny_vae()
     one_bit.decoder.conv_out.bias.data.view(torch.int32)[0] ^= 1
     sums = {expected, *(vae_fingerprint(vae) for vae in (*others, one_bit))}
-    assert len(sums) == 6
+    assert len(sums) == 8
 
 
 def broken(saved, tmp_path, how):
@@ -108,10 +117,9 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         load_vae("some/vae")
 
 
-@pytest.mark.parametrize("changes", [dict(in_channels=4), dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4)])
-def test_vaes_that_are_not_of_images_or_need_more(tmp_path, changes):
-    with pytest.raises(ValueError, match="encodes 4 channels|latents_mean and latents_std, which is not supported"):
-        load_vae(save_tiny_vae(tmp_path, **changes))
+def test_vaes_that_are_not_of_images(tmp_path):
+    with pytest.raises(ValueError, match="encodes 4 channels"):
+        load_vae(save_tiny_vae(tmp_path, in_channels=4))
 
 
 def test_a_draw_is_that_of_diffusers():

@@ -9,7 +9,8 @@
     DIR/.train.index.safetensors  the index that training reads
 
 The .npy holds [2, 2C, h, w]: mean and log variance of the VAE's posterior for the image and for its mirror image, so
-that training draws from the posterior and flips without the VAE. Images are center-cropped to --size (ADM).
+that training draws from the posterior and flips without the VAE. A VAE without posteriors (AutoencoderDC) gives its
+latents, [2, C, h, w]. They are scaled when they are read. Images are center-cropped to --size (ADM).
 
 Many processes share the work: `torchrun --nproc_per_node N -m moh_vision.diffusion.latents ...`, or `accelerate launch -m`;
 DIR is then on a disk that all see. A batch never reaches into the next shard, so the result does not depend on their
