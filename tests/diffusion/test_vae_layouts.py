@@ -183,12 +183,16 @@ def test_a_vae_of_other_statistics_is_refused_by_name(tmp_path, capsys):
     train = [*ARGV, "--output", run, "--data.root", cache, "--max-steps", "1"]
     error = refused(capsys, train_dit.main, *train, "--vae", other)
     assert f"vae {other} (sha256 " in error and f"the latents in {cache} were made with another one, {vae} (" in error
-    assert "latents_std is [1, 1, 1, ...] here, [1, 1, 1, ...] there" in error
+    assert "latents_std of channel 3 is 3.0 here, 2.0 there" in error
     train_dit.main([str(a) for a in train])
     argv = ["--checkpoint", run, "--num-images", 1, "--sampler", "ddim", "--steps", 1, "--out", tmp_path / "a.npz"]
     for wrong in (other, plain):
         error = refused(capsys, sample.main, *argv, "--vae", wrong)
-        assert f"vae {wrong}: does not fit the latents of {vae} (sha256 " in error and "): latents_" in error
+        assert (
+            f"vae {wrong}: does not fit the latents of {vae} (sha256 " in error
+            and "): latents_" in error
+            and " there" in error
+        )
     manifest = cache / "train.latents.json"
     about = json.loads(manifest.read_text())
     about["vae"]["latents_std"][0] = -1

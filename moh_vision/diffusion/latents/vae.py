@@ -127,8 +127,13 @@ class LatentSpace:
         """What scales the latents of the other one differently, as words in a sentence; "" if nothing does."""
         for key in ("scaling_factor", "shift_factor", *STATISTICS):
             mine, theirs = (getattr(space, key) or None for space in (self, other))
-            if mine != theirs:
-                return f"{key} is {_shown(mine)} here, {_shown(theirs)} there"
+            if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+                unequal = [c for c, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]]
+                if unequal:
+                    return f"{key} of channel {unequal[0]} is {mine[unequal[0]]} here, {theirs[unequal[0]]} there"
+            elif mine != theirs:
+                shown = (f"{len(v)} numbers" if isinstance(v, list) else v for v in (mine, theirs))
+                return "{} is {} here, {} there".format(key, *shown)
         return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
@@ -168,12 +173,6 @@ def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
         raise ValueError(f"{key} {number!r}: expected a finite number")
     if above_zero and number <= 0:
         raise ValueError(f"{key} {number:g}: expected a number above 0")
-
-
-def _shown(value) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(f'{v:g}' for v in value[:3])}{', ...' if len(value) > 3 else ''}]"
-    return f"{value:g}" if value else "none"
 
 
 def _patch(vae) -> int:
