@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from moh_vision.engine.commands import nearest
 
 
-def class_numbers(key: str, asked: Optional[Sequence[Union[int, str]]], names: List[str]) -> List[int]:
+def class_numbers(key: str, asked: Optional[Sequence[str]], names: List[str]) -> List[int]:
     """Numbers of classes.
 
     Args:
@@ -24,7 +24,7 @@ def class_numbers(key: str, asked: Optional[Sequence[Union[int, str]]], names: L
     if asked is None:
         return list(range(len(names)))
     by_name, found = {name: number for number, name in enumerate(names)}, []
-    for text in map(str, asked):
+    for text in asked:
         number = by_name.get(text, int(text) if text.isdecimal() else len(names))
         if number >= len(names):
             near = [] if text.isdecimal() else nearest(text, names, 1)

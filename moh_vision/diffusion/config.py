@@ -16,7 +16,7 @@ from moh_vision.engine.config import (
     check_seed,
 )
 
-Classes = Optional[List[Union[int, str]]]
+Classes = Optional[List[str]]  # numbers too are texts, or a class called 007 would be number 7
 # What --protocol stands for; another value of these keys is refused. "adm": how DiT and MoH-DiT draw the images that ADM's
 # evaluator scores (defaults of their sample_ddp.py; the guidance scale is told with each figure).
 PROTOCOLS = dict(
@@ -161,8 +161,8 @@ class SampleConfig:
         protocol: "adm": as published FIDs are made (docs/fidelity.md): 50,000 images, random labels, EMA weights, 250 steps
             of ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics as the reference.
         num_images: how many; left out: 100, or those of the protocol.
-        classes: numbers or names of the classes that are drawn, such as 207 360; left out: all. A name goes before a
-            number: in a data set with a class called 10, 10 is that class.
+        classes: numbers or names of the classes that are drawn, such as 207 360 (in a file ["207", "360"]); left out:
+            all. A name goes before a number: in a data set with a class called 10, 10 is that class.
         labels: "balanced": the classes in turn, image i has the class in place i modulo their number; "random": drawn
             from (seed, i); left out: random where the reference holds ADM's statistics, else balanced.
         sampler: "ddpm", "ddim" or "dpm-solver++".
@@ -179,6 +179,8 @@ class SampleConfig:
         out: a folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels).
         grid: PNG with one class a row: those of `classes`, or the first ten.
         grid_columns: images a row.
+        denoising: how noise becomes the first eight images, that is what the sampler holds after some of its steps, noise
+            and all, decoded by the VAE if there is one: .png, an image a row and eight moments; .gif, an animation.
         head_usage: PNG of head usage per layer and class while sampling.
         head_load: JSON of which heads the tokens of each class, and of each timestep, ran; for
             `python -m moh_vision.analysis.head_load`.
@@ -214,6 +216,7 @@ class SampleConfig:
     out: Optional[str] = None
     grid: Optional[str] = None
     grid_columns: int = 10
+    denoising: Optional[str] = None
     head_usage: Optional[str] = None
     head_load: Optional[str] = None
     score: Optional[str] = None
@@ -240,9 +243,11 @@ class SampleConfig:
         is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
         allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
         check("out", self.out, is_folder or out.suffix == ".npz", allowed)
-        written = self.out or self.grid or self.counts_heads or self.score
+        written = self.out or self.grid or self.denoising or self.counts_heads or self.score
         if not self.num_images and written:
-            raise ValueError("num_images 0 leaves nothing for --out, --grid, --head-usage, --head-load and --score")
+            raise ValueError(
+                "num_images 0 leaves nothing for --out, --grid, --denoising, --head-usage, --head-load and --score"
+            )
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
         check_head_budget(self.head_budget, "head_budget")
@@ -253,12 +258,12 @@ class SampleConfig:
         low, high = self.cfg_interval
         check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
         check_seed(self.seed)
-        for name in ("grid", "head_usage"):
+        for name, endings in (("grid", (".png",)), ("head_usage", (".png",)), ("denoising", (".png", ".gif"))):
             path = getattr(self, name)
-            check(name, path, path is None or path.endswith(".png"), "a path that ends in .png")
+            check(name, path, path is None or path.endswith(endings), f"a path that ends in {' or '.join(endings)}")
         if self.num_images and not written:
             raise ValueError(
-                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --head-usage, --head-load or --score, or "
+                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-usage, --head-load or --score, or "
                 "--save-pipeline with --num-images 0"
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -15,8 +17,10 @@ from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import budget_pairs, set_head_budget
-from moh_vision.models.weight_files import weights_file
-from moh_vision.models.weights import FAMILIES, create, from_run, load_checkpoint
+from moh_vision.models.weight_files import read_tensors, weights_file
+from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
+
+MAX_SIDE = 1024  # of what a published model works on
 
 
 def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
@@ -30,7 +34,9 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         model, vae, about = _published(config)
     elif (Path(config.checkpoint) / "model_index.json").is_file():
         model, vae, about = _saved(config)
-    elif Path(config.checkpoint).suffix in (".pt", ".pth", ".bin"):
+    elif (
+        Path(config.checkpoint).suffix in (".pt", ".pth", ".bin") or (Path(config.checkpoint) / "config.json").is_file()
+    ):
         raise ValueError(
             f"{config.checkpoint} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
         )
@@ -58,13 +64,15 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
     if not Path(path).exists():
         raise FileNotFoundError(f"--checkpoint {path}: no such file or folder")
     try:
-        model = create(name, "diffusion").eval()
+        check_name(name, "diffusion")
     except ValueError as error:
         raise ValueError(str(error).replace("model.name", "--model", 1)) from None
+    size = _img_size(weights_file(path))
     try:
+        model = create(name, "diffusion", img_size=size).eval()
         load_checkpoint(model, path)
     except ValueError as error:
-        fitting = [other for other in _of_the_same_size(name) if _fits(other, path)]
+        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, size)]
         raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
     channels, vae = model.config.in_channels, None
     if config.vae:
@@ -107,10 +115,36 @@ def _of_the_same_size(name: str) -> List[str]:
     return [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module) if n != name]
 
 
-def _fits(name: str, path: str) -> bool:
+def _img_size(file: Path) -> Optional[int]:
+    """The side of what the weights in a file work on; None: the file does not tell.
+
+    Their table of positions tells. diffusers' DiT saves none, and config.json beside it has the side.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    state = read_tensors(file)
+    table, patch = state.get("pos_embed"), state.get("x_embedder.proj.weight")
+    if table is not None and patch is not None and table.ndim == 3 and patch.ndim == 4:
+        size = math.isqrt(table.shape[1]) * patch.shape[-1]
+    elif "transformer_blocks.0.attn1.to_q.weight" in state and file.with_name("config.json").is_file():
+        file = file.with_name("config.json")
+        try:
+            size = json.loads(file.read_text())["sample_size"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}: no sample_size can be read ({reason_of(error)})") from None
+    else:
+        return None
+    # Whoever passes weights on writes it, and it must not decide how much memory is taken.
+    if not isinstance(size, int) or not 1 <= size <= MAX_SIDE:
+        raise ValueError(f"{file}: a side of {size!r} is out of range: 1 to {MAX_SIDE}")
+    return size
+
+
+def _fits(name: str, path: str, size: Optional[int]) -> bool:
     """Whether a model takes the weights."""
     try:
-        load_checkpoint(create(name, "diffusion"), path)
+        load_checkpoint(create(name, "diffusion", img_size=size), path)
     except ValueError:
         return False
     return True

@@ -8,13 +8,11 @@ Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import List, Optional
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.figures import draw_image_grid, write_images
@@ -24,6 +22,7 @@ from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.class_rows import class_numbers, class_rows
 from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.denoising import Denoising
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sampling import to_uint8
@@ -34,7 +33,7 @@ from moh_vision.engine.commands import user_errors
 from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
-from moh_vision.engine.logging import peak_memory_mib, write_json
+from moh_vision.engine.logging import Progress, peak_memory_mib, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
@@ -53,6 +52,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     with user_errors(NAME):
         config, _ = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
+        if accelerator.is_main_process:
+            print(f"loading {config.checkpoint}", flush=True)
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])
         chosen = class_numbers("--classes", config.classes, classes)
@@ -74,7 +75,8 @@ def main(argv: Optional[List[str]] = None) -> None:
             )
         scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
-        files, folders = [config.grid, config.head_usage, config.head_load, scores_path], [config.save_pipeline]
+        files, folders = [config.grid, config.denoising, config.head_usage, config.head_load], [config.save_pipeline]
+        files.append(scores_path)
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
         claim_outputs(files, folders, config.overwrite)
         with accelerator.main_process_first():
@@ -108,17 +110,21 @@ def main(argv: Optional[List[str]] = None) -> None:
 
     # ---------------------------------------------------------------- sample
     labels = draw_labels(config, chosen)
-    load = draw(config, accelerator, pipe, parts, labels, classes)
-    accelerator.wait_for_everyone()
     how = f"{config.sampler} {len(pipe.scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
     if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
         how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     if config.num_images:
-        accelerator.print(f"{config.num_images} images, {how}, {config.labels} labels, {weights}")
+        accelerator.print(f"{config.num_images} images, {how}, {config.labels} labels, {weights}", flush=True)
+    denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
+    load = draw(config, accelerator, pipe, parts, labels, classes, denoising)
+    accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
         write(config, parts, labels, classes, chosen)
+        if denoising:
+            denoising.save([classes[c] for c in labels[: len(denoising.frames[0])]])
+            print(f"denoising, from noise to image: {config.denoising}")
     if scorer:
         with user_errors(NAME):  # what fails on one process fails on all
             scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
@@ -156,7 +162,13 @@ def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
 
 
 def draw(
-    config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, classes: List[str]
+    config: SampleConfig,
+    accelerator,
+    pipe: MoHDiTPipeline,
+    parts: ImageParts,
+    labels: Tensor,
+    classes: List[str],
+    denoising: Optional[Denoising],
 ) -> HeadLoad:
     """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
@@ -170,17 +182,22 @@ def draw(
     here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
     if len(todo) < here:
         accelerator.print(f"{here - len(todo)} of {here} batches of this process are there already")
-    quiet = not (accelerator.is_main_process and sys.stderr.isatty())
+    if denoising and accelerator.is_main_process and 0 not in todo:
+        todo = [0, *todo]  # nobody kept how its images came about
+    steps, main = len(todo) * len(pipe.scheduler.timesteps), accelerator.is_main_process
     with (
         user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
-        tqdm(total=len(todo) * len(pipe.scheduler.timesteps), desc="sampling", unit="step", disable=quiet) as bar,
+        contextlib.closing(Progress("sampling", steps, "step", main)) as progress,
     ):
 
-        def advance(*_):
-            bar.update()
+        def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
+            progress.step()
+            if denoising and numbers.start == 0:
+                denoising.add(pipe, step, t, inputs)
 
         for number in todo:
             numbers = parts.numbers(number)
+            progress.note(f"images {numbers.start + 1} to {numbers.stop} of {config.num_images}")
             load.sums.zero_()
             with accelerator.autocast():
                 latents = pipe(
@@ -191,11 +208,11 @@ def draw(
                     config.steps,
                     [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers],
                     output_type="latent",
-                    callback_on_step_end=advance,
+                    callback_on_step_end=after_step,
                     on_routing=count if config.counts_heads else None,
                 ).images
                 parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
-            bar.set_postfix_str(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
+            progress.note(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
     return load
 
 

@@ -129,22 +129,17 @@ def _options(argv: List[str], keys: Dict[str, Any], switches: Dict[str, Any]) ->
             found = ["true"]
         if tuple in map(typing.get_origin, (hints.get(name), *typing.get_args(hints.get(name)))) and len(found) == 2:
             found = [f"[{', '.join(found)}]"]
-        if found and _lists_plain_values(keys.get(name)) and not found[0].startswith("["):
-            found = [f"[{', '.join(map(_list_item, found))}]"]
+        if found and _lists_texts(keys.get(name)) and not found[0].startswith("["):
+            found = [json.dumps(found)]
         if len(found) != 1:
             raise ValueError(f'key "{name}": Expected one value. Got {" ".join(found) or "none"}')
         yield name, config_file(found[0]) if name == "config" else found[0]
 
 
-def _lists_plain_values(hint: Any) -> bool:
-    """Whether a type is a list of numbers or texts, or null; its values may follow the option one by one."""
+def _lists_texts(hint: Any) -> bool:
+    """Whether a type is a list of texts, or null; its values may follow the option one by one."""
     kinds = [hint] if typing.get_origin(hint) is list else [k for k in typing.get_args(hint) if k is not type(None)]
     return len(kinds) == 1 and typing.get_origin(kinds[0]) is list and "Any" not in str(kinds[0])
-
-
-def _list_item(text: str) -> str:
-    """A value as an item of a YAML list: a whole number as it is, else quoted."""
-    return text if text.isdecimal() and str(int(text)) == text else json.dumps(text)
 
 
 def _inside(name: str, key: str) -> bool:

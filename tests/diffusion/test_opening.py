@@ -71,6 +71,36 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
     assert "--checkpoint" in refused(capsys, *missing)
 
 
+def test_the_weights_say_how_large_images_are(tmp_path, capsys):
+    """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
+    torch.manual_seed(4)
+    theirs = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=12, sample_size=64,
+                                   patch_size=8, out_channels=8)  # fmt: skip
+    emb = theirs.transformer_blocks[0].norm1.emb.state_dict()
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.load_state_dict(emb)
+    folder, vae, name = tmp_path / "transformer", tmp_path / "vae", "dit_small_patch8"
+    theirs.save_pretrained(folder)
+    save_tiny_vae(vae, seed=5)
+    ours = load_checkpoint(create(name, "diffusion", img_size=64), folder)
+    torch.save(ours.state_dict(), tmp_path / "DiT-S-8-512x512.pt")
+    how = "--num-images 1 --batch-size 1 --cfg-scale 1".split()
+    for file, out in (("DiT-S-8-512x512.pt", "a.npz"), ("transformer", "b.npz")):
+        draw("--checkpoint", tmp_path / file, "--model", name, "--vae", vae, "--out", tmp_path / out, *how)
+    a, b = (np.load(tmp_path / out)["arr_0"] for out in ("a.npz", "b.npz"))
+    assert a.shape == (1, 128, 128, 3) and (a == b).all() and a.std() > 10
+    assert "does not say of which model it is: give --model" in refused(
+        capsys, "--checkpoint", folder, "--out", tmp_path / "c.npz"
+    )
+    for text, words in (
+        ('{"sample_size": 99999}', "a side of 99999 is out of range: 1 to 1024"),
+        ("[", "no sample_size can be read"),
+    ):
+        (folder / "config.json").write_text(text)
+        more = ("--checkpoint", folder, "--model", name, "--vae", vae, "--out", tmp_path / "c.npz")
+        assert f"{folder}/config.json: " in (error := refused(capsys, *more)) and words in error
+
+
 def test_a_folder_of_diffusers_dit(tmp_path, capsys):
     torch.manual_seed(3)
     theirs = DiTTransformer2DModel(

@@ -92,7 +92,7 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
 
 def test_only_the_pipeline(tmp_path, capsys):
     sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
-    assert capsys.readouterr().out == f"pipeline: {tmp_path}/pipe\n"
+    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {tmp_path}/pipe\n"
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
     assert pipe([0], num_inference_steps=2).images[0].mode == "L"
@@ -435,6 +435,35 @@ def test_classes_that_are_asked_for(tmp_path, capsys):
         ("a b c a a a", "classes names 6 classes, more than the 5 images"),
     ):
         assert words in refused(capsys, run, "--classes", *asked.split())
+
+
+def test_denoising(tmp_path, monkeypatch, capsys):
+    """A strip ends with the images and begins with noise; of latents too, in a GIF, and where the images are there already."""
+    run = run_of(tmp_path, 3)
+    more = ["--num-images", "12", "--batch-size", "10", "--steps", "20", "--out", tmp_path / "a.npz"]
+    monkeypatch.setattr(sample, "write_images", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        call(run, *more)
+    monkeypatch.undo()
+    call(run, *more, "--denoising", tmp_path / "strip.png")
+    images, _ = drawn(tmp_path / "a.npz")
+    with Image.open(tmp_path / "strip.png") as strip:
+        pixels = np.asarray(strip)[:, -(8 * 50 + 2) :]
+    assert pixels.shape == (8 * 50 + 2, 8 * 50 + 2, 3)
+    cells = [[pixels[2 + 50 * i :, 2 + 50 * j :][:48, :48] for j in range(8)] for i in range(8)]
+    for row, image in zip(cells, images):
+        assert (row[-1] == np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BICUBIC))).all()
+        assert np.abs(row[0].astype(int) - row[-1]).mean() > 10
+    latent = tmp_path / "latent"
+    latent.mkdir()
+    run = run_of(latent, 4, vae=recorded(vae_in(tmp_path / "vae")))
+    monkeypatch.setattr("moh_vision.engine.logging.LINE_EVERY", 0)
+    call(run, "--denoising", tmp_path / "b.gif", "--steps", "30")
+    assert f"loading {latent}\n5 images, ddpm 30 steps" in (out := capsys.readouterr().out)
+    assert "sampling: 1 of 60 steps, " in out and "sampling: 60 of 60 steps, 00:00 left\n" in out  # no terminal
+    with Image.open(tmp_path / "b.gif") as gif:
+        assert 20 < gif.n_frames <= 25  # Pillow leaves out frames that change nothing
+        assert gif.size == (3 * 50 + 2, 52)  # the three images of the first batch
 
 
 # ---------------------------------------------------------------- scores

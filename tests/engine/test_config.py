@@ -345,7 +345,7 @@ ALWAYS = set(
     "model.kwargs model.pretrained data.root data.exact_order data.img_size data.augment data.workers data.max_bad_fraction "
     "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
     "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae learn_sigma "
-    "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid "
+    "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid denoising "
     "head_usage head_load score overwrite model".split()
 )
 
@@ -386,7 +386,7 @@ def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
 
 
 @pytest.mark.parametrize("argv, value", [
-    ("--classes 207 n02099601 007", [207, "n02099601", "007"]), ("--classes 7", [7]), ("--classes=[3, a]", [3, "a"]),
+    ("--classes 207 n02099601 007", ["207", "n02099601", "007"]), ("--classes 7", ["7"]), ('--classes=["3",a]', ["3", "a"]),
 ])  # fmt: skip
 def test_a_list_takes_values_one_by_one(argv, value):
     words = argv.split() if "=" not in argv else [argv]

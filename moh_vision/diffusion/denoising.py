@@ -1,0 +1,51 @@
+"""How noise becomes images: a strip (.png) or an animation (.gif) of the first few images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from moh_vision.analysis.figures import draw_image_grid, image_grid
+from moh_vision.diffusion.pipeline import MoHDiTPipeline
+from moh_vision.diffusion.sampling import to_uint8
+
+IMAGES = 8
+MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
+FRAME_MS, LAST_FRAME_MS = 120, 2000
+
+
+class Denoising:
+    """Keeps what a sampler holds after some of its steps: the noisy images, decoded where they are latents.
+
+    Args:
+        path: .png: one image a row, its moments from noise to image in columns; .gif: the images side by side, a moment a
+            frame.
+        steps: of the sampler.
+    """
+
+    def __init__(self, path: str, steps: int):
+        self.path, self.frames = path, []
+        count = min(steps, MOMENTS[path[-4:]])
+        self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
+
+    def add(self, pipe: MoHDiTPipeline, step: int, timestep: Tensor, inputs: dict) -> None:
+        """What a pipeline calls after each step (`callback_on_step_end`)."""
+        if step in self.moments:
+            self.frames.append(to_uint8(pipe.decode(inputs["latents"][:IMAGES])).cpu())
+
+    def save(self, names: Optional[Sequence[str]] = None) -> None:
+        """Write the file.
+
+        Args:
+            names: of the images, such as their classes, for a strip.
+        """
+        if self.path.endswith(".png"):
+            strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
+            return draw_image_grid(strip, len(self.frames), self.path, names=names)
+        pictures = [image_grid(frame, min(4, len(frame))) for frame in self.frames]
+        times = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
+        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        pictures[0].save(self.path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
