@@ -92,14 +92,13 @@ class MixConfig:
 
 @dataclass
 class ClsOptimConfig(OptimConfig):
-    """AdamW with timm's schedule: warm-up and cosine both count from step 0, as in timm.
+    """Optimiser with timm's schedule: warm-up and cosine both count from step 0, as in timm.
 
     Args:
         epochs: length of the schedule; an epoch is as many images as there are, whatever data.repeats.
         warmup_epochs: linear warm-up, instead of warmup_steps.
         cooldown_epochs: at min_lr, after `epochs`.
         warmup_lr: where the warm-up begins.
-        eps: of AdamW.
         layer_decay: factor of the learning rate from each layer to the one before, for fine-tuning (timm's).
     """
 
@@ -107,7 +106,6 @@ class ClsOptimConfig(OptimConfig):
     warmup_epochs: float = 0.0
     cooldown_epochs: float = 0.0
     warmup_lr: float = 0.0
-    eps: float = 1e-8
     layer_decay: Optional[float] = None
 
     def __post_init__(self):
@@ -116,7 +114,6 @@ class ClsOptimConfig(OptimConfig):
         check("optim.warmup_epochs", self.warmup_epochs, self.warmup_epochs >= 0, "0 or more")
         check("optim.cooldown_epochs", self.cooldown_epochs, self.cooldown_epochs >= 0, "0 or more")
         check("optim.warmup_lr", self.warmup_lr, 0 <= self.warmup_lr <= self.lr, "from 0 to optim.lr")
-        check("optim.eps", self.eps, self.eps > 0, "above 0")
         check(
             "optim.layer_decay",
             self.layer_decay,

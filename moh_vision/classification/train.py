@@ -12,7 +12,6 @@ from typing import List, Optional, Tuple
 
 import torch
 from accelerate.utils import send_to_device
-from timm.optim import create_optimizer_v2
 from torch import nn
 
 from moh_vision.analysis import Conditions, HeadLoad, describe
@@ -27,6 +26,7 @@ from moh_vision.data.splits import DataRecord, open_splits
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.commands import BadData
 from moh_vision.engine.config import keep_budget
+from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
@@ -92,9 +92,7 @@ def train(run: Run) -> None:
     task = ClassificationTask(
         model.to(memory_format=form), config.balance_weight, config.label_smoothing, **config.moa_weights()
     )
-    optimizer = create_optimizer_v2(
-        model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas, eps=o.eps, layer_decay=o.layer_decay
-    )
+    optimizer = make_optimizer(model, o)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=source.classes)

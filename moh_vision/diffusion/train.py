@@ -10,7 +10,6 @@ from typing import List, Optional
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
-from timm.optim import create_optimizer_v2
 
 from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
@@ -25,6 +24,7 @@ from moh_vision.diffusion.previews import Samples
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.config import keep_budget
+from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.run import Run
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
@@ -88,7 +88,7 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
-    optimizer = create_optimizer_v2(model, "adamw", lr=o.lr, weight_decay=o.weight_decay, betas=o.betas)
+    optimizer = make_optimizer(model, o)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(arguments=arguments, classes=classes, vae=inputs.about_vae())
     run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)

@@ -98,6 +98,10 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     for key in found.allow_change:
         if key not in keys and key not in KEPT_KEYS:
             raise ValueError(f"--allow-change {key}: {_unknown_key(key, [*keys, *KEPT_KEYS])}")
+        if key == "optim.name":
+            raise ValueError(
+                "--allow-change optim.name: a checkpoint keeps the state of its own optimiser; init_from begins a run with its weights"
+            )
     return config, found if flags else None
 
 
@@ -308,7 +312,7 @@ def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     old, new = _flat(old), _flat(new)
     old = {key: value for key, value in LATER_KEYS.items() if key in new} | old
-    if old.get("optim.name") == "adam":  # as earlier versions called it
+    if old.get("optim.name") == "adam" and "generate.beam" in old:  # as earlier versions called it, for text
         old["optim.name"] = "adamw"
     # A run of an earlier version may have saved keys that have no effect.
     free = {*FREE_KEYS, *allowed, *(key for key, *_ in idle_keys(new))}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, List, Literal, Optional, Set, Tuple, Union
 
+from moh_vision.engine.optimizers import OPTIONS, check_name, own_value
+
 
 def config_file(name: str) -> str:
     """The file that --config names: a path, or a configuration that ships with the package, as cls/NAME."""
@@ -143,12 +145,15 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule.
+    """Optimiser and schedule.
 
     Args:
+        name: of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/optimisers.md).
         lr: peak learning rate.
         weight_decay: not applied to biases, norms and what the model's no_weight_decay() names.
-        betas: of AdamW.
+        betas: of an Adam, Lion and the like; left out: the optimiser's own.
+        eps: left out: the optimiser's own.
+        momentum: of SGD, Muon and the like; left out: the optimiser's own, or 0.9.
         batch_size: images per step over all processes and accumulation.
         accumulation: micro-batches that make up a step.
         clip_norm: largest gradient norm; 0: no clipping.
@@ -157,9 +162,12 @@ class OptimConfig:
         min_lr: end of the cosine.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.05
-    betas: Tuple[float, float] = (0.9, 0.999)
+    betas: Optional[Tuple[float, float]] = None
+    eps: Optional[float] = None
+    momentum: Optional[float] = None
     batch_size: int = 128
     accumulation: int = 1
     clip_norm: float = 0.0
@@ -168,9 +176,15 @@ class OptimConfig:
     min_lr: float = 0.0
 
     def __post_init__(self):
+        check_name(self.name)
+        for option in OPTIONS:
+            if getattr(self, option) is None:
+                setattr(self, option, own_value(self.name, option))
         check("optim.lr", self.lr, self.lr > 0, "above 0")
         check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
-        check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas), "0 <= beta < 1")
+        check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas or ()), "0 <= beta < 1")
+        check("optim.eps", self.eps, self.eps is None or self.eps > 0, "above 0")
+        check("optim.momentum", self.momentum, self.momentum is None or 0 < self.momentum < 1, "between 0 and 1")
         check("optim.batch_size", self.batch_size, self.batch_size >= 1, "at least 1")
         check("optim.accumulation", self.accumulation, self.accumulation >= 1, "at least 1")
         check("optim.clip_norm", self.clip_norm, self.clip_norm >= 0, "0 or more")
@@ -320,6 +334,8 @@ KEPT_KEYS = ("attention.path", "attention.table")
 # Keys that the config.yaml of earlier runs does not have, and what those did.
 LATER_KEYS = {
     "train_only": "all",
+    "optim.name": "adamw",
+    "optim.eps": 1e-8,
     "moa_balance_weight": RunConfig.moa_balance_weight,
     "z_weight": RunConfig.z_weight,
     "data.exact_order": True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fnmatch import filter as matching
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from moh_vision.engine.optimizers import takes
+
 TEXT = ("mt_", "mlm_", "clm_")  # how names of text models begin
 
 
@@ -64,8 +66,9 @@ NEEDS = (
     ("optim.min_lr", "optim.schedule", lambda schedule: schedule != "constant", "an optim.schedule that falls"),
     ("optim.warmup_lr", "optim.warmup_steps optim.warmup_epochs", some, "a warm-up: optim.warmup_steps"),
     ("optim.cooldown_epochs", "optim.epochs", some, "optim.epochs"),
-    ("optim.betas optim.eps", "optim.name", lambda name: name != "nesterov", "optim.name adamw"),
-    ("optim.momentum", "optim.name", lambda name: name == "nesterov", "optim.name nesterov"),
+    ("optim.betas", "optim.name", lambda name: takes(name, "betas"), "an optim.name with two betas, such as adamw"),
+    ("optim.eps", "optim.name", lambda name: takes(name, "eps"), "an optim.name with eps, such as adamw"),
+    ("optim.momentum", "optim.name", lambda name: takes(name, "momentum"), "an optim.name with momentum, such as sgd"),
     ("ema.warmup", "ema.decay", some, "ema.decay above 0"),
     ("data.stream data.samples", "data.exact_order", lambda exact: exact is False, "data.exact_order false"),
     ("data.shuffle_shards data.repeats calibrate_images", "data.exact_order", lambda exact: exact is not False,

@@ -27,6 +27,7 @@ from moh_vision.engine.ema import make_ema
 from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import open_log, write_json
+from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
@@ -145,8 +146,10 @@ class Run:
             elastic: the `ElasticBudget` of the model; None: all steps run the model's own budget.
 
         Raises:
-            ValueError: see `BlockDescent`.
+            ValueError: see `BlockDescent` and `check_sharded`.
         """
+        if self.accelerator.distributed_type == "FSDP":
+            check_sharded(self.config.optim.name)
         c, self.model, self.elastic = self.config, model, elastic
         self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
 

@@ -17,12 +17,12 @@ from typing import List, Optional
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
-from timm.optim import param_groups_weight_decay
 
 from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.early_stop import Patience, earlier_losses
+from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
@@ -86,11 +86,7 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
-    groups = param_groups_weight_decay(model, o.weight_decay, no_weight_decay_list=undecayed)
-    if o.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
-    else:
-        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=True)
+    optimizer = make_optimizer(model, o, undecayed)
     patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
     log = dict(title=config.model.name, unit="tokens", ends_with_validation=False)

@@ -1,0 +1,94 @@
+"""Optimisers by their names in timm, with the parameter groups that they need."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from fnmatch import fnmatch
+from typing import Collection, List, Optional
+
+import torch
+from torch import nn
+
+from moh_vision.engine.commands import closest
+
+# What timm lists and a run cannot use: packages for GPUs alone (bnb*, fused*); a second derivative (adahessian); random
+# numbers that are not part of the state, so that a resumed run differs (kron*); weights that are kept from the first step
+# and put back where a gradient is zero, which is where MAE's gates move by themselves (madgrad*).
+LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
+NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
+OPTIONS = ("betas", "eps", "momentum")
+LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # how the names of a layer's parameters begin
+
+
+def names() -> List[str]:
+    """The names that optim.name may have."""
+    from timm.optim import list_optimizers
+
+    return list_optimizers(exclude_filters=list(LEFT_OUT))
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError, naming the nearest, if optim.name is not one of `names`."""
+    if name not in names():
+        raise ValueError(f"optim.name {name!r} is not one of timm's optimisers: {closest(name, names())}")
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether an optimiser has "betas" (a pair), "eps" or "momentum"."""
+    from timm.optim import get_optimizer_info
+
+    about = get_optimizer_info(name)
+    return getattr(about, f"has_{option}") and (option != "betas" or about.num_betas == 2)
+
+
+def check_sharded(name: str) -> None:
+    """Raise ValueError for an optimiser that cannot train weights that FSDP shards."""
+    if any(fnmatch(name, pattern) for pattern in NOT_SHARDED):
+        raise ValueError(f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion")
+
+
+@functools.cache
+def own_value(name: str, option: str):
+    """What an optimiser has where `option` is left out; None if it does not take it, or finds the value by itself."""
+    from timm.optim import get_optimizer_info
+
+    if not takes(name, option):
+        return None
+    about = get_optimizer_info(name)
+    usual = inspect.signature(about.opt_class).parameters[option].default
+    value = (about.defaults or {}).get(option, usual)
+    return value or 0.9 if option == "momentum" else value  # as timm has it where the class says 0
+
+
+def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]] = None) -> torch.optim.Optimizer:
+    """timm's optimiser for the parameters that require a gradient.
+
+    Weight decay is not applied to biases, norms and `undecayed`. The muon family orthogonalises the updates of the
+    matrices inside the layers (Jordan 2024); its AdamW takes routers, embeddings, label tables, convolutions, the output
+    layer, vectors, and what has no weight decay.
+
+    Args:
+        model: its names of layers begin with "blocks" or "layers", and those of routers have ".router.".
+        optim: an `OptimConfig`.
+        undecayed: names of parameters; None: what the model's no_weight_decay() names, if it has one.
+    """
+    from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
+
+    options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
+    options = {name: value for name, value in options.items() if value is not None}
+    groups = dict(weight_decay=optim.weight_decay)
+    if get_optimizer_info(optim.name).opt_class is Muon:
+        aside = [name for name, p in model.named_parameters() if not _is_hidden_matrix(name, p)]
+        groups.update(fallback_list=aside, fallback_no_weight_decay=True)
+    if undecayed is not None:
+        model = param_groups_weight_decay(model, no_weight_decay_list=undecayed, **groups)
+        groups = {}
+    else:
+        groups["layer_decay"] = getattr(optim, "layer_decay", None)
+    return create_optimizer_v2(model, optim.name, lr=optim.lr, **groups, **options)
+
+
+def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 2 and ".router." not in name and LAYER.search(name) is not None
