@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from typing import Collection, List, Optional
 
 import torch
+from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_weight_decay
 from torch import nn
 
 from moh_vision.engine.commands import closest
@@ -24,8 +25,6 @@ LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # how the names of a layer'
 
 def names() -> List[str]:
     """The names that optim.name may have."""
-    from timm.optim import list_optimizers
-
     return list_optimizers(exclude_filters=list(LEFT_OUT))
 
 
@@ -37,8 +36,6 @@ def check_name(name: str) -> None:
 
 def takes(name: str, option: str) -> bool:
     """Whether an optimiser has "betas" (a pair), "eps" or "momentum"."""
-    from timm.optim import get_optimizer_info
-
     about = get_optimizer_info(name)
     return getattr(about, f"has_{option}") and (option != "betas" or about.num_betas == 2)
 
@@ -52,8 +49,6 @@ def check_sharded(name: str) -> None:
 @functools.cache
 def own_value(name: str, option: str):
     """What an optimiser has where `option` is left out; None if it does not take it, or finds the value by itself."""
-    from timm.optim import get_optimizer_info
-
     if not takes(name, option):
         return None
     about = get_optimizer_info(name)
@@ -74,8 +69,6 @@ def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]]
         optim: an `OptimConfig`.
         undecayed: names of parameters; None: what the model's no_weight_decay() names, if it has one.
     """
-    from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
-
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}
     groups = dict(weight_decay=optim.weight_decay)
