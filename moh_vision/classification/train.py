@@ -76,6 +76,7 @@ def train(run: Run) -> None:
     elif config.init_from:
         config.check_calibration(init_from(model, config.init_from, accelerator.print))
     train_only(model, config.train_only)
+    model.set_grad_checkpointing(config.checkpointing)
     elastic = elastic_budget(model, config)
     if elastic:
         arguments["head_budget"] = budget_pairs(model)

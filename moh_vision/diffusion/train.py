@@ -67,6 +67,8 @@ def train(run: Run) -> None:
     elif config.init_from:
         init_from(model, config.init_from, accelerator.print)
     train_only(model, config.train_only)
+    if config.checkpointing:
+        model.enable_gradient_checkpointing()
     elastic = elastic_budget(model, config)
     if elastic:
         arguments["head_budget"] = budget_pairs(model)

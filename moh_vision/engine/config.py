@@ -250,6 +250,8 @@ class RunConfig:
             times the number of candidate heads, averaged over the layers that route.
         moa_balance_weight: weight of MoA's (0.01 in Zhang 2022).
         z_weight: weight of MoA's z-loss (0.001 in Zhang 2022).
+        checkpointing: keep only what goes into each layer, and compute the rest again for its gradient: less memory, a third
+            more time.
         compile: torch.compile the model and its losses.
         tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
         tracker: "tensorboard" (events in OUTPUT/tensorboard) or "wandb", beside metrics.jsonl.
@@ -268,6 +270,7 @@ class RunConfig:
     balance_weight: float = 0.01
     moa_balance_weight: float = 0.01
     z_weight: float = 0.001
+    checkpointing: bool = False
     compile: bool = False
     tf32: bool = False
     tracker: Optional[Literal["tensorboard", "wandb"]] = None

@@ -253,8 +253,6 @@ class LanguageConfig(RunConfig):
         patience: stop after so many of them in a row without a lower loss; 0: never.
         keep_weights_every: also keep the weights after every so many steps, in OUTPUT/weights/step_N, a folder that from_pretrained and
             moh_vision.language.evaluation.lm read; 0: none. keep_checkpoints keeps what a run goes on from.
-        checkpointing: keep only what goes into each layer, and compute the rest again for its gradient: less memory, a third
-            more time.
         average: the final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
             weights of lowest loss (best.safetensors), else of the last ones.
         generate: how test sentences are translated.
@@ -264,7 +262,6 @@ class LanguageConfig(RunConfig):
     eval_every: int = 0
     patience: int = 0
     keep_weights_every: int = 0
-    checkpointing: bool = False
     average: int = 1
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
