@@ -3,6 +3,7 @@
 from typing import Any, List, Optional, Tuple, Type
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +18,9 @@ from moh_vision.attention.masks import check_length, rotate, visible, without_pa
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routing import Call, Pairs, Routing, RoutingStats
+
+torch.fx.wrap("visible")  # leaves while tracing, where masks may be proxies that stand for None
+torch.fx.wrap("attend")
 
 SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")

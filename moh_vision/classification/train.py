@@ -40,9 +40,10 @@ NAME = "train_cls.py"
 
 def new_model(config: ClsConfig, source) -> Tuple[nn.Module, dict]:
     """(a model for the classes and the size of these images, its arguments)."""
-    arguments = dict(config.model.arguments(), in_chans=source.channels, num_classes=len(source.classes))
+    decided = dict(in_chans=source.channels, num_classes=len(source.classes))
     if config.data.img_size or source.img_size:
-        arguments["img_size"] = config.data.img_size or source.img_size
+        decided["img_size"] = config.data.img_size or source.img_size
+    arguments = config.model.arguments(**decided)
     model = create(config.model.name, "classifier", **arguments)
     if keep_budget(config.model, lambda: budget_pairs(model)):
         arguments["head_budget"] = config.model.arguments()["head_budget"]

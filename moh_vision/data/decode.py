@@ -50,21 +50,30 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     """
     try:
         image = open_image(io.BytesIO(data))
-        if image.mode == "F":
-            raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
-        image.load()
-        image = upright(image)
-        if image.mode in ("1", "LA", "La"):
-            return image.convert("L")
-        if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
-            return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
-        if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")
-        return image if image.mode in ("L", "RGB") else image.convert("RGB")
+        return in_8_bits(image)
     except UnidentifiedImageError:
         raise UnreadableImage(f"{where}: cannot identify the image format ({len(data)} bytes)") from None
     except Exception as error:  # decoders raise many kinds
         raise UnreadableImage(f"{where}: {str(error) or type(error).__name__}") from None
+
+
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """An image of any mode, upright, as "L" or "RGB".
+
+    Raises:
+        ValueError for floating-point pixels, and whatever Pillow's decoders raise.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
+    image.load()
+    image = upright(image)
+    if image.mode in ("1", "LA", "La"):
+        return image.convert("L")
+    if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
 def upright(image: Image.Image) -> Image.Image:

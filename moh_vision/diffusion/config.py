@@ -12,8 +12,8 @@ from moh_vision.engine.config import (
     ModelConfig,
     RunConfig,
     check,
-    check_head_budget,
     check_seed,
+    read_head_budget,
 )
 
 Classes = Optional[List[str]]  # numbers too are texts, or a class called 007 would be number 7
@@ -250,7 +250,7 @@ class SampleConfig:
             )
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
-        check_head_budget(self.head_budget, "head_budget")
+        self.head_budget = read_head_budget(self.head_budget, "head_budget")
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         guided = self.guide_channels

@@ -46,10 +46,9 @@ def train(run: Run) -> None:
     source, classes = inputs.source, inputs.source.classes
 
     # ---------------------------------------------------------------- model
-    arguments = dict(
-        config.model.arguments(), img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes),
-        learn_sigma=config.learn_sigma,
-    )  # fmt: skip
+    arguments = config.model.arguments(
+        img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes), learn_sigma=config.learn_sigma
+    )
     torch.manual_seed(config.seed)
     model = create(config.model.name, "diffusion", **arguments)
     if keep_budget(config.model, lambda: budget_pairs(model)):

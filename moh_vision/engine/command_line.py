@@ -22,6 +22,7 @@ from moh_vision.engine.io import run_of
 FREE_FORM = ("model.kwargs", "model.router_kwargs", "model.convert")  # mappings whose keys are the model's
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20
+SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by the folder of a configuration
 
 # Options that a run does not remember: name, type, default, help.
 RUN_FLAGS = (
@@ -69,7 +70,11 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     values: Dict[str, Any] = {}
     for name, text in options:
         if name == "config":
-            values.update(_file_values(text, keys))
+            try:
+                values.update(_file_values(text, keys))
+            except ValueError as error:
+                script = SCRIPTS.get(Path(text).parent.name, prog)
+                raise ValueError(f"{error}" if script == prog else f"{script} takes this file; {error}") from None
         elif name == "allow_change":
             values[name] = [*values.get(name, []), text]
         elif name != "print_config":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,19 @@ def check_seed(seed: int) -> None:
 HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig; shares are the model's to refuse
 
 
-def check_head_budget(budget: Optional[HeadBudgets], key: str = "model.head_budget") -> None:
+def read_head_budget(budget: Optional[HeadBudgets], key: str = "model.head_budget") -> Optional[HeadBudgets]:
+    """The budget; pairs as Python writes them, "[(1, 2), (2, 2)]", which are a text to YAML, become a list."""
+    if isinstance(budget, str) and budget.startswith("["):
+        try:
+            pairs = json.loads(budget.replace("(", "[").replace(")", "]"))
+        except ValueError:
+            pairs = None
+        if pairs and all(isinstance(pair, list) and all(type(n) is int for n in pair) for pair in pairs):
+            budget = pairs  # any other text is the model's to refuse
     if isinstance(budget, list):
         fine = len(budget) > 0 and all(number >= 0 for pair in budget for number in pair)
         check(key, budget, fine, "one [shared, routed] per layer, each 0 or more")
+    return budget
 
 
 def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
@@ -97,12 +107,25 @@ class ModelConfig:
         for name in ("embed_dim", "depth", "num_heads", "patch_size"):
             value = getattr(self, name)
             check(f"model.{name}", value, value is None or value >= 1, "at least 1")
-        check_head_budget(self.head_budget)
+        self.head_budget = read_head_budget(self.head_budget)
 
-    def arguments(self) -> dict:
-        """Keyword arguments for timm.create_model, without what was left out."""
+    def arguments(self, **decided) -> dict:
+        """Keyword arguments for timm.create_model, without what was left out.
+
+        Args:
+            decided: arguments that the data and other keys decide, such as num_classes.
+
+        Raises:
+            ValueError: if model.kwargs has another value for one of these.
+        """
+        for name, value in decided.items():
+            said = (self.kwargs or {}).get(name, value)
+            if said != value:
+                raise ValueError(
+                    f"model.kwargs.{name} {said!r} has no effect: the data and other keys make it {value!r}"
+                )
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "kwargs")}
-        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {})}
+        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {}), **decided}
 
 
 @dataclass

@@ -340,7 +340,8 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
         tracker: name of the package that the run will need for it.
 
     Raises:
-        ValueError: if `accelerate launch` was told another precision than the configuration, or the package is missing.
+        ValueError: for fp16 on a CPU; if `accelerate launch` was told another precision than the configuration, or the
+            package is missing.
     """
     check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -352,9 +353,12 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     accumulation = GradientAccumulationPlugin(num_steps=1)
     # The others wait while the main process indexes shards, or encodes text; the default is 10 minutes.
     patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation, kwargs_handlers=[patient]
     )
+    if mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
+        raise ValueError('mixed_precision fp16 needs a GPU; on a CPU it is "no" or "bf16"')
+    return accelerator
 
 
 def take_up(

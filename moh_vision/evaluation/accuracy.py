@@ -38,7 +38,8 @@ def evaluate(
 
 def summary(scores: Dict) -> str:
     """One line of what validation found."""
+    bad = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     return (
         f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}, "
-        f"{scores['images']} images, {scores['images_per_s']:.0f} img/s, peak {scores['peak_memory_mib']} MiB"
+        f"{scores['images']} images{bad}, {scores['images_per_s']:.0f} img/s, peak {scores['peak_memory_mib']} MiB"
     )

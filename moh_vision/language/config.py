@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Dict, List, Literal, Optional, Tuple
 
-from moh_vision.engine.config import HeadBudgets, OptimConfig, RunConfig, check, check_head_budget, plain
+from moh_vision.engine.config import HeadBudgets, OptimConfig, RunConfig, check, plain, read_head_budget
 
 GATE_MODES = ("soft", "argmax", "random")
 
@@ -35,7 +35,7 @@ class TextModelConfig:
     convert: Optional[Dict[str, Any]] = None
 
     def __post_init__(self):
-        check_head_budget(self.head_budget)
+        self.head_budget = read_head_budget(self.head_budget)
         for place in ("kwargs", "convert"):
             if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
                 raise ValueError(f"model.head_budget and model.{place}.head_budget are the same thing: give one")

@@ -657,8 +657,8 @@ def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, c
 def references(folder):
     """Paths that cannot be compared with, and what is said of them."""
     rng = np.random.default_rng(0)
-    grey, small = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((20, 4, 4, 1), (5, 4, 4, 3)))
-    np.savez(folder / "grey.npz", arr_0=grey)
+    grey, small = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((20, 4, 4, 2), (5, 4, 4, 3)))
+    np.savez(folder / "pairs.npz", arr_0=grey)
     np.savez(folder / "few.npz", arr_0=small)
     np.savez(folder / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
     for name in ("sizes", "colours", "classes/cat"):
@@ -667,12 +667,12 @@ def references(folder):
             mode, size = "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
             Image.new(mode, size).save(folder / name / f"{i}.png")
     return {
-        "grey.npz": "arr_0 is uint8 [20, 4, 4, 1]; expected uint8 [N, height, width, 3]",
+        "pairs.npz": "arr_0 is uint8 [20, 4, 4, 2]; expected uint8 [N, height, width, 3 or 1]",
         "few.npz": "5 reference images for 8 features",
         "wide.npz": "does not say which weights made it",
         "none.npz": "no such file",
         "sizes": "8.png has 5 x 4 pixels, 0.png has 4 x 4",
-        "colours": "8.png: its mode is L; expected RGB",
+        "colours": "8.png: its mode is L, that of 0.png is RGB",
         "classes": "classes: neither val-*.tar shards nor a folder val in it",
     }
 

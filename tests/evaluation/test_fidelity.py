@@ -267,10 +267,22 @@ def bad_folder(tmp_path, name):
     return folder
 
 
+def test_grey_images_are_scored_as_rgb(tmp_path):
+    grey = images(30)[:, :1]
+    folder, other = tmp_path / "grey", write_folder(tmp_path / "other", images(30))
+    folder.mkdir()
+    for i, image in enumerate(grey):
+        Image.fromarray(image[0].numpy()).save(folder / f"{i:05}.png")
+    np.savez(tmp_path / "grey.npz", arr_0=grey.permute(0, 2, 3, 1).numpy())
+    want = score(grey.expand(-1, 3, -1, -1), other, extractor=Tiny(), batch_size=8)
+    for source in (folder, tmp_path / "grey.npz"):
+        assert score(source, other, extractor=Tiny(), batch_size=8) == want
+
+
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("grey", "00020.png: its mode is L; expected RGB"),
+        ("grey", "00020.png: its mode is L, that of 00000.png is RGB"),
         ("alpha", "00020.png: its mode is RGBA"),
         ("size", "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
         ("torn", "00020.png: not a readable image"),

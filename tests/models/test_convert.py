@@ -8,6 +8,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import moh_vision
 from moh_vision.attention import HeadBudget, attention_layers, load_balance_loss
@@ -41,6 +42,20 @@ def images(n=4):
 
 
 # ---------------------------------------------------------------- convert
+
+
+@pytest.mark.parametrize("options", [{}, dict(scope="sample"), dict(router="mae")], ids=str)
+def test_traced_by_fx(options):
+    """As torchvision's create_feature_extractor does: attention is no leaf, and masks are inputs of the graph."""
+    budget = None if options.get("router") == "mae" else 0.5
+    model, x = moh_vision.convert(dense(), head_budget=budget, **options).eval(), images()
+    with torch.no_grad():
+        features, outputs = model.forward_intermediates(x, indices=[1], output_fmt="NLC", return_prefix_tokens=True)[1][
+            0
+        ]
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+        found = create_feature_extractor(model, {"blocks.1": "block"})(x)["block"]
+    torch.testing.assert_close(found, torch.cat([outputs, features], 1))
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])

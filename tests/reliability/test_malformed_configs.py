@@ -12,6 +12,7 @@ from moh_vision.classification.config import ClsConfig, MixConfig
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import _leaf_keys, _unknown_key, changed_keys, parse_config
 from moh_vision.engine.config import OptimConfig
+from moh_vision.engine.run import make_accelerator
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
@@ -260,6 +261,29 @@ def test_numbers_are_finite(number):
 def test_names_and_budgets_are_refused_by_the_model(arguments, words):
     with one_line(words):
         create("moh_vit_tiny_patch16_224", "classifier", **{**dict(depth=2, embed_dim=32, num_heads=2), **arguments})
+
+
+def test_pairs_as_python_writes_them():
+    assert parse(ClsConfig, "--model.head_budget", "[(1, 2), (2, 2)]")[0].model.head_budget == [[1, 2], [2, 2]]
+    for wrong in ("[(1, 2), 3]", "[(1, x)]", "[(1, 2)"):
+        assert parse(ClsConfig, "--model.head_budget", wrong)[0].model.head_budget == wrong  # which the model refuses
+
+
+def test_arguments_that_the_data_decide():
+    model = parse(ClsConfig, "--model.kwargs", "{num_classes: 5, drop_rate: 0.1}")[0].model
+    assert model.arguments(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1, drop_rate=0.1)
+    with one_line("model.kwargs.num_classes 5 has no effect: the data and other keys make it 10"):
+        model.arguments(num_classes=10)
+
+
+def test_half_precision_on_a_processor():
+    with one_line('fp16 needs a GPU; on a CPU it is "no" or "bf16"'):
+        make_accelerator("fp16")
+
+
+def test_a_configuration_of_another_script():
+    with one_line("train_text.py takes this file; .*wt103_base.yaml: unknown key"):
+        parse(ClsConfig, "--config", "text/wt103_base")
 
 
 # ---------------------------------------------------------------- files

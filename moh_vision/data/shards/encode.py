@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 
 from PIL import Image
 
-from moh_vision.data.decode import open_image, upright
+from moh_vision.data.decode import in_8_bits, open_image
 from moh_vision.engine.commands import message_of
 
 STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
@@ -37,9 +37,7 @@ def encode_sample(data: bytes, size: Optional[int], quality: int) -> Tuple[str, 
             if image.format not in STORED:
                 raise BadImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
             return STORED[image.format], data
-        if image.mode[0] in "IF":
-            raise BadImage(f"mode {image.mode}, more than 8 bits a channel; convert it to 8 bits first")
-        image = upright(image).convert("RGB")
+        image = in_8_bits(image).convert("RGB")
         short = min(image.size)
         if short > size:
             image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)

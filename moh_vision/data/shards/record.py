@@ -95,7 +95,7 @@ class ShardRecord:
             found = _differences(header, self.header)
         except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(f"{self.path} is not a record of shards that can be read: {error}") from None
-        if found:
+        if found and entries:  # before the first shard is finished nothing depends on them
             more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
             raise ValueError(
                 f"--out {self.path.parent} holds shards of other arguments or another input: "

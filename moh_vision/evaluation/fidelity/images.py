@@ -27,8 +27,8 @@ class ScoredFolder:
         folder: PNG files, all RGB and of one size. JPEG and WebP are read too; compression is part of the score then.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder or file, also for one that is grey, has transparency or another
-            size; while reading for one that is damaged.
+        ValueError, FileNotFoundError: naming the folder or file, also for one that has transparency, or another size
+            or mode than the first; while reading for one that is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -39,6 +39,7 @@ class ScoredFolder:
             raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)})")
         self.name = str(folder)
         self.size: Optional[Tuple[int, int]] = None  # width, height
+        self.mode: Optional[str] = None
         for file in self.files:
             self._open(file).close()
 
@@ -64,8 +65,11 @@ class ScoredFolder:
             image = open_image(file, FORMATS)
         except Exception as error:  # decoders raise many kinds
             raise ValueError(f"{file}: not a readable image ({error})") from None
-        if image.mode != "RGB":
-            raise ValueError(f"{file}: its mode is {image.mode}; expected RGB, 8 bits a channel")
+        self.mode = self.mode or image.mode
+        if image.mode not in ("RGB", "L"):
+            raise ValueError(f"{file}: its mode is {image.mode}; expected RGB, or grey L, 8 bits a channel")
+        if image.mode != self.mode:
+            raise ValueError(f"{file}: its mode is {image.mode}, that of {self.files[0].name} is {self.mode}")
         self.size = self.size or image.size
         if image.size != self.size:
             raise ValueError(
@@ -77,7 +81,7 @@ class ScoredFolder:
     def _read(self, file: Path) -> np.ndarray:
         with self._open(file) as image:
             try:
-                return np.asarray(image)
+                return np.asarray(image.convert("RGB"))
             except Exception as error:
                 raise ValueError(f"{file}: not a readable image ({error})") from None
 
@@ -87,7 +91,7 @@ def _collect(first: int, pending: list) -> Batch:
 
 
 class ImageArchive:
-    """arr_0, uint8 [N, H, W, 3], of an .npz file, read batch by batch: it may be larger than memory.
+    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read batch by batch: it may be larger than memory.
 
     Raises:
         ValueError, FileNotFoundError: naming the file, and what it holds instead.
@@ -96,8 +100,8 @@ class ImageArchive:
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
         shape, order, dtype = array_header(path, "arr_0")
-        if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or order:
-            raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3]")
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or order:
+            raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]")
         if shape[0] < 1:
             raise ValueError(f"{path}: arr_0 holds no images")
         if not 0 < math.prod(shape[1:3]) <= MAX_PIXELS:
@@ -124,7 +128,7 @@ class ImageArchive:
                     raise ValueError(f"{self.path}: ends within image {first + len(data) // image} of {len(self)}")
                 if number % world == rank:
                     array = np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape[1:])
-                    yield first, torch.from_numpy(array).permute(0, 3, 1, 2)
+                    yield first, torch.from_numpy(array).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
 
 class ImageTensors:
