@@ -134,7 +134,7 @@ class ClsConfig(RunConfig):
         label_smoothing: of the cross-entropy.
         calibrate_images: with init_from of a dense ViT: how many training images judge its heads, so that the strongest
             ones of each layer become the shared ones and the first to run; 0: those that come first.
-        eval_every: steps between validations; 0: only at the end.
+        eval_every: steps between validations, the best of which OUTPUT/best.safetensors is of; 0: only at the end.
         channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 

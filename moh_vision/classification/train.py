@@ -17,6 +17,7 @@ from torch import nn
 from moh_vision.analysis import Conditions, HeadLoad, describe
 from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
+from moh_vision.classification.best import Best
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
@@ -88,6 +89,8 @@ def train(run: Run) -> None:
     if config.calibrate_images and not checkpoint:
         share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
     run.open(record)
+    with run.errors():
+        best = Best(run.folder)
 
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
@@ -110,6 +113,11 @@ def train(run: Run) -> None:
         scores, load, confusion = validate()
         show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
         run.event({"validation": scores, "weights": weights}, show)
+        if config.eval_every:  # else the only validation is that of model.safetensors
+            judged = run.ema.module if run.ema else run.model
+            problem = best(run.done, scores["top1"], judged, run.metadata, accelerator.is_main_process)
+            if problem:
+                run.log.say(problem)
         return scores, load, confusion
 
     # ---------------------------------------------------------------- the loop
@@ -127,9 +135,10 @@ def train(run: Run) -> None:
             v = run.averages()
             balance, accuracy = 100 * v["balance_share"], 100 * v["batch_accuracy"]
             run.metrics(v, f"loss {v['loss']:.4f}, balance {balance:.1f} %, acc {accuracy:.0f} %")
-        run.save()
+        # Before the save, so that a run that goes on from there has its validation.
         if run.due(config.eval_every) and run.done < run.stop:
             evaluate()
+        run.save()
     if not run.stopped:
         scores, load, confusion = evaluate()
         if elastic:
@@ -138,7 +147,11 @@ def train(run: Run) -> None:
             scores["by_share"] = {
                 share: {k: found[share][k] for k in ("top1", "top5", "loss", "active_share")} for share in found
             }
-        run.write_results(dict(scores, weights=weights))
+        scores["top1_by_class"] = validation.class_accuracy(confusion, val.classes)
+        run.write_results(dict(scores, weights=weights, **best.about()))
+        run.log.say(validation.class_table(scores["top1_by_class"]))
+        if best.step:
+            run.log.say(f"best of the validations: top-1 {best.top1:.2f} % after {best.step} steps, {best.file}")
         if accelerator.is_main_process:
             validation.write_confusion(confusion, val.classes, run.folder / "confusion.json")
             load.of = dict(model=config.model.name, data=d.root, split="val", weights=weights, step=run.done)

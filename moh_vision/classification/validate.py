@@ -96,6 +96,29 @@ def validate(
     return scores, load, torch.cat([pairs, images[:, None]], 1)
 
 
+def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
+    """(name, top-1 in percent) of each class in order; None where it has no images.
+
+    Args:
+        confusion: of `validate`.
+        classes: their names.
+    """
+    labels, predicted, images = confusion.T
+    of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
+    right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
+    return [(name, 100 * r / n if n else None) for name, r, n in zip(classes, right.tolist(), of_class.tolist())]
+
+
+def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> str:
+    """The lines that show `class_accuracy`; for more than `most` classes a line that names the best and the worst."""
+    if len(top1) > most:
+        known = sorted((found, name) for name, found in top1 if found is not None)
+        return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
+    wide = max(len(name) for name, _ in top1)
+    rows = (f"  {name:<{wide}}  {'no images' if found is None else f'{found:6.2f} %'}" for name, found in top1)
+    return "\n".join(["top-1 by class:", *rows])
+
+
 def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
     """Write a confusion matrix as JSON: dict(classes, counts: [class, predicted class, images] of what is not 0).
 
@@ -187,10 +210,11 @@ def report(config, flags, accelerator) -> None:
     """
     model, about, val, transform = open_model(config, flags, accelerator, "val")
     task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
-    scores, load, _ = validate(task, val, transform, config.data, accelerator)
+    scores, load, confusion = validate(task, val, transform, config.data, accelerator)
     accelerator.print(f"{about['weights']} ({about['name']}, {about['img_size']} px): {summary(scores)}")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
+    accelerator.print(class_table(class_accuracy(confusion, val.classes)))
     if flags.head_load and accelerator.is_main_process:
         load.of = dict(model=about["name"], data=config.data.root, split="val", weights=str(about["weights"]))
         load.save(Path(flags.head_load))

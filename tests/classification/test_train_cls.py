@@ -8,11 +8,13 @@ import refusals
 import torch
 from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
-from small_runs import entries, results
+from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision import head_budget
 from moh_vision.analysis import HeadLoad
+from moh_vision.classification import best
 from moh_vision.classification import train as train_cls
+from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import from_run
 
 MODEL = (
@@ -66,6 +68,8 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     assert sum(images for label, _, images in confusion["counts"] if label == 0) == 13  # of cats
     right = sum(images for label, guess, images in confusion["counts"] if label == guess)
     assert found["top1"] == pytest.approx(100 * right / 17)
+    (cat, cats), (dog, dogs) = found["top1_by_class"]
+    assert (cat, dog) == ("cat", "dog") and 13 * cats + 4 * dogs == pytest.approx(100 * right)
     validated = f"loss {found['loss']:.4f}, 17 images"
 
     capsys.readouterr()
@@ -79,6 +83,7 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"top-1 {found['top1']:.2f} %" in out and validated in out
     assert "active heads per layer: 2, 3 (83.3 % of all)" in out
+    assert f"  cat  {cats:6.2f} %\n  dog  {dogs:6.2f} %" in out
     train_cls.main(["--validate-only", "--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
     out = capsys.readouterr().out
     assert "12 px" in out and f"loss {found['loss']:.4f}" not in out
@@ -98,6 +103,54 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     (root / "val" / "dog").rename(root / "val" / "fox")
     error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root, given=[])
     assert f"2 classes in --checkpoint {run}, 2 in val" in error and "has class 'dog', which val has not" in error
+
+
+def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
+    """Each validation comes before the save of its step; a resumed run goes on with the score in the file's metadata."""
+    root, run, there = write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", []
+    script, full = [90, 50, 30, 40, 45, 60], {90}
+    validate, export = train_cls.validation.validate, best.export_weights
+
+    def scripted(*args):
+        there.append(checkpoint_steps(run))
+        scores, *more = validate(*args)
+        return dict(scores, top1=float(script.pop(0))), *more
+
+    def export_unless_full(model, file, about, write):
+        if about["best_top1"] in full:
+            raise OSError(28, "No space left on device")
+        export(model, file, about, write)
+
+    monkeypatch.setattr(train_cls.validation, "validate", scripted)
+    monkeypatch.setattr(best, "export_weights", export_unless_full)
+    every = "--eval-every 1 --save-every 1 --keep-checkpoints 9 --max-steps".split()
+    train(root, run, *every, "4")
+    said = capsys.readouterr().out
+    assert there == [[], [1], [1, 2], [1, 2, 3, 4]]
+    assert f"{run}/best.safetensors could not be written: [Errno 28] No space left on device" in said
+    assert f"best of the validations: top-1 50.00 % after 2 steps, {run}/best.safetensors" in said
+    assert (results(run)["best_top1"], results(run)["best_step"], results(run)["top1"]) == (50, 2, 40)
+    kept, about = read_safetensors(run / "best.safetensors")
+    assert same(kept, read_safetensors(run / "checkpoints" / "step_2" / "model.safetensors")[0])
+    assert (about["best_top1"], about["step"], about["classes"]) == (50, 2, ["cat", "dog"])
+
+    train(root, run, *every, "5")
+    assert not script[1:] and results(run)["best_step"] == 2
+    train(root, run, *every, "6")
+    assert results(run)["best_step"] == 6 and same(run / "best.safetensors", run / "model.safetensors")
+    (run / "best.safetensors").write_bytes(b"torn")
+    error = refused(capsys, "--data.root", root, "--output", run, *every, "6")
+    assert f"{run}/best.safetensors: not a readable .safetensors file" in error
+
+
+def test_classes_without_images_and_many_classes_on_the_console():
+    confusion = torch.tensor([[0, 0, 3], [0, 1, 1], [2, 1, 2]])  # class, predicted, images
+    found = train_cls.validation.class_accuracy(confusion, ["ant", "bee", "cow"])
+    assert found == [("ant", 75), ("bee", None), ("cow", 0)]
+    table = train_cls.validation.class_table(found).splitlines()
+    assert table[1:] == ["  ant   75.00 %", "  bee  no images", "  cow    0.00 %"]
+    many = train_cls.validation.class_table(found, most=2)
+    assert many == "top-1 by class: 0.00 % (cow) to 75.00 % (ant)"
 
 
 def test_the_schedule_is_timms(tmp_path):

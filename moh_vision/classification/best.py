@@ -1,0 +1,68 @@
+"""The best weights of a run, by the top-1 of its validations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Dict
+
+from torch import nn
+
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.ranks import attempt, from_first
+from moh_vision.models.weight_files import read_safetensors
+
+BEST = "best.safetensors"
+
+
+class Best:
+    """RUN/best.safetensors: the weights of the validation with the highest top-1 so far; of equal ones the first.
+
+    The file's metadata keep the score and its step, so a resumed run needs no other record. Every process makes one and
+    calls it.
+
+    Args:
+        run: folder of the run.
+
+    Attributes:
+        file: the path.
+        top1, step: the highest score in percent, and how many steps were done then; -1 and 0 before the first.
+
+    Raises:
+        ValueError: for a file that is there and cannot be read.
+    """
+
+    def __init__(self, run: Path):
+        self.file = run / BEST
+        self.top1, self.step = from_first(self._read)
+
+    def __call__(self, step: int, top1: float, model: nn.Module, metadata: Dict[str, object], main: bool) -> str:
+        """Take note of a validation; returns what kept better weights from being written, or "".
+
+        Args:
+            step: steps done.
+            top1: its score, in percent.
+            model: what was validated, unwrapped.
+            metadata: see `export_weights`; step and best_top1 are added.
+            main: whether this is the main process.
+        """
+        if top1 <= self.top1:
+            return ""
+        about = dict(metadata, step=step, best_top1=top1)
+        problem = attempt(lambda: export_weights(model, self.file, about, write=main))
+        if problem:
+            return f"{self.file} could not be written: {problem}"
+        self.top1, self.step = top1, step
+        return ""
+
+    def about(self) -> Dict[str, float]:
+        """What results.json says of it; empty if there is none."""
+        return dict(best_top1=self.top1, best_step=self.step) if self.step else {}
+
+    def _read(self) -> tuple:
+        if not self.file.exists():
+            return -1.0, 0
+        metadata = read_safetensors(self.file, lambda name: False)[1]
+        top1, step = metadata.get("best_top1"), metadata.get("step")
+        if not isinstance(top1, float) or not isinstance(step, int):
+            raise ValueError(f"{self.file}: best_top1 and step in its metadata are not the score and the step of a run")
+        return top1, step
