@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Optional, Tuple
 
-from moh_vision.engine.config import DataConfig, EmaConfig, OptimConfig, RunConfig, check
+from moh_vision.engine.config import DataConfig, ImageRunConfig, OptimConfig, check
 
 
 @dataclass
@@ -125,33 +125,28 @@ class ClsOptimConfig(OptimConfig):
 
 
 @dataclass
-class ClsConfig(RunConfig):
+class ClsConfig(ImageRunConfig):
     """Classification.
 
     Args:
         max_steps: optimiser steps; left out: optim.epochs, or 1000. With optim.epochs, the schedule stays theirs and
             max_steps only stops sooner.
         label_smoothing: of the cross-entropy.
-        calibrate_images: with init_from of a dense ViT: how many training images judge its heads, so that the strongest
-            ones of each layer become the shared ones and the first to run; 0: those that come first.
         eval_every: steps between validations, the best of which OUTPUT/best.safetensors is of; 0: only at the end.
         channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 
     max_steps: Optional[int] = None
     label_smoothing: float = 0.0
-    calibrate_images: int = 0
     eval_every: int = 0
     channels_last: bool = False
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
-    ema: EmaConfig = field(default_factory=EmaConfig)
     mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self):
         super().__post_init__()
         check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
-        check("calibrate_images", self.calibrate_images, self.calibrate_images >= 0, "0 or more")
         check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
 
     def steps(self, images: int) -> Tuple[int, int, int]:
@@ -168,11 +163,6 @@ class ClsConfig(RunConfig):
             cosine = max(1, count(o.epochs))
             end = min(cosine + count(o.cooldown_epochs), self.max_steps or 2**62)
         return end, cosine, warmup
-
-    def check_calibration(self, fresh_routers: bool) -> None:
-        """Raise ValueError if there is nothing to calibrate, because the routers of init_from are trained."""
-        if self.calibrate_images and not fresh_routers:
-            raise ValueError(f"calibrate_images {self.calibrate_images}: the routers of init_from are trained already")
 
     def check_micro_batch(self, processes: int) -> None:
         """Raise ValueError if mixing cannot pair the images of a micro-batch."""

@@ -34,20 +34,21 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
+from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.weights import create, keep_shared_heads
 
 NAME = "train_cls.py"
 
 
-def new_model(config: ClsConfig, source) -> Tuple[nn.Module, dict]:
+def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn.Module, dict]:
     """(a model for the classes and the size of these images, its arguments)."""
     decided = dict(in_chans=source.channels, num_classes=len(source.classes))
     if config.data.img_size or source.img_size:
         decided["img_size"] = config.data.img_size or source.img_size
-    arguments = config.model.arguments(**decided)
-    model = create(config.model.name, "classifier", **arguments)
+    arguments = {**arguments, **config.model.decided(**decided)}
+    model = create(name, "classifier", **arguments)
     if keep_budget(config.model, lambda: budget_pairs(model)):
-        arguments["head_budget"] = config.model.arguments()["head_budget"]
+        arguments["head_budget"] = budget_pairs(model)
     arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
     return model, arguments
 
@@ -57,7 +58,7 @@ def train(run: Run) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data
-    check_name(config.model.name, "classifier")
+    name, arguments = described(config, "classifier", run.flags.fresh)
     with accelerator.main_process_first():
         source, val = open_splits(d.root, run.index_dir, open_stream(d, run.flags.given, accelerator))
     record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
@@ -66,17 +67,17 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
-    model, arguments = new_model(config, source)
+    model, arguments = new_model(config, source, name, arguments)
     img_size = arguments["img_size"]
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         example, conditions = torch.zeros(1, source.channels, img_size, img_size), Conditions(**run.conditions())
-        return print(describe(config.model.name, model, example, conditions=conditions))
+        return print(describe(name, model, example, conditions=conditions))
     checkpoint = run.take_up(stop)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from:
-        config.check_calibration(init_from(model, config.init_from, accelerator.print))
+    else:
+        load_source(model, config, accelerator.print)
     train_only(model, config.train_only)
     model.set_grad_checkpointing(config.checkpointing)
     elastic = elastic_budget(model, config)
@@ -100,7 +101,7 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(model, o)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    metadata = dict(arguments=arguments, classes=source.classes)
+    metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
     run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
 
     def validate() -> Tuple[dict, HeadLoad, torch.Tensor]:
@@ -154,7 +155,7 @@ def train(run: Run) -> None:
             run.log.say(f"best of the validations: top-1 {best.top1:.2f} % after {best.step} steps, {best.file}")
         if accelerator.is_main_process:
             validation.write_confusion(confusion, val.classes, run.folder / "confusion.json")
-            load.of = dict(model=config.model.name, data=d.root, split="val", weights=weights, step=run.done)
+            load.of = dict(model=name, data=d.root, split="val", weights=weights, step=run.done)
             validation.write_usage(load, run.folder, run.log.say)
 
 

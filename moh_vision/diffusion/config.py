@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import List, Literal, Optional, Tuple, Union
 
 from moh_vision.engine.config import (
-    EmaConfig,
     HeadBudgets,
+    ImageRunConfig,
     ModelConfig,
-    RunConfig,
     check,
     check_seed,
     read_head_budget,
@@ -116,7 +115,7 @@ class ScoreConfig(DrawConfig):
 
 
 @dataclass
-class DitConfig(RunConfig):
+class DitConfig(ImageRunConfig):
     """Diffusion.
 
     Args:
@@ -132,7 +131,6 @@ class DitConfig(RunConfig):
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     learn_sigma: bool = True
     label_drop: float = 0.1
-    ema: EmaConfig = field(default_factory=EmaConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
 

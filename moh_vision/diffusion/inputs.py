@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from functools import partial
-from typing import Callable, Optional, Union
+from typing import Callable, Iterator, Optional, Tuple, Union
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.analysis.counting import count_macs, count_parameters
-from moh_vision.data.batches import image_transform
+from moh_vision.data.batches import BadSamples, evaluation_batches, image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
 
 IMG_SIZE_WITH_VAE = 256
 
@@ -81,6 +83,19 @@ class PixelInputs:
     def encode(self, batch: dict, autocast=None) -> dict:
         """A batch, on its device, as the diffusion task takes it."""
         return batch
+
+    def calibration_batches(self, count: int, bad: BadSamples, accelerator) -> Iterator[Tuple[Tensor, ...]]:
+        """(noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` samples, or all, evenly spread, on the CPU.
+
+        Sample i always has the timestep and the noise that (0, i) draws; no label is dropped.
+        """
+        total = len(self.source)
+        numbers = [i * total // min(count, total) for i in range(min(count, total))]
+        slices = [numbers[start : start + 64] for start in range(0, len(numbers), 64)]
+        for batch in evaluation_batches(self.dataset(0, NUM_TIMESTEPS, 0.0), slices, 0, bad):
+            batch = self.encode(send_to_device(batch, accelerator.device), accelerator.autocast())
+            noisy = HybridLoss().add_noise(*(batch[name].cpu() for name in ("images", "noise", "timesteps")))
+            yield noisy, batch["timesteps"].cpu(), batch["labels"].cpu()
 
     def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
         """What turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.

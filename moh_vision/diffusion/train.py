@@ -26,10 +26,12 @@ from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.run import Run
+from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.weights import check_name, create, init_from, keep_shared_heads
+from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.weights import create, keep_shared_heads
 
 
 def train(run: Run) -> None:
@@ -37,7 +39,7 @@ def train(run: Run) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
-    check_name(config.model.name, "diffusion")
+    name, arguments = described(config, "diffusion", run.flags.fresh)
     if not d.exact_order and is_latent_cache(d.root):
         raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
@@ -46,25 +48,26 @@ def train(run: Run) -> None:
     source, classes = inputs.source, inputs.source.classes
 
     # ---------------------------------------------------------------- model
-    arguments = config.model.arguments(
+    decided = config.model.decided(
         img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes), learn_sigma=config.learn_sigma
     )
+    arguments = {**arguments, **decided}
     torch.manual_seed(config.seed)
-    model = create(config.model.name, "diffusion", **arguments)
+    model = create(name, "diffusion", **arguments)
     if keep_budget(config.model, lambda: budget_pairs(model)):
-        arguments["head_budget"] = config.model.arguments()["head_budget"]
+        arguments["head_budget"] = budget_pairs(model)
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
         conditions = Conditions(**run.conditions())
-        print(describe(config.model.name, model, example, zeros, zeros, conditions=conditions))
+        print(describe(name, model, example, zeros, zeros, conditions=conditions))
         return print(inputs.describe_vae(), end="")
     checkpoint = run.take_up(config.max_steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from:
-        init_from(model, config.init_from, accelerator.print)
+    else:
+        load_source(model, config, accelerator.print)
     train_only(model, config.train_only)
     if config.checkpointing:
         model.enable_gradient_checkpointing()
@@ -85,13 +88,16 @@ def train(run: Run) -> None:
     with accelerator.main_process_first():
         scorer = make_scorer(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
+    unreadable = BadSamples(len(source), d.max_bad_fraction)
+    if config.calibrate_images and not checkpoint:
+        share_strongest_heads(model, inputs.calibration_batches(config.calibrate_images, unreadable, accelerator))
     run.open(DataRecord(d.root, run.flags.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
     optimizer = make_optimizer(model, o)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    metadata = dict(arguments=arguments, classes=classes, vae=inputs.about_vae())
+    metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
     run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop

@@ -89,6 +89,11 @@ class ModelConfig:
         num_heads: heads per layer.
         patch_size: side of a patch.
         kwargs: further arguments of the model.
+        pretrained: start from a dense model with its weights, and name must be "pretrained". Classification: a ViT of timm
+            by name, such as deit3_small_patch16_224.fb_in1k, "hf-hub:OWNER/NAME", or a folder that timm's save_for_hf
+            has written ("local-dir:FOLDER"). Diffusion: a registered DiT, or the folder of a DiT of diffusers, or of its pipeline.
+        convert: arguments of moh_vision.convert for it, such as {router: moh, scope: token}; left out, without head_budget: it
+            stays as it is.
     """
 
     name: str = "moh_vit_small_patch16_224"
@@ -102,30 +107,40 @@ class ModelConfig:
     num_heads: Optional[int] = None
     patch_size: Optional[int] = None
     kwargs: Optional[Dict[str, Any]] = None
+    pretrained: Optional[str] = None
+    convert: Optional[Dict[str, Any]] = None
 
     def __post_init__(self):
         for name in ("embed_dim", "depth", "num_heads", "patch_size"):
             value = getattr(self, name)
             check(f"model.{name}", value, value is None or value >= 1, "at least 1")
         self.head_budget = read_head_budget(self.head_budget)
+        if self.head_budget is not None and "head_budget" in (self.convert or {}):
+            raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
+        if self.pretrained and self.name != "pretrained":
+            raise ValueError(f"model.name {self.name} has no effect with model.pretrained: allowed is pretrained")
+        if self.name == "pretrained" and not self.pretrained:
+            raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
 
-    def arguments(self, **decided) -> dict:
-        """Keyword arguments for timm.create_model, without what was left out.
+    def arguments(self) -> dict:
+        """Keyword arguments for timm.create_model, without what was left out; of a pre-trained model those that it changes."""
+        other = ("name", "kwargs", "pretrained", "convert")
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in other}
+        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {}), **(self.convert or {})}
 
-        Args:
-            decided: arguments that the data and other keys decide, such as num_classes.
+    def decided(self, **values) -> dict:
+        """The arguments of the model that the data and other keys decide, such as num_classes.
 
         Raises:
             ValueError: if model.kwargs has another value for one of these.
         """
-        for name, value in decided.items():
+        for name, value in values.items():
             said = (self.kwargs or {}).get(name, value)
             if said != value:
                 raise ValueError(
                     f"model.kwargs.{name} {said!r} has no effect: the data and other keys make it {value!r}"
                 )
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "kwargs")}
-        return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {}), **decided}
+        return values
 
 
 @dataclass
@@ -322,6 +337,25 @@ class RunConfig:
 
 
 @dataclass
+class ImageRunConfig(RunConfig):
+    """What runs on images share.
+
+    Args:
+        calibrate_images: with init_from or model.pretrained of a dense model: how many training images judge its heads, so
+            that the strongest ones of each layer become the shared ones and the first to run; 0: those that come first.
+    """
+
+    calibrate_images: int = 0
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check("calibrate_images", self.calibrate_images, self.calibrate_images >= 0, "0 or more")
+        if self.init_from and self.model.pretrained:
+            raise ValueError("init_from and model.pretrained both bring weights: give one")
+
+
+@dataclass
 class Flags:
     """What one call of a script does, and a run does not remember."""
 
@@ -365,5 +399,6 @@ LATER_KEYS = {
     "moa_balance_weight": RunConfig.moa_balance_weight,
     "z_weight": RunConfig.z_weight,
     "data.exact_order": True,
+    "calibrate_images": ImageRunConfig.calibrate_images,
     **{f"block_descent.{f.name}": f.default for f in dataclasses.fields(BlockDescentConfig)},
 }

@@ -10,24 +10,26 @@ from moh_vision.engine.optimizers import takes
 TEXT = ("mt_", "mlm_", "clm_")  # how names of text models begin
 
 
-def routers(name: str, router: Optional[str], kwargs: Optional[dict]) -> str:
+def routers(name: str, router: Optional[str], kwargs: Optional[dict], convert: Optional[dict] = None) -> str:
     """The router that these keys of the model choose; for a text model, a string that contains all its routers."""
     if name.startswith(TEXT):
         # Only the files of model.pretrained tell whether it was saved with routers.
         return f"{name.replace('nobcd', 'mae')} {kwargs} {'query_norm' if name == 'clm_pretrained' else ''}"
+    if name == "pretrained":  # without convert only its files tell
+        return (convert or {}).get("router") or "moh"
     return router or ("dense" if name.startswith(("dit_", "transnext_")) else "moh")
 
 
-def has_budget(name, router, kwargs) -> bool:
-    chosen = routers(name, router, kwargs)
+def has_budget(name, router, kwargs, convert) -> bool:
+    chosen = routers(name, router, kwargs, convert)
     if name.startswith(TEXT):
         return any(r in chosen for r in ("moh", "moa", "query_norm"))
     return chosen not in ("dense", "mae")
 
 
-def learns_gates(name, router, kwargs, router_kwargs) -> bool:
-    soft = (router_kwargs or {}).get("mode", "soft") == "soft"
-    return soft and "mae" in routers(name, router, kwargs).replace("uni_mae", "")
+def learns_gates(name, router, kwargs, convert, router_kwargs) -> bool:
+    soft = (router_kwargs or (convert or {}).get("router_kwargs") or {}).get("mode", "soft") == "soft"
+    return soft and "mae" in routers(name, router, kwargs, convert).replace("uni_mae", "")
 
 
 def some(*values) -> bool:
@@ -43,7 +45,7 @@ def is_not(*tasks: str):
     return lambda name: not name.startswith(tasks)
 
 
-MODEL = "model.name model.router model.kwargs"
+MODEL = "model.name model.router model.kwargs model.convert"
 
 # (keys, the keys that decide, their values -> whether the first have an effect, what they need)
 # A * in a key stands for the rest of its name. The value of a key that a script does not have is None.
@@ -51,13 +53,15 @@ NEEDS = (
     ("model.head_budget budget_range", MODEL, has_budget, "a model that routes its heads"),
     ("model.scope", MODEL, lambda *m: routers(*m) != "dense", "a model that routes its heads"),
     ("model.convert", "model.pretrained", some, "model.pretrained"),
+    ("model.router model.scope model.executor model.router_kwargs model.embed_dim model.depth model.num_heads",
+     "model.pretrained", lambda source: not source, "model.pretrained left out; model.convert takes what moh_vision.convert does"),
     ("balance_weight", MODEL, lambda *m: any(r in routers(*m) for r in ("moh", "query_norm")),
      "router moh or query_norm"),
     ("moa_balance_weight z_weight", MODEL, lambda *m: "moa" in routers(*m), "router moa"),
     ("block_descent.*", f"{MODEL} model.router_kwargs", learns_gates, "router mae with mode soft"),
     ("block_descent.period", "block_descent.mode", lambda mode: mode == "bcd", "block_descent.mode bcd"),
     ("block_descent.period", "train_only", lambda which: which != "gates", "train_only all or gates_and_outputs"),
-    ("calibrate_images", "init_from", some, "init_from"),
+    ("calibrate_images", "init_from model.pretrained", some, "init_from or model.pretrained"),
     ("optim.name optim.lr optim.weight_decay optim.betas optim.eps optim.momentum optim.schedule optim.warmup_* "
      "optim.min_lr optim.layer_decay", "train_only", lambda which: which != "gates",
      "train_only all or gates_and_outputs"),

@@ -213,7 +213,7 @@ class Run:
                 load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
-        self.metadata = dict(metadata, architecture=c.model.name, config=c.tree())
+        self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
         main = accelerator.is_main_process
         self.log = open_log(self.folder, self.start, self.stop, title, c.tracker, c.tree(), main, **log_options)

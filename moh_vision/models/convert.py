@@ -23,6 +23,12 @@ from moh_vision.models.registry import registered
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
+# Families of timm that are asked for, and what their attention has that ours has not.
+WHY_NOT = {
+    "SwinTransformer": "it attends inside shifted windows, with a learnt bias for each head",
+    "SwinTransformerV2": "it attends inside shifted windows, with a learnt bias and temperature for each head",
+    "Beit": "its attention adds a learnt bias of relative positions for each head",
+}
 
 
 def convert(
@@ -133,9 +139,10 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
             )
         return attentions
     if type(model) is not VisionTransformer:
+        kind = type(model).__name__
         raise ValueError(
             "convert takes timm's VisionTransformer, diffusers' DiTTransformer2DModel, transformers' Llama-, Qwen2- and "
-            f"Qwen3ForCausalLM and our own dense models, not {type(model).__name__}"
+            f"Qwen3ForCausalLM and our own dense models, not {kind}" + (f": {WHY_NOT[kind]}" if kind in WHY_NOT else "")
         )
     attentions = []
     for i, block in enumerate(model.blocks):
@@ -172,7 +179,7 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixt
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Order the heads of a `moh_vit_*` that got a dense model's weights and has routers that were never trained.
+    """Order the heads of a ViT or DiT that got a dense model's weights and has routers that were never trained.
 
     MoH's routers become zero: the first step runs the strongest heads of every layer, with weight 1.
 
@@ -184,7 +191,7 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     """
     layers = attention_layers(model)
     if not all(type(layer) is HeadMixtureAttention for layer in layers):
-        raise ValueError(f"heads are ordered in moh_vit_* only, not in a {type(model).__name__}")
+        raise ValueError(f"heads are ordered in ViTs and DiTs, not in a {type(model).__name__}")
     routers = [layer.router for layer in layers]
     try:
         for layer in layers:

@@ -368,8 +368,8 @@ def _layer_budgets(
     return resolve_budget(spec, depth, per_layer, head_dim, shared_share=shared)
 
 
-def from_diffusers(model: nn.Module) -> nn.Module:
-    """A dense `MoHDiTTransformer2DModel` with the weights and, to rounding, the outputs of diffusers' DiT.
+def settings_of(model: nn.Module) -> dict:
+    """Arguments of the dense `MoHDiTTransformer2DModel` that diffusers' DiT is.
 
     Raises:
         ValueError: naming the setting that ours does not have.
@@ -389,8 +389,7 @@ def from_diffusers(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"
         )
-    weight = model.pos_embed.proj.weight
-    ours = MoHDiTTransformer2DModel(
+    return dict(
         sample_size=theirs.sample_size,
         patch_size=theirs.patch_size,
         in_channels=theirs.in_channels,
@@ -401,7 +400,17 @@ def from_diffusers(model: nn.Module) -> nn.Module:
         num_attention_heads=theirs.num_attention_heads,
         router="dense",
         compat="diffusers",
-    ).to(weight.device, weight.dtype)
+    )
+
+
+def from_diffusers(model: nn.Module) -> nn.Module:
+    """A dense `MoHDiTTransformer2DModel` with the weights and, to rounding, the outputs of diffusers' DiT.
+
+    Raises:
+        ValueError: naming the setting that ours does not have.
+    """
+    weight = model.pos_embed.proj.weight
+    ours = MoHDiTTransformer2DModel(**settings_of(model)).to(weight.device, weight.dtype)
     with torch.no_grad():
         ours.load_state_dict(checkpoint_filter_fn(model.state_dict(), ours))
     return ours.train(model.training)

@@ -26,7 +26,7 @@ MAX_UNPACKED = 10
 def weights_file(path: str, weights: str = "ema") -> Path:
     """The file that `path` means: itself, or in a run or checkpoint folder the EMA (where there is one) or the model.
 
-    The folders of diffusers, of a model or a pipeline with a transformer, hold one kind of weights.
+    The folders of diffusers, of a model or a pipeline with a transformer, and those of timm hold one kind of weights.
 
     Raises:
         FileNotFoundError: for a folder without them.
@@ -38,6 +38,7 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     theirs = [
         f"{place}diffusion_pytorch_model.{kind}" for kind in ("safetensors", "bin") for place in ("", "transformer/")
     ]
+    theirs.append("pytorch_model.bin")
     found = [file / n for n in [*names, *theirs] if (file / n).exists()]
     if not found:
         where = "a run writes them at its checkpoints"

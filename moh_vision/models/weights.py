@@ -9,13 +9,14 @@ from typing import Callable, Dict, Iterator, Optional, Tuple, Union
 
 import timm
 import torch
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import is_searched
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.registry import registered
-from moh_vision.models.vit import MoHVisionTransformer, zero_missing_routers
+from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
@@ -202,51 +203,63 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
                 name, arguments = about["architecture"], about["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
-    fresh: list = []
+    said: list = []
     try:
-        init_from(model, path, fresh.append)
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(str(error).replace("init_from", "--checkpoint", 1)) from None
+        init_from(model, path, said.append, "--checkpoint")
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+    fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
-        raise ValueError(
-            f"{path} does not hold all of {name}: {'; '.join(f.removeprefix('init_from: ') for f in fresh)}"
-        )
+        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
     of_run = "architecture" in about
     return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path, of_run=of_run)
 
 
-def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print) -> bool:
+def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print, key: str = "init_from") -> bool:
     """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
 
-    The head or label table is made anew for another class count, position tables are resized or made anew for another
-    image size, and routers start fresh where the source has none; each is named through `say`. The model takes the
-    shared heads of a source with routers; how many run stays its own.
+    The head or label table is made anew for another class count, position tables and patch kernels are resized (or made
+    anew, where the layout has no such rule) for another size of images, patches or colours, and routers start fresh where
+    the source has none; each is named through `say`. The model takes the shared heads of a source with routers; how many
+    run stays its own.
+
+    Args:
+        key: of the configuration, named in messages.
 
     Returns:
-        whether routers start fresh.
+        whether the source is dense.
 
     Raises:
         ValueError, FileNotFoundError: for a source that does not exist or does not fit.
     """
-    if Path(source).exists():
-        state = read_tensors(weights_file(source))
-    elif timm.is_model(source.split(".")[0]):
+    local = source.removeprefix("local-dir:")
+    if Path(local).exists():
+        state = read_tensors(weights_file(local))
+    elif source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
         try:
             state = timm.create_model(source, pretrained=True).state_dict()
         except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
-            raise ValueError(f"init_from {source}: {reason_of(error)}") from None
+            raise ValueError(f"{key} {source}: {reason_of(error)}") from None
     else:
-        raise FileNotFoundError(f"init_from {source}: neither a run, a file of weights, nor a registered model name")
-    state = _translated(f"init_from {source}", state, model)
+        raise FileNotFoundError(f"{key} {source}: neither a run, a file of weights, nor a registered model name")
     own = model.state_dict()
+    kernel = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
+    before = {name: list(tensor.shape) for name, tensor in state.items()}
+    state = _translated(f"{key} {source}", state, model)
+    if kernel in own and kernel in state and state[kernel].ndim == 4 and state[kernel].shape[1] == 3:
+        state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])  # colours are summed or repeated
+    for name, tensor in state.items():
+        if before.get(name, list(tensor.shape)) != list(tensor.shape):
+            say(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
-        say(f"init_from: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
-    refuse_other_shapes(f"init_from {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
+        say(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
+    refuse_other_shapes(f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
+    dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
     routers = sum(".router." in name and name not in state for name in own)
     if routers:
-        say(f"init_from: {routers} router tensors start fresh")
-    return routers > 0
+        say(f"{key}: {routers} router tensors start fresh")
+    return dense
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:

@@ -285,7 +285,12 @@ IDLE = [
     ),
     ((ClsConfig, DitConfig, LanguageConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
     ((LanguageConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
-    ((ClsConfig,), {}, {"init_from": "x"}, "calibrate_images"),
+    ((ClsConfig, DitConfig), {}, {"init_from": "x"}, "calibrate_images"),
+    ((ClsConfig, DitConfig), {}, {"model.pretrained": "x"}, "calibrate_images model.convert"),
+    (
+        (ClsConfig, DitConfig), {"model.pretrained": "x"}, {},
+        "model.router model.scope model.executor model.router_kwargs model.embed_dim model.depth model.num_heads",
+    ),
     ((ClsConfig, DitConfig, LanguageConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
     ((ClsConfig, LanguageConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
     ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
@@ -342,7 +347,7 @@ IDLE = [
 ]  # fmt: skip
 ALWAYS = set(
     "head_budget output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
-    "model.name model.router model.executor model.router_kwargs model.embed_dim model.depth model.num_heads model.patch_size "
+    "model.name model.patch_size "
     "model.kwargs model.pretrained data.root data.exact_order data.img_size data.augment data.workers data.max_bad_fraction "
     "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
     "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae learn_sigma "

@@ -187,7 +187,7 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
     assert torch.equal(model.blocks[0].attn.qkv.weight.data[:8], strongest)
     want = moh_vision.convert(source, "uniform:0.5", calibrate=[x])
     assert torch.equal(model(x), want(x))
-    with pytest.raises(ValueError, match="heads are ordered in moh_vit_. only, not in a TransNeXt"):
+    with pytest.raises(ValueError, match="heads are ordered in ViTs and DiTs, not in a TransNeXt"):
         share_strongest_heads(timm.create_model("transnext_micro", device="meta"), [x])
 
 

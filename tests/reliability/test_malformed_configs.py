@@ -271,9 +271,9 @@ def test_pairs_as_python_writes_them():
 
 def test_arguments_that_the_data_decide():
     model = parse(ClsConfig, "--model.kwargs", "{num_classes: 5, drop_rate: 0.1}")[0].model
-    assert model.arguments(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1, drop_rate=0.1)
+    assert model.decided(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1)
     with one_line("model.kwargs.num_classes 5 has no effect: the data and other keys make it 10"):
-        model.arguments(num_classes=10)
+        model.decided(num_classes=10)
 
 
 def test_half_precision_on_a_processor():

@@ -1,0 +1,139 @@
+"""What a new run starts from: the model of `model.pretrained` or of its own keys, and weights for it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Callable, Tuple
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models import is_model_pretrained, load_model_config_from_hf, parse_model_name
+from timm.models._hub import load_model_config_from_path
+from torch import nn
+
+from moh_vision.attention import attention_layers
+from moh_vision.engine.commands import closest, reason_of
+from moh_vision.models.convert import convert
+from moh_vision.models.weight_files import read_safetensors
+from moh_vision.models.weights import FETCHING, check_name, init_from
+
+OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
+
+
+def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
+    """(name, arguments) of the model of a run, for `weights.create`; sizes that follow from the data are not among them.
+
+    A resumed run reads what it has saved of a pre-trained model, whose source need not be there any more.
+
+    Args:
+        config: an `ImageRunConfig`.
+        kind: "classifier" or "diffusion".
+        fresh: whether an earlier run in config.output does not count.
+
+    Raises:
+        ValueError: naming the key, for a model of another kind, or a source that is none.
+    """
+    m = config.model
+    if not m.pretrained:
+        check_name(m.name, kind)
+        return m.name, m.arguments()
+    for key in m.convert or {}:
+        if key not in OPTIONS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, OPTIONS)}")
+    saved = Path(config.output, "model.safetensors")
+    if saved.is_file() and not fresh:
+        about = read_safetensors(saved, lambda name: False)[1]
+        if (about.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
+            return about["architecture"], about["arguments"]
+    try:
+        name, arguments = (_classifier if kind == "classifier" else _diffusion)(m.pretrained)
+        for key in FETCHING:
+            if key in arguments:
+                raise ValueError(f"{key} in its config.json would read other weights than its own")
+        routed = arguments.get("router", "dense") != "dense"
+    except Exception as error:  # files of others may hold anything
+        raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}") from None
+    if routed and m.convert is not None:
+        raise ValueError(f"model.convert: model.pretrained {m.pretrained} has routed heads already; leave it out")
+    if not routed:
+        converted = m.convert is not None or m.head_budget is not None
+        arguments = {k: v for k, v in arguments.items() if k != "head_budget"}
+        arguments["router"] = "moh" if converted else "dense"
+    return name, {**arguments, **m.arguments()}
+
+
+def load_source(model: nn.Module, config, say: Callable[[str], None]) -> None:
+    """Load what init_from or model.pretrained names, if one does, into the model of a new run.
+
+    Raises:
+        ValueError, FileNotFoundError: see `init_from`; or where calibrate_images has nothing to order.
+    """
+    key = "model.pretrained" if config.model.pretrained else "init_from"
+    source = config.model.pretrained or config.init_from
+    dense = bool(source) and init_from(model, source, say, key)
+    if not config.calibrate_images:
+        return
+    if not dense:
+        raise ValueError(f"calibrate_images {config.calibrate_images}: the routers of {key} are trained already")
+    if all(layer.router.all_heads for layer in attention_layers(model)):
+        raise ValueError(
+            f"calibrate_images {config.calibrate_images} needs a model that routes its heads: model.convert"
+        )
+
+
+def _classifier(source: str) -> Tuple[str, dict]:
+    """timm's model of a source, as "moh_vit" with `base`; one of ours as it was saved."""
+    place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
+    arguments: dict = {}
+    if place is not None:
+        read = load_model_config_from_path if place == "local-dir" else load_model_config_from_hf
+        cfg, name, arguments = read(name)
+        side, *others = to_2tuple(arguments.get("img_size"))
+        if side not in others:
+            raise ValueError(f"its images are of {arguments['img_size']}, expected a square")
+        arguments = {k: v for k, v in arguments.items() if k != "img_size"} | ({"img_size": side} if side else {})
+        if is_model_pretrained(f"{name}.{cfg.get('tag')}"):  # for mean and standard deviation of its images
+            name = f"{name}.{cfg['tag']}"
+    if not timm.is_model(name):
+        raise ValueError("neither a model of timm, hf-hub:OWNER/NAME, nor a folder with a config.json of timm")
+    if timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("timm."):
+        arguments = {"base": name, **arguments}
+        with torch.device("meta"):  # what cannot be converted is refused here
+            timm.create_model("moh_vit", **arguments, router="dense")
+        return "moh_vit", arguments
+    check_name(name, "classifier")
+    return name, {"router": "moh", **arguments}
+
+
+def _diffusion(source: str) -> Tuple[str, dict]:
+    """A registered DiT, or that of a folder of diffusers."""
+    if not Path(source).is_dir():
+        if source.count("/"):
+            raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")
+        check_name(source, "diffusion")
+        return source, {} if source.startswith("dit_") else {"router": "moh"}
+    from diffusers import DiTTransformer2DModel
+
+    from moh_vision.models.dit_transformer import settings_of
+
+    file = next(
+        (f for f in (Path(source, "config.json"), Path(source, "transformer", "config.json")) if f.is_file()), None
+    )
+    if file is None:
+        raise ValueError("no folder of diffusers: neither config.json nor transformer/config.json is there")
+    about = json.loads(file.read_text())
+    kind = about.get("_class_name")
+    if kind == "DiTTransformer2DModel":
+        with torch.device("meta"):
+            about = settings_of(DiTTransformer2DModel.from_config(about))
+    elif kind != "MoHDiTTransformer2DModel":
+        raise ValueError(f"{file.name} is of {kind!r}, allowed are DiTTransformer2DModel and ours")
+    names = dict(
+        hidden_size="embed_dim", num_layers="depth", num_attention_heads="num_heads", attention_head_dim="head_dim"
+    )
+    sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
+    arguments = {names.get(k, k): v for k, v in about.items() if k[0] != "_" and k not in sizes}
+    return "dit_small_patch2", arguments

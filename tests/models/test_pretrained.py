@@ -1,0 +1,129 @@
+"""model.pretrained and model.convert of image runs: described, loaded, calibrated, trained, resumed without the source."""
+
+import json
+
+import pytest
+import timm
+import torch
+from refusals import refused
+
+import moh_vision
+from moh_vision.attention import attention_layers
+from moh_vision.classification import train as train_cls
+from moh_vision.diffusion import train as train_dit
+from moh_vision.models.weights import create, init_from
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
+RUN = "--data.root digits --data.workers 0 --optim.batch_size 8 --save-every 2 --log-every 1 --optim.schedule constant --model.name pretrained"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vit")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_224", **VIT)
+    timm.models.save_for_hf(model, folder, safe_serialization=False)
+    assert (folder / "pytorch_model.bin").is_file() and not list(folder.glob("*.safetensors"))
+    return folder, model.eval()
+
+
+@pytest.fixture(scope="module")
+def dit(tmp_path_factory):
+    from diffusers import DiTTransformer2DModel
+
+    torch.manual_seed(0)
+    model = DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, num_layers=2, sample_size=8, patch_size=2, in_channels=1,
+        out_channels=2, num_embeds_ada_norm=10, norm_num_groups=1,
+    )  # fmt: skip
+    state = model.state_dict()  # all blocks embed alike, as in the official weights
+    first = {name: tensor for name, tensor in state.items() if ".0.norm1.emb." in name}
+    model.load_state_dict({**state, **{name.replace(".0.norm1", ".1.norm1"): t for name, t in first.items()}})
+    folder = tmp_path_factory.mktemp("dit")
+    model.save_pretrained(folder / "transformer")
+    return folder, model.eval()
+
+
+def run(main, output, *argv, steps=2):
+    main([*RUN.split(), "--output", str(output), "--max-steps", str(steps), *map(str, argv)])
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
+    source, dense = vit
+    options = "--model.convert.router moh --model.head_budget uniform:0.5 --calibrate-images 16".split()
+    run(train_cls.main, tmp_path / "run", "--model.pretrained", source, *options)
+    said = capsys.readouterr().out
+    assert "model.pretrained: patch_embed.proj.weight is resized, [32, 3, 8, 8] -> [32, 1, 8, 8]" in said
+    assert "model.pretrained: pos_embed is resized, [1, 17, 32] -> [1, 2, 32]" in said
+    assert "model.pretrained: head.weight is made anew, [5, 32] -> [10, 32]" in said
+    model = moh_vision.load_run(tmp_path / "run")
+    assert moh_vision.head_budget(model)["share"] == 0.5 and model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+    # Two small steps from the weights: fc1 is not reordered.
+    assert (model.blocks[0].mlp.fc1.weight - dense.blocks[0].mlp.fc1.weight).abs().max() < 0.01
+
+    at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
+    source.rename(tmp_path / "moved")  # a resumed run does not need its source
+    try:
+        resumed = run(train_cls.main, tmp_path / "run", "--model.pretrained", source, *options, steps=3)
+    finally:
+        (tmp_path / "moved").rename(source)
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (resumed, at_once)]
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+
+
+def test_without_convert_it_stays_dense(vit, tmp_path):
+    source, dense = vit
+    keep = "--data.img_size 32 --dry-run".split()
+    train_cls.main([*RUN.split(), "--output", str(tmp_path / "no"), "--model.pretrained", f"local-dir:{source}", *keep])
+    assert not (tmp_path / "no").exists()
+    model = create("moh_vit", "classifier", base="vit_small_patch16_224", router="dense", **VIT).eval()
+    assert init_from(model, f"local-dir:{source}") and all(a.router.all_heads for a in attention_layers(model))
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(x), dense(x))
+    timm.models.save_for_hf(dense, tmp_path / "safe", safe_serialization=True)
+    assert init_from(model, str(tmp_path / "safe")) and torch.equal(model(x), dense(x))
+
+
+def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
+    source, dense = dit
+    run(
+        train_dit.main, tmp_path / "run", "--model.pretrained", source, *"--calibrate-images 16 --optim.lr 1e-12".split(),
+        "--model.convert", "{router: moh, head_budget: 1.0}", "--balance_weight", "0", steps=1,
+    )  # fmt: skip
+    model, x = (
+        moh_vision.load_run(tmp_path / "run"),
+        (torch.randn(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])),
+    )
+    assert model.config.compat == "diffusers" and model.config.router == "moh"
+    with torch.no_grad():  # the heads in another order
+        torch.testing.assert_close(model(*x).sample, dense(*x).sample, atol=1e-5, rtol=1e-5)
+        moved = model.blocks[0].attn.proj.weight - dense.transformer_blocks[0].attn1.to_out[0].weight
+    assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "main, argv, words",
+    [
+        (train_cls, "--model.pretrained swin_tiny_patch4_window7_224", "swin.*: convert takes .*not SwinTransformer: it attends inside shifted"),
+        (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
+        (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
+        (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
+        (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
+        (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
+        (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out; model.convert"),
+        (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.name moh_vit has no effect with model.pretrained"),
+        (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
+        (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),
+        (train_dit, "--model.pretrained {vit}", "config.json is of None, allowed are DiTTransformer2DModel and ours"),
+        (train_dit, "--model.pretrained facebook/DiT-XL-2-256", "no such folder; download a model of the hub first"),
+        (train_dit, "--model.pretrained vit_tiny_patch16_224", "is not a registered model|has no head routing"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(main, argv, words, vit, tmp_path, capsys):
+    import re
+
+    argv = argv.format(vit=vit[0], here=tmp_path).split()
+    error = refused(capsys, main.main, *RUN.split(), "--output", tmp_path / "no", *argv)
+    assert re.search(words, error), error
+    assert not (tmp_path / "no").exists()
