@@ -96,7 +96,6 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
     optimizer = make_optimizer(model, o)
-    unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
     run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
 

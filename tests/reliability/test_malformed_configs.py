@@ -5,6 +5,7 @@ import string
 import typing
 
 import pytest
+from accelerate.state import AcceleratorState
 from refusals import one_line
 from repeat import cases
 
@@ -277,8 +278,10 @@ def test_arguments_that_the_data_decide():
 
 
 def test_half_precision_on_a_processor():
+    AcceleratorState._reset_state(True)  # of the tests before
     with one_line('fp16 needs a GPU; on a CPU it is "no" or "bf16"'):
         make_accelerator("fp16")
+    AcceleratorState._reset_state(True)
 
 
 def test_a_configuration_of_another_script():
