@@ -1,0 +1,178 @@
+"""Name what is on images: the five likeliest classes of each.
+
+python -m moh_vision.classification.predict --checkpoint RUN IMAGE_OR_FOLDER ... --output classes.json
+
+RUN is a run of a classifier, or weights with --model.NAME as validate.py takes them; other options of validate.py are taken
+too, after the images. An image that cannot be read is named on stderr; the others go on, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import nn
+
+from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.validate import open_classifier
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.imagenet import classification_transforms
+from moh_vision.data.order import rank_slice
+from moh_vision.data.walk import IMAGES, refuse_special, walk
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.io import write_whole
+from moh_vision.engine.logging import write_json
+from moh_vision.engine.run import make_accelerator
+
+IDLE = ("data.root", "data.max_bad_fraction", "head_load")  # what validation reads and this does not
+
+
+class Files:
+    """Image files as a source, see `data.splits.open_source`; the label of a sample is its number."""
+
+    def __init__(self, files: Sequence[str]):
+        self.files, self.labels = files, range(len(files))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def image(self, index: int) -> Image.Image:
+        try:
+            data = Path(self.files[index]).read_bytes()
+        except OSError as error:
+            raise UnreadableImage(f"{self.files[index]}: {error.strerror}") from None
+        return decode_image(data, self.files[index])
+
+
+class NamedBadSamples(BadSamples):
+    """Names every image that cannot be read on stderr, and never stops."""
+
+    def __init__(self, total: int):
+        super().__init__(total, max_fraction=1.0)
+
+    def check(self, bad: List[Tuple[int, str]]) -> None:
+        for _, message in bad:
+            print(message, file=sys.stderr, flush=True)
+        super().check(bad)
+
+
+def image_files(paths: Sequence[str]) -> List[str]:
+    """The files that paths mean: themselves, and the images in folders and below, sorted.
+
+    Raises:
+        ValueError, FileNotFoundError: for a path that is not there, is no file, or is a folder without images.
+    """
+    files = []
+    for path in paths:
+        if os.path.isdir(path):
+            found = [(e, p) for e, p in walk(Path(path), path.rstrip("/"), hidden=False) if p.lower().endswith(IMAGES)]
+            if not found:
+                raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
+            for entry, _ in found:
+                refuse_special(entry)
+            files += sorted(p for _, p in found)
+        elif os.path.isfile(path):
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"{path}: {'not a file or folder' if os.path.exists(path) else 'no such file'}")
+    return files
+
+
+def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
+    """Names of a classifier's classes; ImageNet's synsets become words, also where 1,000 classes have no names.
+
+    Args:
+        classes: as the run has them; None: of weights without names.
+        count: outputs of the classifier.
+
+    Raises:
+        ValueError: for another number of names.
+    """
+    imagenet = ImageNetInfo()
+    if classes is None:
+        classes = imagenet.label_names() if count == imagenet.num_classes() else [str(c) for c in range(count)]
+    if len(classes) != count:
+        raise ValueError(f"--checkpoint has {len(classes)} names of classes and {count} outputs")
+    words = imagenet.label_descriptions(as_dict=True)
+    return [words.get(name, name) for name in classes]
+
+
+@torch.no_grad()
+def predict(model: nn.Module, batches, accelerator, most: int = 5) -> Iterator[Tuple[int, List[Tuple[int, float]]]]:
+    """(number of the image, [(class, probability)] of its likeliest classes) of each image in batches.
+
+    Args:
+        model: in eval mode, on the accelerator's device.
+        batches: dicts with images [B, C, h, w] and their numbers [B] as labels.
+        accelerator: accelerate's Accelerator.
+        most: how many classes.
+    """
+    for batch in batches:
+        with accelerator.autocast():
+            logits = model(batch["images"].to(accelerator.device))  # [B, classes]
+        found = logits.float().softmax(-1).topk(min(most, logits.shape[-1]))
+        rows = zip(found.indices.tolist(), found.values.tolist())
+        yield from ((number, list(zip(*row))) for number, row in zip(batch["labels"].tolist(), rows))
+
+
+def write_predictions(path: str, found: Sequence[Tuple[str, List[Tuple[str, float]]]], about: dict) -> None:
+    """Write (image, [(class, probability)]) to .json, with `about`, or to .csv, one row a class."""
+    if path.endswith(".json"):
+        pairs = [dict(image=file, classes=[list(pair) for pair in likeliest]) for file, likeliest in found]
+        return write_json(Path(path), dict(about, images=pairs))
+    table = io.StringIO()
+    rows = ((file, rank, *pair) for file, likeliest in found for rank, pair in enumerate(likeliest, 1))
+    csv.writer(table, lineterminator="\n").writerows([("image", "rank", "class", "probability"), *rows])
+    write_whole(Path(path), table.getvalue())
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, or 2 for a user's mistake and for images that cannot be read."""
+    parser = Parser("python -m moh_vision.classification.predict", __doc__)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="RUN", help="run, its checkpoint, or weights for --model.NAME")
+    add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
+    add("--output", metavar="FILE", help=".json or .csv with what is printed; must not exist")
+
+    def work() -> None:
+        options, rest = parser.parse_known_args(argv)
+        refuse_output("--output", options.output)
+        if options.output and not options.output.endswith((".json", ".csv")):
+            raise ValueError(f"--output {options.output}: expected a name that ends in .json or .csv")
+        files = image_files(options.images)
+        config, flags = parse_config(
+            ClsConfig, ["--checkpoint", options.checkpoint, *rest], "predict", to_validate=True
+        )
+        for key in sorted(flags.given.intersection(IDLE)):
+            raise ValueError(f"{key} has no effect: only the images that are named are read")
+        model, about = open_classifier(config, flags)
+        names = class_names(about["classes"], model.num_classes)
+        accelerator, d = make_accelerator(config.mixed_precision, config.tf32), config.data
+        _, transform = classification_transforms(d, model.pretrained_cfg, about["img_size"], model.in_chans)
+        unreadable, slices = NamedBadSamples(len(files)), rank_slice(len(files), 0, 1, d.eval_batch_size)
+        images = LabelledImages(Files(files), transform, seed=0, replace=False)
+        batches = evaluation_batches(images, slices, d.workers if len(slices) > 1 else 0, unreadable)
+        found = []
+        for number, likeliest in predict(model.to(accelerator.device), batches, accelerator):
+            found.append((files[number], [(names[c], probability) for c, probability in likeliest]))
+            say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in found[-1][1])}")
+        if options.output:
+            about = dict(weights=about["weights"], model=about["name"], img_size=about["img_size"])
+            write_predictions(options.output, found, about)
+        if unreadable.seen:
+            raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")
+
+    return exit_code("predict", work)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""Classes of loose images."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from small_runs import arguments
+
+from moh_vision import load_run
+from moh_vision.classification import predict
+from moh_vision.classification import train as train_cls
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of two steps on digits, and images: three in a folder, one elsewhere, one that is torn."""
+    folder = tmp_path_factory.mktemp("predict")
+    train_cls.main(arguments("cls", folder / "run", 2, 2, "--optim.warmup_steps", 1))
+    (folder / "images" / "deep").mkdir(parents=True)
+    for name, digit in (("images/b", 0), ("images/deep/a", 1), ("images/.hidden", 2), ("images/c", 3), ("other", 4)):
+        Image.fromarray(pixels(digit)).save(folder / f"{name}.png")
+    (folder / "torn.png").write_bytes((folder / "other.png").read_bytes()[:60])
+    (folder / "empty").mkdir()
+    return folder
+
+
+def pixels(digit):
+    return np.rint(load_digits().images[digit] * (255 / 16)).astype(np.uint8)
+
+
+def test_the_probabilities_are_the_models(folder, capsys):
+    argv = [
+        "--checkpoint",
+        str(folder / "run"),
+        str(folder / "torn.png"),
+        str(folder / "images"),
+        str(folder / "other.png"),
+    ]
+    assert predict.main([*argv, "--output", str(folder / "classes.json"), "--data.eval_batch_size", "3"]) == 2
+    said, errors = capsys.readouterr()
+    torn, count = errors.splitlines()
+    assert torn.startswith(f"{folder}/torn.png: ") and count == "predict: error: 1 of 5 images could not be read"
+    model = load_run(folder / "run")
+    images = torch.stack([torch.tensor(pixels(i)) for i in (0, 3, 1, 4)])[:, None] / 255
+    mean, std = (model.pretrained_cfg[key][0] for key in ("mean", "std"))
+    with torch.no_grad():
+        expected = model((images - mean) / std).softmax(-1).sort(descending=True)
+    written = json.loads((folder / "classes.json").read_text())
+    assert written["weights"] == str(folder / "run" / "ema.safetensors") and written["img_size"] == 8
+    names = [f"{folder}/images/b.png", f"{folder}/images/c.png", f"{folder}/images/deep/a.png", f"{folder}/other.png"]
+    assert [image["image"] for image in written["images"]] == names
+    for line, image, classes, values in zip(said.splitlines(), written["images"], expected.indices, expected.values):
+        assert [name for name, _ in image["classes"]] == [str(c) for c in classes[:5].tolist()]
+        torch.testing.assert_close(torch.tensor([p for _, p in image["classes"]]), values[:5])
+        assert line.startswith(f"{image['image']}: {100 * values[0]:.2f} % {classes[0]} | ")
+
+    assert predict.main([*argv[:2], *argv[4:], "--output", str(folder / "classes.csv")]) == 0
+    rows = list(csv.DictReader((folder / "classes.csv").open()))
+    assert [int(row["rank"]) for row in rows] == [1, 2, 3, 4, 5] and {row["image"] for row in rows} == {names[3]}
+    last = dict((name, probability) for name, probability in written["images"][3]["classes"])
+    assert {row["class"]: float(row["probability"]) for row in rows} == pytest.approx(last, abs=1e-6)
+
+
+def test_names_of_imagenet():
+    assert predict.class_names(["n01440764", "sea"], 2) == ["tench, Tinca tinca", "sea"]
+    assert predict.class_names(None, 1000)[1] == "goldfish, Carassius auratus"
+    assert predict.class_names(None, 3) == ["0", "1", "2"]
+    with pytest.raises(ValueError, match="has 1 names of classes and 2 outputs"):
+        predict.class_names(["sea"], 2)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["RUN", "none.png"], "none.png: no such file"),
+        (["RUN", "DIR/empty"], "empty: a folder without images (.jpg,"),
+        (["RUN", "IMAGE", "--output", "a.txt"], "--output a.txt: expected a name that ends in .json or .csv"),
+        (["RUN", "IMAGE", "--output", "IMAGE"], "other.png exists; give another path"),
+        (["RUN", "IMAGE", "--data.root", "digits"], "data.root has no effect: only the images that are named are read"),
+        (["RUN", "IMAGE", "--model.depth", "3"], "model.depth has no effect: --checkpoint"),
+        (["RUN", "IMAGE", "--out", "a.csv"], "out"),
+        (["no_such", "IMAGE"], "--checkpoint no_such: neither a run"),
+        (["RUN"], "the following arguments are required: IMAGE_OR_FOLDER"),
+    ],
+)
+def test_mistakes_are_one_line(folder, capsys, argv, words):
+    names = dict(RUN=f"{folder}/run", IMAGE=f"{folder}/other.png")
+    argv = [names.get(a, a).replace("DIR", str(folder)) for a in argv]
+    capsys.readouterr()
+    assert predict.main(["--checkpoint", *argv]) == 2
+    said, error = capsys.readouterr()
+    assert words in error and error.count("\n") == 1 and error.startswith("predict: error: ") and not said
