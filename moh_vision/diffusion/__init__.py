@@ -1,9 +1,17 @@
 """Diffusion: training, objectives, inputs and stored latents, sampling with diffusers' schedulers, the pipeline."""
 
-from moh_vision.diffusion.objectives import HybridLoss
+from moh_vision.diffusion.objectives import FlowMatchingLoss, HybridLoss
 from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images
 
-__all__ = ["SAMPLERS", "Guidance", "HybridLoss", "MoHDiTPipeline", "make_scheduler", "sample_images"]
+__all__ = [
+    "SAMPLERS",
+    "FlowMatchingLoss",
+    "Guidance",
+    "HybridLoss",
+    "MoHDiTPipeline",
+    "make_scheduler",
+    "sample_images",
+]
 
 
 def __getattr__(name: str):

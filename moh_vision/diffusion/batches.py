@@ -18,6 +18,7 @@ class NoisedImages(LabelledImages):
     """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`.
 
     Args:
+        draw: a generator -> a timestep, as objectives have one; must be picklable.
         noise_shape: [C, h, w] of the noise; left out: that of the images.
     """
 
@@ -26,12 +27,12 @@ class NoisedImages(LabelledImages):
         source,
         transform: Callable,
         seed: int,
-        num_timesteps: int,
+        draw: Callable[[np.random.Generator], float],
         label_drop: float,
         noise_shape: Optional[Tuple[int, int, int]] = None,
     ):
         super().__init__(source, transform, seed)
-        self.num_timesteps, self.label_drop, self.noise_shape = num_timesteps, label_drop, noise_shape
+        self.draw, self.label_drop, self.noise_shape = draw, label_drop, noise_shape
 
     def item(self, position: int, numbers: Iterator) -> dict:
         sample = super().item(position, numbers)
@@ -39,7 +40,7 @@ class NoisedImages(LabelledImages):
             return sample
         # Another stream than the augmentation's, so that more draws there do not move these.
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION)))
-        sample["timesteps"] = int(rng.integers(self.num_timesteps))
+        sample["timesteps"] = self.draw(rng)
         if rng.random() < self.label_drop:
             sample["labels"] = len(self.source.classes)
         shape = self.noise_shape or tuple(sample["images"].shape)
@@ -58,13 +59,13 @@ class NoisedLatents(NoisedImages):
 
     Args:
         source: a `LatentCache`.
-        seed, num_timesteps, label_drop: see `NoisedImages`.
+        seed, draw, label_drop: see `NoisedImages`.
         flip: take the mirror image's posterior, every other time.
     """
 
-    def __init__(self, source: LatentCache, seed: int, num_timesteps: int, label_drop: float, flip: bool):
+    def __init__(self, source: LatentCache, seed: int, draw: Callable, label_drop: float, flip: bool):
         shape = (source.channels, source.img_size, source.img_size)
-        super().__init__(source, _as_it_is, seed, num_timesteps, label_drop, shape)
+        super().__init__(source, _as_it_is, seed, draw, label_drop, shape)
         self.flip = flip
 
     def read(self, number: int) -> Tensor:
@@ -87,7 +88,7 @@ class ImagesToEncode(NoisedImages):
         img_size: pixels after the centre crop.
         channels: of the images, 3 or 1.
         space: of the VAE.
-        seed, num_timesteps, label_drop, flip: see `NoisedLatents`.
+        seed, draw, label_drop, flip: see `NoisedLatents`.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class ImagesToEncode(NoisedImages):
         channels: int,
         space: LatentSpace,
         seed: int,
-        num_timesteps: int,
+        draw: Callable,
         label_drop: float,
         flip: bool,
     ):
         half = [0.5] * channels
         transform = image_transform("none", img_size, channels, half, half, fit="crop")
         side = space.side(img_size)
-        super().__init__(source, transform, seed, num_timesteps, label_drop, (space.latent_channels, side, side))
+        super().__init__(source, transform, seed, draw, label_drop, (space.latent_channels, side, side))
         self.flip = flip
 
     def item(self, position: int, numbers: Iterator) -> dict:

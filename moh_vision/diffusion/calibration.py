@@ -14,7 +14,7 @@ from moh_vision.attention import attention_layers
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
-from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
 from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sample import draw, draw_labels
 from moh_vision.diffusion.scores import make_scorer
@@ -46,6 +46,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     d = config.data
     model, about = from_run(flags.checkpoint, "diffusion")
+    objective = make_objective(about["config"])
     inputs = open_inputs(d.root, config.vae, d.img_size, "none", index_dir(config.output), accelerator.device)
     sizes = [about["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
     given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
@@ -54,13 +55,12 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
             f"data.root {d.root} has side, channels and classes {given}, the model of {flags.checkpoint} takes {sizes}"
         )
     unreadable = BadSamples(len(inputs.source), d.max_bad_fraction)
-    halves = calibration_halves(inputs.dataset(0, NUM_TIMESTEPS, 0.0), images, d.workers, unreadable)
+    halves = calibration_halves(inputs.dataset(0, objective.draw, 0.0), images, d.workers, unreadable)
     device = accelerator.device
     searched, others = (
         [send_to_device(inputs.encode(send_to_device(batch, device), accelerator.autocast()), "cpu") for batch in half]
         for half in halves
     )
-    objective = HybridLoss()
     dense = all(layer.router.all_heads for layer in attention_layers(model))
     if dense:
         noisy = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import List, Literal, Optional, Tuple, Union
 
+from moh_vision.diffusion.sampling import sampler_for
 from moh_vision.engine.config import (
     HeadBudgets,
     ImageRunConfig,
@@ -15,6 +16,7 @@ from moh_vision.engine.config import (
     read_head_budget,
 )
 
+Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
 Classes = Optional[List[str]]  # numbers too are texts, or a class called 007 would be number 7
 # What --protocol stands for; another value of these keys is refused. "adm": how DiT and MoH-DiT draw the images that ADM's
 # evaluator scores (defaults of their sample_ddp.py; the guidance scale is told with each figure).
@@ -40,7 +42,7 @@ class DrawConfig:
     Args:
         every: steps between them; 0: never.
         images: how many; image i has class i modulo the number of classes.
-        sampler: as in sample.py.
+        sampler: as in sample.py; left out: "ddim", or with objective flow "euler".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
         seed: of the noise.
@@ -48,13 +50,14 @@ class DrawConfig:
 
     every: int = 0
     images: int = 40
-    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddim"
+    sampler: Optional[Sampler] = None
     steps: int = 50
     cfg_scale: float = 1.5
     seed: int = 0
 
     section = "preview"
     classes = None  # all
+    default_sampler = dict(noise="ddim", flow="euler")
 
     def __post_init__(self):
         check(f"{self.section}.every", self.every, self.every >= 0, "0 or more")
@@ -115,13 +118,33 @@ class ScoreConfig(DrawConfig):
 
 
 @dataclass
+class FlowConfig:
+    """Flow matching; see `moh_vision.diffusion.objectives.FlowMatchingLoss`.
+
+    Args:
+        timesteps: how times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between.
+        shift: above 1, moves the times of training and sampling towards the noise, for larger latents (Esser 2024,
+            eq. 23): about the side over the side at which 1 was right.
+    """
+
+    timesteps: Literal["uniform", "logit-normal"] = "uniform"
+    shift: float = 1.0
+
+    def __post_init__(self):
+        check("flow.shift", self.shift, self.shift > 0, "above 0")
+
+
+@dataclass
 class DitConfig(ImageRunConfig):
     """Diffusion.
 
     Args:
         vae: diffusion on the latents of this VAE: its name on the Hugging Face hub, or a local folder. "none" or left
             out: on pixels, or on latents where data.root holds them.
-        learn_sigma: learn the variance too (hybrid loss).
+        objective: what the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT.
+        learn_sigma: with objective noise, learn the variance too (hybrid loss).
+        min_snr_gamma: with objective noise, weigh its squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023.
+        flow: with objective flow.
         label_drop: share of labels replaced by "no class", for guidance.
         preview: pictures while training.
         score: fidelity scores while training.
@@ -129,7 +152,10 @@ class DitConfig(ImageRunConfig):
 
     vae: Optional[str] = None
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
+    objective: Literal["noise", "flow"] = "noise"
     learn_sigma: bool = True
+    min_snr_gamma: Optional[float] = None
+    flow: FlowConfig = field(default_factory=FlowConfig)
     label_drop: float = 0.1
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
@@ -138,7 +164,13 @@ class DitConfig(ImageRunConfig):
         super().__post_init__()
         self.vae = self.vae or "none"  # as it stands in the config.yaml of earlier runs
         check("label_drop", self.label_drop, 0 <= self.label_drop < 1, "0 <= drop < 1")
+        gamma = self.min_snr_gamma
+        check("min_snr_gamma", gamma, gamma is None or gamma > 0, "above 0")
         for draw in (self.preview, self.score):
+            if not draw.every:
+                draw.sampler = None  # it has no effect; earlier runs saved one
+            else:
+                sampler_for(self.objective, draw.sampler, draw.default_sampler, f"{draw.section}.sampler")
             if draw.every and draw.cfg_scale != 1 and not self.label_drop:
                 raise ValueError(
                     f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
@@ -163,7 +195,8 @@ class SampleConfig:
             all. A name goes before a number: in a data set with a class called 10, 10 is that class.
         labels: "balanced": the classes in turn, image i has the class in place i modulo their number; "random": drawn
             from (seed, i); left out: random where the reference holds ADM's statistics, else balanced.
-        sampler: "ddpm", "ddim" or "dpm-solver++".
+        sampler: "ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out),
+            "euler" or "heun".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
         guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
@@ -201,7 +234,7 @@ class SampleConfig:
     num_images: Optional[int] = None
     classes: Classes = None
     labels: Optional[Literal["balanced", "random"]] = None
-    sampler: Literal["ddpm", "ddim", "dpm-solver++"] = "ddpm"
+    sampler: Optional[Sampler] = None
     steps: int = 250
     cfg_scale: float = 1.0
     guide_channels: Union[int, Literal["all"]] = 3
@@ -224,6 +257,8 @@ class SampleConfig:
     allow_biased: bool = False
     score_file: Optional[str] = None
     overwrite: bool = False
+
+    default_sampler = dict(noise="ddpm", flow="sde")
 
     def __post_init__(self):
         for name, value in PROTOCOLS.get(self.protocol, {}).items():

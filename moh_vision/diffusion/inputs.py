@@ -9,7 +9,7 @@ from typing import Callable, Iterator, Optional, Tuple, Union
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 
 from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.data.batches import BadSamples, evaluation_batches, image_transform
@@ -18,7 +18,6 @@ from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
-from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
 
 IMG_SIZE_WITH_VAE = 256
 
@@ -74,17 +73,19 @@ class PixelInputs:
     def __init__(self, source, img_size: int, augment: str):
         self.source, self.img_size, self.channels, self.augment = source, img_size, source.channels, augment
 
-    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedImages:
+    def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
         """What `training_batches` takes."""
         half = [0.5] * self.channels
         transform = image_transform(self.augment, self.img_size, self.channels, half, half, fit="crop")
-        return NoisedImages(self.source, transform, seed, num_timesteps, label_drop)
+        return NoisedImages(self.source, transform, seed, draw, label_drop)
 
     def encode(self, batch: dict, autocast=None) -> dict:
         """A batch, on its device, as the diffusion task takes it."""
         return batch
 
-    def calibration_batches(self, count: int, bad: BadSamples, accelerator) -> Iterator[Tuple[Tensor, ...]]:
+    def calibration_batches(
+        self, objective: nn.Module, count: int, bad: BadSamples, accelerator
+    ) -> Iterator[Tuple[Tensor, ...]]:
         """(noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` samples, or all, evenly spread, on the CPU.
 
         Sample i always has the timestep and the noise that (0, i) draws; no label is dropped.
@@ -92,9 +93,9 @@ class PixelInputs:
         total = len(self.source)
         numbers = [i * total // min(count, total) for i in range(min(count, total))]
         slices = [numbers[start : start + 64] for start in range(0, len(numbers), 64)]
-        for batch in evaluation_batches(self.dataset(0, NUM_TIMESTEPS, 0.0), slices, 0, bad):
+        for batch in evaluation_batches(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
             batch = self.encode(send_to_device(batch, accelerator.device), accelerator.autocast())
-            noisy = HybridLoss().add_noise(*(batch[name].cpu() for name in ("images", "noise", "timesteps")))
+            noisy = objective.add_noise(*(batch[name].cpu() for name in ("images", "noise", "timesteps")))
             yield noisy, batch["timesteps"].cpu(), batch["labels"].cpu()
 
     def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
@@ -140,8 +141,8 @@ class CachedInputs(PixelInputs):
             f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count\n"
         )
 
-    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> NoisedLatents:
-        return NoisedLatents(self.source, seed, num_timesteps, label_drop, flip=self.augment == "flip")
+    def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedLatents:
+        return NoisedLatents(self.source, seed, draw, label_drop, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         if self.vae is None:
@@ -168,9 +169,9 @@ class EncodedInputs(PixelInputs):
             f"              its encoder runs in every step: {macs:,} MACs an image, which stored latents spare\n"
         )
 
-    def dataset(self, seed: int, num_timesteps: int, label_drop: float) -> ImagesToEncode:
+    def dataset(self, seed: int, draw: Callable, label_drop: float) -> ImagesToEncode:
         channels = self.vae.config.in_channels
-        draws = (seed, num_timesteps, label_drop)
+        draws = (seed, draw, label_drop)
         return ImagesToEncode(self.source, self.pixels, channels, self.space, *draws, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:

@@ -1,15 +1,19 @@
-"""The training loss of DiT: noise prediction plus the variational bound for a learned variance.
+"""The training losses: DiT's noise prediction with a bound for the learned variance, and SiT's flow matching.
 
-Ho 2020 (q and L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15, and L_hybrid, eq. 16). diffusers has the
-samplers but no such loss.
+Noise: Ho 2020 (q and L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15, and L_hybrid, eq. 16). Flow: Lipman 2023
+and Ma 2024 (SiT). diffusers has the samplers but no such losses.
 
-What training asks of an objective, and where another one would go in: a module with `add_noise(x0, noise, t)` and a
-forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss". `moh_vision.diffusion.task.DiffusionTask` knows no more.
+What training asks of an objective, and where another one would go in: a module with a `name`, a picklable
+`draw(generator of numpy)` -> timestep, `add_noise(x0, noise, t)` and a forward (output, x0, xt, noise, t) -> dict of [B]
+tensors with "loss". `moh_vision.diffusion.task.DiffusionTask` knows no more. A timestep is a number from 0 (clean) to 1000
+(noise) everywhere: in batches, models, schedulers and head loads.
 """
 
 import math
-from typing import Dict
+from functools import partial
+from typing import Dict, Optional
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +21,95 @@ NUM_TIMESTEPS = 1000
 BETA_START, BETA_END = 1e-4, 0.02  # linear in t
 
 
+def make_objective(config: dict) -> nn.Module:
+    """The objective of a configuration, or of a run's metadata; runs from before there was a choice predict noise.
+
+    Raises:
+        ValueError: for an objective that there is not.
+    """
+    name, flow = config.get("objective", HybridLoss.name), config.get("flow")
+    if name == FlowMatchingLoss.name and isinstance(flow, dict):
+        return FlowMatchingLoss(flow.get("timesteps", "uniform"), flow.get("shift", 1.0))
+    if name != HybridLoss.name:
+        raise ValueError(f"objective {name!r} with flow {flow!r}: expected noise, or flow with its section")
+    return HybridLoss(config.get("min_snr_gamma"))
+
+
+def draw_step(rng: np.random.Generator) -> int:
+    """A whole timestep, 0 .. 999."""
+    return int(rng.integers(NUM_TIMESTEPS))
+
+
+def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float32:
+    """A real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
+    t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-rng.standard_normal()))
+    return np.float32(NUM_TIMESTEPS * shifted(t, shift))
+
+
+def shifted(t: float, shift: float) -> float:
+    """t in 0 .. 1 moved towards the noise, t = 1, by a shift above 1 (Esser 2024, eq. 23, with shift = sqrt(m / n))."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
+class FlowMatchingLoss(nn.Module):
+    """Squared error of the velocity on the straight path from an image to noise, per image.
+
+    x_t = (1 - t) x_0 + t eps, whose velocity dx_t / dt = eps - x_0 is the target (the linear interpolant of Ma 2024;
+    Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). t is 0 at the image and 1 at the noise; models and
+    schedulers see 1000 t.
+
+    Args:
+        timesteps: how t is drawn: "uniform", or "logit-normal": a sigmoid of N(0, 1) (Esser 2024, section 3.1).
+        shift: moves the drawn t towards the noise; see `shifted`.
+
+    Raises:
+        ValueError: for other values.
+    """
+
+    name = "flow"
+
+    def __init__(self, timesteps: str = "uniform", shift: float = 1.0):
+        super().__init__()
+        if timesteps not in ("uniform", "logit-normal"):
+            raise ValueError(f"flow.timesteps {timesteps!r} is not one of uniform, logit-normal")
+        if not (isinstance(shift, (int, float)) and 0 < shift < math.inf):
+            raise ValueError(f"flow.shift {shift!r} is out of range: above 0")
+        self.shift = shift
+        self.draw = partial(draw_time, sampling=timesteps, shift=shift)
+
+    def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x_t. x0, noise [B, C, h, w]; t [B], 0 .. 1000."""
+        t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
+        return (1 - t) * x0 + t * noise
+
+    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:
+        """The loss of a predicted velocity [B, C, h, w]: dict of [B] tensors, loss and mse, which are the same."""
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        mse = (output - (noise - x0)).square().flatten(1).mean(1)  # [B]
+        return dict(loss=mse, mse=mse)
+
+
 class HybridLoss(nn.Module):
     """L_simple + L_t per image, over 1000 steps with linear betas from 1e-4 to 0.02.
 
     L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t], hence the plain sum. L_t is
     in bits per dimension, and its mean is detached: the bound trains the variance only.
+
+    Args:
+        min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR with SNR = alpha_bar / (1 - alpha_bar) (Hang 2023 for a
+            predicted noise, with gamma 5). None: by 1.
+
+    Raises:
+        ValueError: for a gamma that is not above 0.
     """
 
-    def __init__(self):
+    name = "noise"
+    draw = staticmethod(draw_step)
+
+    def __init__(self, min_snr_gamma: Optional[float] = None):
         super().__init__()
+        if min_snr_gamma is not None and not (isinstance(min_snr_gamma, (int, float)) and min_snr_gamma > 0):
+            raise ValueError(f"min_snr_gamma {min_snr_gamma!r} is out of range: above 0")
         beta = torch.linspace(BETA_START, BETA_END, NUM_TIMESTEPS, dtype=torch.float64)
         alpha_bar = (1 - beta).cumprod(0)
         previous = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])
@@ -39,6 +123,9 @@ class HybridLoss(nn.Module):
             mean_x0=beta * previous.sqrt() / (1 - alpha_bar),  # Ho 2020 eq. 7
             mean_xt=(1 - previous) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
+        if min_snr_gamma is not None:
+            tables["weight"] = (min_snr_gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
+        self.weighs = min_snr_gamma is not None
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
 
@@ -61,15 +148,16 @@ class HybridLoss(nn.Module):
             t: [B], 0 .. 999.
 
         Returns:
-            dict of [B] tensors: loss, mse, and vb if the variance is learned.
+            dict of [B] tensors: loss, mse (not weighted), and vb if the variance is learned.
         """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
+        simple = self.weight[t] * mse if self.weighs else mse
         if output.shape[1] == x0.shape[1]:
-            return dict(loss=mse, mse=mse)
+            return dict(loss=simple, mse=mse)
         vb = self.variational_bound(eps.detach(), output[:, x0.shape[1] :], x0, xt, t)
-        return dict(loss=mse + vb, mse=mse, vb=vb)
+        return dict(loss=simple + vb, mse=mse, vb=vb)
 
     def variational_bound(self, eps: Tensor, interpolation: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
         """L_t in bits per dimension, [B]: a KL divergence for t > 0, a discretised likelihood for t = 0.

@@ -13,6 +13,8 @@ from torch import nn
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
+from moh_vision.diffusion.objectives import make_objective
+from moh_vision.diffusion.sampling import sampler_for
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
@@ -45,14 +47,18 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         if config.vae and not about.get("vae"):
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
         vae = open_vae(config.vae, about.get("vae"))
+        objective = make_objective(about["config"])
         about = dict(about, run=run_of(Path(about["weights"])), label_drop=about["config"]["label_drop"])
+        about.update(objective=objective.name, shift=getattr(objective, "shift", 1.0))
     if vae is not None:
         vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
         keep_budget(config, lambda: budget_pairs(model))
     # A prediction is clipped to the range of pixels; latents have none.
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, clip=vae is None)
+    objective, shift = about.pop("objective"), about.pop("shift")
+    config.sampler = sampler_for(objective, config.sampler, config.default_sampler, "--sampler")
+    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, shift)
     if config.cfg_scale != 1 and about["label_drop"] == 0:
         raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
     return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), about["label_drop"]), about
@@ -85,6 +91,7 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
     # As the folders of ImageNet are named, and with them the classes of runs.
     classes = timm.data.ImageNetInfo().label_names() if number == 1000 else [str(i) for i in range(number)]
     about = dict(architecture=name, classes=list(classes), weights=str(weights_file(path)), run=None, label_drop=None)
+    about.update(objective="noise", shift=1.0)
     return model, vae, about
 
 
@@ -107,7 +114,8 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     vae = pipe.vae
     if config.vae:
         vae = fit_vae(load_vae(config.vae), config.vae, LatentSpace.of(vae, f"{folder}/vae"))
-    return pipe.transformer, vae, dict(about, label_drop=pipe.config.label_drop)
+    about.update(label_drop=pipe.config.label_drop, objective=pipe.config.objective)
+    return pipe.transformer, vae, dict(about, shift=pipe.scheduler.config.get("shift", 1.0))
 
 
 def _of_the_same_size(name: str) -> List[str]:

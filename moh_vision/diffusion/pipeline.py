@@ -13,10 +13,12 @@ from torch import Tensor
 
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import (
+    SAMPLERS,
     Guidance,
     denoise,
     fit_scheduler,
     initial_noise,
+    objective_of,
     refuse_not_finite,
     set_steps,
 )
@@ -36,10 +38,12 @@ class MoHDiTPipeline(DiffusionPipeline):
     Args:
         transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes one with
             the same outputs. Its config.num_classes is the label that means "no class".
-        scheduler: of diffusers, for a model that predicts noise over 1000 steps.
+        scheduler: of diffusers, for a model that predicts noise over 1000 steps, or the velocity of a flow.
         vae: decodes latents, scaled as its config says, see `LatentSpace`; None: the transformer works on pixels in [-1, 1].
         id2label: names of the classes.
         label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
+        objective: what the transformer predicts, "noise" or the velocity of a "flow"; None: what the scheduler takes.
+            Schedulers of the other one are refused from then on.
 
     Raises:
         ValueError: for another transformer, and for a VAE whose latents have other channels or statistics that cannot be.
@@ -56,6 +60,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         vae: Optional[ModelMixin] = None,
         id2label: Optional[dict] = None,
         label_drop: Optional[float] = None,
+        objective: Optional[str] = None,
     ):
         super().__init__()
         if type(transformer).__name__ == "DiTTransformer2DModel":  # importing diffusers' class would take a second
@@ -77,7 +82,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
-        self.register_to_config(id2label=names, label_drop=label_drop)
+        self.register_to_config(id2label=names, label_drop=label_drop, objective=objective or objective_of(scheduler))
+        self._check_scheduler()
         self.image_processor = VaeImageProcessor()
 
     @classmethod
@@ -150,6 +156,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
+        self._check_scheduler()
         generators = _one_per_image(generator, len(labels))
         scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
         set_steps(scheduler, num_inference_steps)
@@ -188,6 +195,15 @@ class MoHDiTPipeline(DiffusionPipeline):
     def decode(self, latents: Tensor) -> Tensor:
         """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
         return latents if self.vae is None else decode(self.vae, latents)
+
+    def _check_scheduler(self) -> None:
+        needed, given = self.config.objective, objective_of(self.scheduler)
+        if given != needed:
+            fitting = ", ".join(name for name, of in SAMPLERS.items() if of == needed)
+            raise ValueError(
+                f"scheduler {type(self.scheduler).__name__} is for objective {given}, the transformer was trained with "
+                f"objective {needed}; make_scheduler has {fitting}"
+            )
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         if output_type not in OUTPUT_TYPES:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.class_rows import class_numbers, class_rows
-from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, to_uint8
+from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.engine.commands import message_of
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
@@ -28,6 +28,7 @@ class Samples:
         names: of the classes of the model. Image i has class i modulo their number, or that of `config.classes`.
         learned_variance: the model predicts the variance too.
         clip: whether predictions are clipped to [-1, 1], as for pixels.
+        objective: of the training; see `objectives.make_objective`.
         decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
 
     Attributes:
@@ -43,6 +44,7 @@ class Samples:
         names: List[str],
         learned_variance: bool,
         clip: bool,
+        objective: nn.Module,
         decode: Optional[Callable[[Tensor], Tensor]] = None,
     ):
         self.config, self.names = config, names
@@ -50,7 +52,9 @@ class Samples:
         self.decode = decode or (lambda x: x)
         self.failed = 0
         try:
-            self.scheduler = make_scheduler(config.sampler, config.steps, learned_variance, clip)
+            self.sampler = sampler_for(objective.name, config.sampler, config.default_sampler, "sampler")
+            shift = getattr(objective, "shift", 1.0)
+            self.scheduler = make_scheduler(self.sampler, config.steps, learned_variance, clip, shift)
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
 
@@ -141,6 +145,6 @@ class Samples:
             self.failed += 1
             return dict(error=problem), f"no scores: {problem}"
         (scores, text), c = found[0], self.config
-        how = dict(sampler=c.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=Guidance().channels)
+        how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=Guidance().channels)
         how.update(seed=c.seed, labels="balanced", num_images=count, batch_size=BATCH)
         return dict(scores, sampling=how), text

@@ -110,7 +110,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 
     # ---------------------------------------------------------------- sample
     labels = draw_labels(config, chosen)
-    how = f"{config.sampler} {len(pipe.scheduler.timesteps)} steps, guidance {config.cfg_scale:g}"
+    how = f"{config.sampler} {pipe.scheduler.num_inference_steps} steps, guidance {config.cfg_scale:g}"
     if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
         how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     if config.num_images:
@@ -172,8 +172,10 @@ def draw(
 ) -> HeadLoad:
     """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
-    places = {t: place for place, t in enumerate(pipe.scheduler.timesteps.tolist())}
-    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": names, "timestep": list(places)})
+    # Heun's has most of them twice.
+    places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
+    steps = [f"{t:g}" for t in places]
+    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": names, "timestep": steps})
 
     def count(stats: list, labels: Tensor, t: Tensor) -> None:
         load.add(stats, labels, places[t[0].item()])

@@ -1,15 +1,17 @@
-"""Class-conditional sampling with classifier-free guidance, on diffusers' schedulers."""
+"""Class-conditional sampling with classifier-free guidance, on diffusers' schedulers, for both objectives."""
 
 import inspect
 from dataclasses import dataclass
-from typing import Callable, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
-SAMPLERS = ("ddpm", "ddim", "dpm-solver++")
+# Each with the objective of the models that it samples from.
+SAMPLERS = {"ddpm": "noise", "ddim": "noise", "dpm-solver++": "noise", "euler": "flow", "heun": "flow", "sde": "flow"}
 LEARNED = ("learned", "learned_range")
 
 
@@ -17,7 +19,7 @@ LEARNED = ("learned", "learned_range")
 class Guidance:
     """Classifier-free guidance, eps = eps(none) + scale * (eps(class) - eps(none)); Ho and Salimans 2022.
 
-    The learned variance is never guided: it is the one predicted with the class.
+    Velocities are guided alike. The learned variance is never guided: it is the one predicted with the class.
 
     Args:
         scale: 1: none, half the work; 0: as if without a class.
@@ -51,22 +53,51 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
-def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: bool):
+def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str], key: str) -> str:
+    """The sampler, or where none is named the objective's of `default`.
+
+    Raises:
+        ValueError: for a sampler of the other objective, naming `key` and those that fit.
+    """
+    fitting = [name for name, of in SAMPLERS.items() if of == objective]
+    if sampler and sampler not in fitting:
+        raise ValueError(f"{key} {sampler}: a model trained with objective {objective} takes {', '.join(fitting)}")
+    return sampler or default[objective]
+
+
+def objective_of(scheduler) -> str:
+    """The objective of the models that a scheduler of diffusers samples from: "noise" or "flow"."""
+    flow = type(scheduler).__name__.startswith("FlowMatch")
+    return "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
+
+
+def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: bool, shift: float = 1.0):
     """A diffusers scheduler set to `num_steps`.
 
     Args:
         sampler: "ddpm": the official DiT's, with its respaced steps ('linspace'); "ddim": deterministic ('leading',
             the official step set where num_steps divides 1000); "dpm-solver++": second order, multistep, steps of
             equal log SNR down to zero noise (Lu et al. 2022), which came nearest to exact solutions of images with fine
-            detail (docs/sampling.md).
+            detail (docs/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the ODE, "sde"
+            the stochastic equation of `FlowMatchSDEScheduler`.
         learned_variance: the model predicts the variance's interpolation, which DDPM uses.
-        clip: clip the predicted image to [-1, 1]; for pixels, not for latents.
+        clip: clip the predicted image to [-1, 1]; for pixels, not for latents. Flow's have no such thing.
+        shift: of flow's steps towards the noise; that of the training.
 
     Raises:
         ValueError: for an unknown sampler or number of steps.
     """
-    from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+    from diffusers import (
+        DDIMScheduler,
+        DDPMScheduler,
+        DPMSolverMultistepScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        FlowMatchHeunDiscreteScheduler,
+    )
 
+    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # its base class takes diffusers
+
+    flow = dict(euler=FlowMatchEulerDiscreteScheduler, heun=FlowMatchHeunDiscreteScheduler, sde=FlowMatchSDEScheduler)
     if sampler not in SAMPLERS:
         raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
     common = dict(num_train_timesteps=NUM_TIMESTEPS, beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
@@ -75,6 +106,8 @@ def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: b
         scheduler = DDPMScheduler(**common, clip_sample=clip, variance_type=variance, timestep_spacing="linspace")
     elif sampler == "ddim":
         scheduler = DDIMScheduler(**common, clip_sample=clip, timestep_spacing="leading")
+    elif sampler in flow:
+        scheduler = flow[sampler](num_train_timesteps=NUM_TIMESTEPS, shift=shift)
     else:
         scheduler = DPMSolverMultistepScheduler(
             **common,
@@ -95,10 +128,16 @@ def set_steps(scheduler, num_steps: int) -> None:
         ValueError: for a number out of range, or one whose whole strides begin far from noise (DDIM with 600 steps
             would begin at timestep 599).
     """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     total = scheduler.config.num_train_timesteps
     if not 1 <= num_steps <= total:
         raise ValueError(f"steps {num_steps} is out of range: 1 to {total}")
-    scheduler.set_timesteps(num_steps)
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        # Equal steps from noise to image. diffusers' own stop 0.001 before it, and spend a step on the rest.
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
+    else:
+        scheduler.set_timesteps(num_steps)
     first, second = [*scheduler.timesteps.tolist(), -1][:2]
     if len(scheduler.timesteps) > 1 and first + (first - second) < 0.9 * total:
         raise ValueError(
@@ -151,7 +190,8 @@ def denoise(
     """The sampling loop.
 
     Args:
-        predict: (x [n, C, h, w], t [n], labels [n]) -> noise [n, C, h, w], or [n, 2C, h, w] with the learned variance.
+        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes it, or
+            [n, 2C, h, w] with the learned variance.
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
         x: noise [B, C, h, w], float32.
         labels: [B] classes.
@@ -180,10 +220,11 @@ def denoise(
     noise_source = dict(generator=generators) if "generator" in inspect.signature(scheduler.step).parameters else {}
     channels = x.shape[1]
     both = torch.cat([labels, torch.full_like(labels, null_label)])
-    x = x * scheduler.init_noise_sigma
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's have neither this nor the next
+    scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         guided = guidance.applies(t.item() / scheduler.config.num_train_timesteps)
-        noisy = scheduler.scale_model_input(x, t)
+        noisy = scale(x, t)
         y = both if guided else labels
         out = predict(torch.cat([noisy, noisy]) if guided else noisy, t.to(x.device).expand(len(y)), y).float()
         if guided:
@@ -208,7 +249,7 @@ def sample_images(
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
     on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
 ) -> Tensor:
-    """Sample one image per label, from any function that predicts noise.
+    """Sample one image per label, from any function that predicts noise or a velocity.
 
     The noise of an image, at the start and at every step, comes from its own seed: it does not depend on the images
     beside it.

@@ -8,7 +8,7 @@ from moh_vision.attention.losses import RoutedTask
 
 
 class DiffusionTask(RoutedTask):
-    """Noise prediction; `diffusion` is a `moh_vision.diffusion.objectives.HybridLoss`."""
+    """A model and its objective; `diffusion` is one of `moh_vision.diffusion.objectives`."""
 
     def __init__(self, model: nn.Module, balance_weight: float, diffusion: nn.Module, **moa_weights: float):
         super().__init__(model, balance_weight, **moa_weights)

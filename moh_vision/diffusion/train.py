@@ -6,6 +6,8 @@ prints every key.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import List, Optional
 
 import torch
@@ -19,7 +21,7 @@ from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
-from moh_vision.diffusion.objectives import NUM_TIMESTEPS, HybridLoss
+from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import Samples
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
@@ -31,6 +33,7 @@ from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import create, keep_shared_heads
 
 
@@ -47,10 +50,12 @@ def train(run: Run) -> None:
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
 
-    # ---------------------------------------------------------------- model
+    # ---------------------------------------------------------------- objective and model
+    objective = make_objective(config.tree())
     decided = config.model.decided(
-        img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes), learn_sigma=config.learn_sigma
-    )
+        img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes),
+        learn_sigma=config.learn_sigma and objective.name == "noise",
+    )  # fmt: skip
     arguments = {**arguments, **decided}
     torch.manual_seed(config.seed)
     model = create(name, "diffusion", **arguments)
@@ -68,6 +73,10 @@ def train(run: Run) -> None:
         keep_shared_heads(model, checkpoint)
     else:
         load_source(model, config, accelerator.print)
+        origin = config.model.pretrained or config.init_from
+        before = trained_objective(origin) if origin else objective.name
+        if before != objective.name:
+            accelerator.print(f"{origin} was trained with objective {before}, this run with {objective.name}")
     train_only(model, config.train_only)
     if config.checkpointing:
         model.enable_gradient_checkpointing()
@@ -82,7 +91,7 @@ def train(run: Run) -> None:
         raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
     decode = inputs.decoder(accelerator.device) if draws else None
     previews, scored = (
-        Samples(c, classes, config.learn_sigma, clip=inputs.space is None, decode=decode)
+        Samples(c, classes, arguments["learn_sigma"], inputs.space is None, objective, decode)
         for c in (config.preview, config.score)
     )
     with accelerator.main_process_first():
@@ -90,11 +99,13 @@ def train(run: Run) -> None:
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not checkpoint:
-        share_strongest_heads(model, inputs.calibration_batches(config.calibrate_images, unreadable, accelerator))
+        share_strongest_heads(
+            model, inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
+        )
     run.open(DataRecord(d.root, run.flags.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
-    task = DiffusionTask(model, config.balance_weight, HybridLoss(), **config.moa_weights())
+    task = DiffusionTask(model, config.balance_weight, objective, **config.moa_weights())
     optimizer = make_optimizer(model, o)
     metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
     run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
@@ -104,7 +115,7 @@ def train(run: Run) -> None:
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
         return inputs.encode(batch, accelerator.autocast())
 
-    dataset = inputs.dataset(config.seed, NUM_TIMESTEPS, config.label_drop)
+    dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
     stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
     drawn = run.ema.module if run.ema else run.model
     for step in run.steps():
@@ -123,6 +134,16 @@ def train(run: Run) -> None:
     if not run.stopped:
         weights = run.folder / ("ema.safetensors" if run.ema else "model.safetensors")
         run.log.say(f"{run.folder}: {run.done} steps done; weights in {weights}")
+
+
+def trained_objective(source: str) -> str:
+    """The objective that weights for `init_from` were trained with; what does not say so predicts noise."""
+    index, config = Path(source) / "model_index.json", None
+    if index.is_file():  # a pipeline
+        config = json.loads(index.read_text())
+    elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
+        config = read_safetensors(weights_file(source), lambda name: False)[1].get("config")
+    return config.get("objective", "noise") if isinstance(config, dict) else "noise"
 
 
 def main(argv: Optional[List[str]] = None) -> None:

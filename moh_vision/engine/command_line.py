@@ -15,7 +15,7 @@ import jsonargparse
 import yaml
 
 from moh_vision.engine.commands import message_of, nearest
-from moh_vision.engine.config import FREE_KEYS, KEPT_KEYS, LATER_KEYS, Flags, RunConfig, config_file
+from moh_vision.engine.config import FORMER_DEFAULTS, FREE_KEYS, KEPT_KEYS, LATER_KEYS, Flags, RunConfig, config_file
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
 
@@ -254,7 +254,9 @@ def _leave_out_idle(namespace, defaults, given: Set[str], known: Iterable[str], 
     left_out = {}
     for key, deciding, needed in idle_keys({k: namespace[k] for k in known}):
         value = namespace[key]
-        if not value or (key not in given and value == defaults[key]):  # off anyway, or as it always is
+        if not value or (
+            key not in given and value in (defaults[key], FORMER_DEFAULTS.get(key))
+        ):  # off anyway, or as it always is
             continue
         if key in given or not given.intersection(deciding):
             where = f"--config {files}: " if files and key not in given else ""

@@ -401,4 +401,8 @@ LATER_KEYS = {
     "data.exact_order": True,
     "calibrate_images": ImageRunConfig.calibrate_images,
     **{f"block_descent.{f.name}": f.default for f in dataclasses.fields(BlockDescentConfig)},
+    "objective": "noise",
 }
+
+# Defaults of earlier versions: their runs saved them, also where they had no effect.
+FORMER_DEFAULTS = {"preview.sampler": "ddim", "score.sampler": "ddim"}

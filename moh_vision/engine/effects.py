@@ -89,6 +89,8 @@ NEEDS = (
     ("preview.*", "preview.every", some, "preview.every above 0"),
     ("score.*", "score.every", some, "score.every above 0"),
     ("guide_channels cfg_interval", "cfg_scale", lambda scale: scale != 1, "a cfg_scale other than 1"),
+    ("learn_sigma min_snr_gamma", "objective", lambda objective: objective != "flow", "objective noise"),
+    ("flow.*", "objective", lambda objective: objective == "flow", "objective flow"),
     ("grid_columns", "grid", some, "--grid FILE"),
     ("score_split extractor inception_weights allow_biased score_file", "score", some, "--score REFERENCE"),
     ("weights", "checkpoint", lambda path: not path.endswith(".safetensors"), "the folder of a run as --checkpoint"),

@@ -331,8 +331,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 .. 999. On a CPU, floats that are all below 1, and not all 0, give a
-                warning.
+            timestep: [B] or a scalar tensor, 0 (clean) .. 1000 (noise), whole or real. On a CPU, floats that are all
+                below 1, and not all 0, give a warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: an object with `.sample`, else a tuple.
 

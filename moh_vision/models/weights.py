@@ -20,8 +20,8 @@ from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missin
 from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
-# Tensors whose shape follows the class count or the image size; they start anew where the shape differs.
-REMADE = ("head.", "y_embedder.", "pos_embed")
+# Tensors whose shape follows the class count, the image size or the objective; they start anew where the shape differs.
+REMADE = ("head.", "y_embedder.", "pos_embed", "final_layer.linear.")
 # By the modules that timm groups registered names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 
@@ -219,9 +219,9 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print,
     """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
 
     The head or label table is made anew for another class count, position tables and patch kernels are resized (or made
-    anew, where the layout has no such rule) for another size of images, patches or colours, and routers start fresh where
-    the source has none; each is named through `say`. The model takes the shared heads of a source with routers; how many
-    run stays its own.
+    anew, where the layout has no such rule) for another size of images, patches or colours, the last layer of a DiT is made
+    anew with or without a learned variance, and routers start fresh where the source has none; each is named through
+    `say`. The model takes the shared heads of a source with routers; how many run stays its own.
 
     Args:
         key: of the configuration, named in messages.

@@ -175,3 +175,18 @@ def test_the_loss_is_computed_in_float32_or_better(dtype):
 def test_timesteps_are_integers():
     with pytest.raises(ValueError, match="timesteps are torch.float32; expected integers from 0 to 999"):
         batch(torch.rand(2))
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_min_snr_weighs_the_noises_error(learned):
+    """Hang 2023: min(SNR, gamma) / SNR of the squared error, and nothing of the bound."""
+    _, x0, noise, xt, t = batch(torch.tensor([0, 100, 300, 999]))
+    output = torch.randn(4, 6 if learned else 3, 4, 4)
+    plain, weighted = (HybridLoss(gamma)(output, x0, xt, noise, t) for gamma in (None, 5.0))
+    snr = ALPHA_BAR[t] / (1 - ALPHA_BAR[t])
+    weight = torch.minimum(snr, torch.tensor(5.0)) / snr
+    assert weight[0] < 1e-3 and 0 < weight[1] < 1 and weight[2:].tolist() == [1, 1]
+    torch.testing.assert_close(
+        weighted["loss"], weight.float() * plain["mse"] + plain.get("vb", 0), rtol=1e-4, atol=1e-6
+    )
+    assert torch.equal(weighted["mse"], plain["mse"])

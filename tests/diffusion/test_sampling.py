@@ -9,11 +9,13 @@ ALPHA_BAR = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(
 SHAPE = (2, 3, 3)
 
 
-def points(*values):
+def points(*values, objective="noise"):
     """A model that knows the data: class c is the single image filled with values[c]."""
     table = torch.tensor(values)
 
     def predict(x, t, labels):
+        if objective == "flow":
+            return (x - table[labels].view(-1, 1, 1, 1)) / (t.view(-1, 1, 1, 1) / 1000)
         a = ALPHA_BAR[t.long()].float().view(-1, 1, 1, 1)
         eps = (x - a.sqrt() * table[labels].view(-1, 1, 1, 1)) / (1 - a).sqrt()
         return torch.cat([eps, -torch.ones_like(eps)], dim=1)
@@ -38,7 +40,8 @@ def test_the_exact_model_gives_back_the_data(sampler, steps, learned):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_guidance_extrapolates_from_no_class(sampler, scale):
     scheduler = make_scheduler(sampler, 20, True, clip=False)
-    images = sample_images(points(0.2, -0.1), scheduler, torch.tensor([0]), SHAPE, [1], 1, Guidance(scale))
+    exact = points(0.2, -0.1, objective=SAMPLERS[sampler])
+    images = sample_images(exact, scheduler, torch.tensor([0]), SHAPE, [1], 1, Guidance(scale))
     torch.testing.assert_close(images, torch.full_like(images, -0.1 + scale * 0.3), atol=1e-2, rtol=0)
 
 
@@ -127,7 +130,8 @@ def test_the_official_step_sets():
 @pytest.mark.parametrize(
     "sampler, steps, words",
     [
-        ("euler", 5, "sampler 'euler' is not one of ddpm, ddim, dpm-solver"),
+        ("eulr", 5, r"sampler 'eulr' is not one of ddpm, ddim, dpm-solver\+\+, euler, heun, sde"),
+        ("euler", 1001, "1 to 1000"),
         ("ddim", 0, "steps 0 is out of range"),
         ("ddim", 1001, "1 to 1000"),
         ("ddim", 600, "steps 600: the steps of DDIMScheduler would begin at timestep 599 of 1000"),

@@ -300,6 +300,8 @@ IDLE = [
     ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "adamw"}, {"optim.name": "muon"}, "optim.momentum"),
     ((ClsConfig, DitConfig), {"optim.name": "adan"}, {"optim.name": "lion"}, "optim.betas"),
     ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
+    ((DitConfig,), {"objective": "flow"}, {"objective": "noise"}, "learn_sigma min_snr_gamma"),
+    ((DitConfig,), {"objective": "noise"}, {"objective": "flow"}, "flow.timesteps flow.shift"),
     (
         (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
         "data.crop_scale data.auto_augment data.color_jitter data.erase_prob data.erase_mode",
@@ -350,7 +352,7 @@ ALWAYS = set(
     "model.name model.patch_size "
     "model.kwargs model.pretrained data.root data.exact_order data.img_size data.augment data.workers data.max_bad_fraction "
     "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
-    "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae learn_sigma "
+    "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae objective "
     "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid denoising "
     "head_usage head_load score overwrite model".split()
 )
@@ -502,9 +504,8 @@ def test_what_earlier_runs_did_not_have_is_what_they_did():
     """Runs from before MAE's and MoA's training go on as they are; anything else in those keys makes another run."""
     for kind in (ClsConfig, DitConfig):
         new = parse_config(kind, [], "test")[0].tree()
-        old = {
-            k: v for k, v in new.items() if k not in ("train_only", "moa_balance_weight", "z_weight", "block_descent")
-        }
+        later = ("train_only", "moa_balance_weight", "z_weight", "block_descent", "objective", "min_snr_gamma", "flow")
+        old = {k: v for k, v in new.items() if k not in later}
         assert changed_keys(old, new, []) == []
         joint = dict(new["block_descent"], mode="joint")
         for router, other, changes in (

@@ -24,6 +24,7 @@ from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
+from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Samples
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.manifest import damage
@@ -384,7 +385,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     logged = []
     log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
-    previews = Samples(config, list("0123456789"), learned_variance=True, clip=True)
+    previews = Samples(config, list("0123456789"), learned_variance=True, clip=True, objective=HybridLoss())
     previews.draw(model, tmp_path / "again.png", log, step=4)
     ((step, _, images),) = logged
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8

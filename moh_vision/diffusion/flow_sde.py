@@ -1,0 +1,45 @@
+"""The stochastic sampler of SiT (Ma 2024), which diffusers does not have. Saved pipelines name this path."""
+
+from typing import List, Optional, Tuple, Union
+
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SchedulerMixin,  # noqa: F401  where diffusers looks for it to load this class in a pipeline
+)
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+
+class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
+    """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW, from t = 1 (noise) down to 0, with w = 2 t (Ma 2024).
+
+    The score follows from the velocity, s = -((1 - t) v + x) / t, where (1 - t) v + x is the expected noise. Marginals are
+    those of the ODE, whatever w is. w = 2 t is the released SiT's diffusion form "sigma". The last step adds no noise: it
+    ends at the expected image. Steps, shift and files are those of diffusers' Euler scheduler, whose own
+    `stochastic_sampling` draws all noise anew in every step and has other marginals.
+    """
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Tensor,
+        sample: Tensor,
+        generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
+        return_dict: bool = True,
+    ) -> Union[FlowMatchEulerDiscreteSchedulerOutput, Tuple[Tensor]]:
+        """x_t -> x at the next timestep, as diffusers' schedulers: model_output, the velocity, and sample [B, C, h, w]."""
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        x, v = sample.float(), model_output.float()
+        t, after = self.sigmas[self.step_index].item(), self.sigmas[self.step_index + 1].item()
+        if after == 0:
+            x = x - t * v  # the expected image
+        else:
+            eps, h = (1 - t) * v + x, t - after
+            z = randn_tensor(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+            x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # w s / 2 = -eps
+        self._step_index += 1
+        x = x.to(model_output.dtype)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x) if return_dict else (x,)

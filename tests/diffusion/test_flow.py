@@ -1,0 +1,230 @@
+"""Flow matching: the loss and its timesteps by hand, the samplers against the exact solution of Gaussian data, and a run."""
+
+import math
+import re
+
+import diffusers
+import numpy as np
+import pytest
+import refusals
+import torch
+from conftest import ROOT
+from small_runs import arguments, logged, same
+from test_pipeline import draw, transformer
+from test_sample import call, run_of
+from torch.utils.data import default_collate
+
+from moh_vision.analysis import HeadLoad
+from moh_vision.data.batches import image_transform
+from moh_vision.data.sources import Digits
+from moh_vision.diffusion import FlowMatchingLoss, Guidance, MoHDiTPipeline, make_scheduler, sample_images, train
+from moh_vision.diffusion.batches import NoisedImages
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.objectives import make_objective
+from moh_vision.diffusion.opening import open_pipeline
+
+FLOW = ("euler", "heun", "sde")
+
+
+def test_the_loss_by_hand():
+    loss = FlowMatchingLoss()
+    x0, noise, output = torch.randn(3, 2, 2, 4, 4, dtype=torch.float64)
+    t = torch.tensor([250.0, 1000.0], dtype=torch.float64)
+    xt = loss.add_noise(x0, noise, t)
+    torch.testing.assert_close(xt[0], 0.75 * x0[0] + 0.25 * noise[0])
+    assert torch.equal(xt[1], noise[1])
+    torch.testing.assert_close((xt - loss.add_noise(x0, noise, t - 1)) * 1000, noise - x0)  # the velocity is the target
+    terms = loss(output, x0, xt, noise, t)
+    want = [sum((o - n + x) ** 2 for o, n, x in zip(*map(torch.ravel, row))) / 32 for row in zip(output, noise, x0)]
+    torch.testing.assert_close(terms["loss"], torch.stack(want))
+    assert terms["loss"].dtype == torch.float64 and torch.equal(terms["mse"], terms["loss"])
+
+
+@pytest.mark.parametrize(
+    "arguments, quantiles",  # at 0.1587, 0.5 and 0.8413: one standard deviation of a normal to either side
+    [
+        (dict(), [158.7, 500, 841.3]),
+        (dict(timesteps="logit-normal"), [268.9, 500, 731.1]),  # sigmoids of -1, 0 and 1
+        (dict(shift=3.0), [3 * 0.1587 / (1 + 2 * 0.1587) * 1000, 750, 3 * 0.8413 / (1 + 2 * 0.8413) * 1000]),
+        (dict(timesteps="logit-normal", shift=3.0), [524.6, 750, 890.8]),
+    ],
+)
+def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, quantiles):
+    draw = FlowMatchingLoss(**arguments).draw
+    data = NoisedImages(Digits("train"), image_transform("none", 8, 1, (0.5,), (0.5,)), 0, draw, label_drop=0.25)
+    items, again = [data[(p, p)] for p in range(3)], data[(2, 20)]
+    assert again["timesteps"] == items[2]["timesteps"] and torch.equal(again["noise"], items[2]["noise"])
+    steps = default_collate(items)["timesteps"]
+    assert steps.dtype == torch.float32 and len(set(steps.tolist())) == 3
+    many = [draw(np.random.default_rng(seed)) for seed in range(3000)]
+    assert 0 <= min(many) and max(many) <= 1000
+    np.testing.assert_allclose(np.quantile(many, [0.1587, 0.5, 0.8413]), quantiles, atol=35)
+
+
+def test_objectives_of_configurations():
+    assert make_objective({}).name == make_objective(dict(objective="noise", flow=dict(shift=2.0))).name == "noise"
+    flow = make_objective(dict(objective="flow", flow=dict(timesteps="logit-normal", shift=2.0)))
+    assert (flow.name, flow.shift, flow.draw.keywords["sampling"]) == ("flow", 2.0, "logit-normal")
+    for bad in (
+        dict(objective="score"), dict(objective="flow", flow=3), dict(objective="flow", flow=dict(timesteps="x")),
+        dict(objective="flow", flow=dict(shift=0)), dict(objective="flow", flow=dict(shift="2")), dict(min_snr_gamma="5"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="objective 'score'|flow 3|timesteps 'x'|shift|min_snr_gamma '5'"):
+            make_objective(bad)
+
+
+# ---------------------------------------------------------------- samplers
+
+
+def gaussian(mean, std):
+    """E[eps - x_0 | x_t] where every pixel is N(mean, std^2): the exact velocity."""
+
+    def predict(x, t, labels):
+        t, x = t.double().view(-1, 1, 1, 1) / 1000, x.double()
+        slope = (t - (1 - t) * std**2) / ((1 - t) ** 2 * std**2 + t**2)
+        return slope * (x - (1 - t) * mean) - mean
+
+    return predict
+
+
+def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8):
+    scheduler = make_scheduler(sampler, steps, False, clip=True, shift=shift)
+    labels = torch.zeros(images, dtype=torch.long)
+    return sample_images(gaussian(mean, std), scheduler, labels, (1, 32, 32), range(images), 1)
+
+
+def error(*arguments, mean=0.3, std=0.3, **more):
+    """Root mean square distance to the exact solution, which is a straight line in the starting noise."""
+    start = torch.stack([torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(8)])
+    found = drawn(*arguments, mean=mean, std=std, **more)
+    return (found - mean - std * start).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_solvers_reach_the_exact_solution(shift):
+    """Twice the steps: half the error of Euler, nearly a quarter of Heun's, whose last short step is Euler's."""
+    euler, heun = ([error(name, n, shift=shift) for n in (20, 40)] for name in ("euler", "heun"))
+    assert math.log2(euler[0] / euler[1]) == pytest.approx(1, abs=0.2)
+    assert math.log2(heun[0] / heun[1]) > 1.4
+    assert heun[1] < 0.001 and euler[1] < 0.04
+
+
+@pytest.mark.parametrize("mean, std", [(0.3, 0.3), (-0.5, 0.05), (0.0, 1.0)])
+def test_the_sde_has_the_datas_mean_and_variance(mean, std):
+    """From noise of its own: the images are not those of the ODE. 8,192 pixels: the mean is known to std / 90."""
+    images = drawn("sde", 100, mean, std)
+    assert images.mean().item() == pytest.approx(mean, abs=0.045 * std)
+    assert images.std().item() == pytest.approx(std, rel=0.04)
+    assert error("sde", 100, mean=mean, std=std) > std
+    # What diffusers has under that name has too little variance, however many steps it makes.
+    theirs = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    theirs.set_timesteps(100)
+    labels = torch.zeros(8, dtype=torch.long)
+    assert sample_images(gaussian(mean, std), theirs, labels, (1, 32, 32), range(8), 1).std() < 0.85 * std
+
+
+def test_steps_run_from_noise_to_image():
+    assert make_scheduler("euler", 4, False, False).timesteps.tolist() == [1000, 750, 500, 250]
+    shifted = make_scheduler("sde", 4, False, False, shift=3.0).timesteps
+    torch.testing.assert_close(shifted, torch.tensor([1000, 900, 750, 500.0]))  # Esser 2024, eq. 23
+    heun = make_scheduler("heun", 3, False, False).timesteps
+    torch.testing.assert_close(heun, torch.tensor([1000, 500.5, 500.5, 1, 1]))
+
+
+def test_guidance_interval_is_in_the_same_times():
+    passes = []
+
+    def predict(x, t, labels):
+        passes.append((t[0].item(), len(labels)))
+        return x
+
+    scheduler = make_scheduler("euler", 10, False, False)
+    sample_images(predict, scheduler, torch.tensor([0]), (1, 2, 2), [1], 1, Guidance(3.0, interval=(0.15, 0.55)))
+    assert [round(t) for t, n in passes if n == 2] == [500, 400, 300, 200] and len(passes) == 10
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+@pytest.mark.parametrize("sampler", FLOW)
+def test_a_pipeline_of_a_flow(tmp_path, sampler):
+    pipe = MoHDiTPipeline(transformer(3, learn_sigma=False), make_scheduler(sampler, 4, False, False, shift=2.0))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(tmp_path)
+    again = MoHDiTPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert type(again.scheduler) is type(pipe.scheduler) and again.scheduler.config.shift == 2
+    assert again.config.objective == "flow"
+    images = draw(pipe, [0, 6], 1, 2)
+    assert torch.equal(draw(again, [0, 6], 1, 2), images)
+    assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
+    again.scheduler = make_scheduler("ddim", 4, False, True)
+    with pytest.raises(
+        ValueError, match="scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde"
+    ):
+        draw(again, [0], 1)
+    with pytest.raises(ValueError, match="FlowMatch.* is for objective flow, the transformer .* objective noise"):
+        MoHDiTPipeline(pipe.transformer, pipe.scheduler, objective="noise")
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
+    config = dict(label_drop=0.1, vae="none", objective="flow", flow=dict(timesteps="uniform", shift=2.0))
+    run = run_of(tmp_path, 3, config=config)
+    call(run, "--out", tmp_path / "a.npz", "--head-load", tmp_path / "a.json", "--save-pipeline", tmp_path / "pipe")
+    assert "5 images, sde 4 steps, guidance 2" in capsys.readouterr().out
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler" and pipe.scheduler.config.shift == 2
+    call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
+    steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
+    assert (steps[0], len(steps)) == ("1000", 4) and 3.9 < float(steps[-1]) < 4  # 7 passes; the last is shifted twice
+    error = refusals.refused(capsys, lambda argv: call(run, *argv), "--out", tmp_path / "x.npz", "--sampler", "ddpm")
+    assert "--sampler ddpm: a model trained with objective flow takes euler, heun, sde" in error
+    with pytest.raises(ValueError, match="--sampler ddpm: .* objective flow takes"):
+        open_pipeline(SampleConfig(str(tmp_path / "pipe"), sampler="ddpm", out="x"))
+    (tmp_path / "noise").mkdir()
+    plain = run_of(tmp_path / "noise", 3)
+    error = refusals.refused(capsys, lambda argv: call(plain, *argv), "--out", tmp_path / "x.npz", "--sampler", "sde")
+    assert "--sampler sde: a model trained with objective noise takes ddpm, ddim, dpm-solver++" in error
+
+
+def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
+    def run(name, steps, *more):
+        train.main(arguments("dit", tmp_path / name, steps, 2, *more))
+        return tmp_path / name
+
+    flow = ("--objective", "flow", "--flow.timesteps", "logit-normal", "--flow.shift", "1.5")
+    whole = run("whole", 2, *flow, "--preview.every", "2", "--preview.steps", "2", "--preview.images", "10")
+    assert (whole / "previews" / "step_2.png").exists()
+    run("parts", 1, *flow)
+    run("parts", 2, *flow)
+    for name in ("model.safetensors", "ema.safetensors"):
+        assert same(whole / name, tmp_path / "parts" / name)
+    assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
+    capsys.readouterr()
+    run("noise", 1, "--init-from", whole)
+    said = capsys.readouterr().out
+    assert f"init_from: {whole} was trained with objective flow, this run with noise" in said
+    assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ("--flow.shift 2", "flow.shift 2.0 needs objective flow"),
+        ("--objective flow --learn_sigma true", "learn_sigma True needs objective noise"),
+        ("--objective flow --min_snr_gamma 5", "min_snr_gamma 5.0 needs objective noise"),
+        (
+            "--objective flow --preview.every 5 --preview.sampler ddim",
+            "preview.sampler ddim: .* flow takes euler, heun",
+        ),
+        ("--score.every 5 --score.sampler sde", "score.sampler sde: .* objective noise takes ddpm, ddim"),
+        ("--objective velocity", 'key "objective": Expected .*noise.*flow'),
+    ],
+)
+def test_mistakes(tmp_path, capsys, argv, words):
+    config = ROOT / "configs" / "quickstart" / "dit.yaml"
+    error = refusals.refused(capsys, train.main, "--config", config, "--output", tmp_path / "run", *argv.split())
+    assert re.search(words, error) and not list(tmp_path.iterdir())
