@@ -16,7 +16,7 @@ from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
 from moh_vision.diffusion.opening import open_pipeline
-from moh_vision.diffusion.sample import draw, draw_labels
+from moh_vision.diffusion.sample import draw, draw_labels, settle
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
@@ -91,7 +91,7 @@ def open_scored(argv: List[str]) -> Scored:
     given = {
         argument.partition("=")[0].replace("-", "_").removeprefix("__") for argument in argv if argument[:2] == "--"
     }
-    for name in ("out", "grid", "head_usage", "head_load", "save_pipeline", "score_file", "overwrite"):
+    for name in ("out", "grid", "denoising", "head_usage", "head_load", "save_pipeline", "score_file", "overwrite"):
         if name in given:
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")
     if "head_budget" in given:
@@ -102,10 +102,11 @@ def open_scored(argv: List[str]) -> Scored:
     accelerator = make_accelerator(config.mixed_precision)
     pipe, about = open_pipeline(config)
     classes, device = about["classes"], accelerator.device
+    chosen, _ = settle(config, about)
     where = dict(index_dir=index_dir(str(about["run"] or "samples")), classes=classes)
     scorer = make_scorer(**config.scoring(), **where)
     pipe.to(device).set_progress_bar_config(disable=True)
-    model, labels = pipe.transformer, draw_labels(config, len(classes))
+    model, labels = pipe.transformer, draw_labels(config, chosen)
 
     def scores() -> dict:
         with tempfile.TemporaryDirectory() as folder:

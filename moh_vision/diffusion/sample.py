@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -56,19 +56,8 @@ def main(argv: Optional[List[str]] = None) -> None:
             print(f"loading {config.checkpoint}", flush=True)
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])
-        chosen = class_numbers("--classes", config.classes, classes)
+        chosen, ema = settle(config, about)
         run, step = about["run"], step_of(weights.parent)
-        # None: the file does not tell.
-        ema = {"ema.safetensors": True, "model.safetensors": False}.get(weights.name) if run else None
-        against_adm = bool(config.score) and is_adm(config.score)
-        if config.protocol and ema is False:
-            raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {weights} holds none")
-        if config.protocol and config.score and not against_adm:
-            raise ValueError(
-                f"--score {config.score}: protocol {config.protocol} compares with ADM's statistics (an .npz with mu and "
-                "sigma, such as VIRTUAL_imagenet256_labeled.npz)"
-            )
-        config.labels = config.labels or ("random" if against_adm else "balanced")
         if config.score and not run and not config.score_file:
             raise ValueError(
                 f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores"
@@ -152,6 +141,32 @@ def main(argv: Optional[List[str]] = None) -> None:
     finish(accelerator)
 
 
+def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]]:
+    """Choose the labels that --labels leaves open, and hold --protocol to its word.
+
+    Args:
+        about: see `open_pipeline`.
+
+    Returns:
+        (numbers of the classes that are drawn, whether the weights are an EMA; None: the file does not tell)
+
+    Raises:
+        ValueError: for a class that does not exist, and for weights or a reference that are not the protocol's.
+    """
+    chosen, weights = class_numbers("--classes", config.classes, about["classes"]), Path(about["weights"])
+    ema = {"ema.safetensors": True, "model.safetensors": False}.get(weights.name) if about["run"] else None
+    against_adm = bool(config.score) and is_adm(config.score)
+    if config.protocol and ema is False:
+        raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {weights} holds none")
+    if config.protocol and config.score and not against_adm:
+        raise ValueError(
+            f"--score {config.score}: protocol {config.protocol} compares with ADM's statistics (an .npz with mu and "
+            "sigma, such as VIRTUAL_imagenet256_labeled.npz)"
+        )
+    config.labels = config.labels or ("random" if against_adm else "balanced")
+    return chosen, ema
+
+
 def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
     """The class of every image, [num_images], one of `chosen`."""
     if config.labels == "balanced":
@@ -168,7 +183,7 @@ def draw(
     parts: ImageParts,
     labels: Tensor,
     classes: List[str],
-    denoising: Optional[Denoising],
+    denoising: Optional[Denoising] = None,
 ) -> HeadLoad:
     """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
