@@ -199,7 +199,8 @@ class SampleConfig:
             "euler" or "heun".
         steps: denoising steps.
         cfg_scale: classifier-free guidance; 1: none.
-        guide_channels: how many channels are guided, from the first; 3 as the official DiT does on latents, or "all".
+        guide_channels: how many channels are guided, from the first, or "all"; left out: 3 of 4, as the official DiT does on
+            latents, and all of any other number.
         cfg_interval: two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied.
         seed: the noise of image i depends on (seed, i) alone.
         batch_size: images at a time on each process; equal sizes give equal bits.
@@ -237,7 +238,7 @@ class SampleConfig:
     sampler: Optional[Sampler] = None
     steps: int = 250
     cfg_scale: float = 1.0
-    guide_channels: Union[int, Literal["all"]] = 3
+    guide_channels: Optional[Union[int, Literal["all"]]] = None
     cfg_interval: Tuple[float, float] = (0.0, 1.0)
     seed: int = 0
     batch_size: int = 100
@@ -287,7 +288,7 @@ class SampleConfig:
         check("steps", self.steps, 1 <= self.steps <= 1000, "1 to 1000")
         check("cfg_scale", self.cfg_scale, self.cfg_scale >= 0, "0 or more")
         guided = self.guide_channels
-        check("guide_channels", guided, guided == "all" or guided >= 1, 'at least 1, or "all"')
+        check("guide_channels", guided, guided in (None, "all") or guided >= 1, 'at least 1, or "all"')
         low, high = self.cfg_interval
         check("cfg_interval", [low, high], 0 <= low <= high <= 1, "0 <= low <= high <= 1")
         check_seed(self.seed)

@@ -14,7 +14,7 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.sampling import sampler_for
+from moh_vision.diffusion.sampling import Guidance, sampler_for
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
@@ -58,6 +58,7 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
     # A prediction is clipped to the range of pixels; latents have none.
     objective, shift = about.pop("objective"), about.pop("shift")
     config.sampler = sampler_for(objective, config.sampler, config.default_sampler, "--sampler")
+    config.guide_channels = Guidance(channels=config.guide_channels).guided(model.config.in_channels)
     scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, shift)
     if config.cfg_scale != 1 and about["label_drop"] == 0:
         raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")

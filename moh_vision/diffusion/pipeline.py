@@ -117,7 +117,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         self,
         class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
         guidance_scale: float = 4.0,
-        guide_channels: Union[int, str, None] = 3,
+        guide_channels: Union[int, str, None] = None,
         guidance_interval: Optional[Tuple[float, float]] = None,
         num_inference_steps: int = 250,
         generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,

@@ -144,7 +144,7 @@ class Samples:
         if problem:
             self.failed += 1
             return dict(error=problem), f"no scores: {problem}"
-        (scores, text), c = found[0], self.config
-        how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=Guidance().channels)
+        (scores, text), c, guided = found[0], self.config, Guidance().guided(model.config.in_channels)
+        how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided)
         how.update(seed=c.seed, labels="balanced", num_images=count, batch_size=BATCH)
         return dict(scores, sampling=how), text

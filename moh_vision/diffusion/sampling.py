@@ -23,16 +23,16 @@ class Guidance:
 
     Args:
         scale: 1: none, half the work; 0: as if without a class.
-        channels: how many channels are guided, from the first; the others keep eps(class). 3: the official DiT, whose
-            published scores leave the fourth channel of the latents alone; "all" or None: all, as diffusers' DiT. On
-            images with 3 channels these are the same.
+        channels: how many channels are guided, from the first, or "all", as diffusers' DiT; the others keep eps(class).
+            None: 3 of 4, as the official DiT, whose published scores leave the fourth channel of the latents alone, and
+            all of any other number.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside of it
             the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's schedule
             t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
     """
 
     scale: float = 1.0
-    channels: Union[int, str, None] = 3
+    channels: Union[int, str, None] = None
     interval: Tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self):
@@ -46,9 +46,15 @@ class Guidance:
     def applies(self, fraction: float) -> bool:
         return self.scale != 1 and self.interval[0] <= fraction <= self.interval[1]
 
+    def guided(self, channels: int) -> int:
+        """How many of the channels are guided."""
+        if self.channels is None:
+            return 3 if channels == 4 else channels
+        return channels if self.channels == "all" else min(channels, self.channels)
+
     def combine(self, cond: Tensor, uncond: Tensor, noise_channels: int) -> Tensor:
         """Both [B, C or 2C, h, w], of which noise_channels predict the noise -> the same shape."""
-        n = noise_channels if self.channels in (None, "all") else min(noise_channels, self.channels)
+        n = self.guided(noise_channels)
         guided = uncond[:, :n] + self.scale * (cond[:, :n] - uncond[:, :n])
         return torch.cat([guided, cond[:, n:]], dim=1)
 

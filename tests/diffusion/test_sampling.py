@@ -51,13 +51,12 @@ def test_official_guidance_leaves_the_fourth_channel_alone():
     three = Guidance(4.0).combine(cond, uncond, 4)
     assert torch.equal(three[:, :3], uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3]))
     assert torch.equal(three[:, 3:], cond[:, 3:])  # the fourth channel, and the variance
-    every = Guidance(4.0, channels=None).combine(cond, uncond, 4)
+    every = Guidance(4.0, channels="all").combine(cond, uncond, 4)
     assert torch.equal(every[:, :4], uncond[:, :4] + 4.0 * (cond[:, :4] - uncond[:, :4]))
     assert torch.equal(every[:, 4:], cond[:, 4:])
-    for channels in (1, 3):  # images in pixels
-        assert torch.equal(
-            Guidance(2.0).combine(cond, uncond, channels), Guidance(2.0, None).combine(cond, uncond, channels)
-        )
+    for channels in (1, 3, 8):  # images in pixels, latents of other VAEs
+        every = Guidance(2.0, "all").combine(cond, uncond, channels)
+        assert torch.equal(Guidance(2.0).combine(cond, uncond, channels), every)
 
 
 def test_guidance_interval():

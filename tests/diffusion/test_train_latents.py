@@ -13,6 +13,7 @@ from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
 from moh_vision.diffusion.latents import load_vae
 from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.objectives import draw_step
 from moh_vision.models.weights import from_run
 
 
@@ -38,7 +39,7 @@ def source_numbers(made):
     cache = open_inputs(made["cache"], "none", None, "none").source
     by_label = {c: np.flatnonzero(folder.labels == c) for c in (0, 1)}
     encoded = open_inputs(made["images"], made["vae"], 16, "none")
-    batch = collated([encoded.dataset(0, 1000, 0)[(0, n)] for n in range(len(folder))])
+    batch = collated([encoded.dataset(0, draw_step, 0)[(0, n)] for n in range(len(folder))])
     batch["posterior_noise"].zero_()
     means = encoded.encode(batch)["images"] / encoded.space.scaling_factor
     found = []
@@ -59,7 +60,7 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
     assert open_inputs(made["images"], made["vae"], None, augment).img_size == 128  # of 256 pixels
     assert encoded.about_vae() == cached.about_vae()
     numbers = source_numbers(made)
-    stored, images = (inputs.dataset(7, 1000, 0.3) for inputs in (cached, encoded))
+    stored, images = (inputs.dataset(7, draw_step, 0.3) for inputs in (cached, encoded))
     positions = range(100, 140)
     a = cached.encode(collated([stored[(p, p % 20)] for p in positions]))
     b = encoded.encode(collated([images[(p, numbers[p % 20])] for p in positions]))
@@ -73,8 +74,8 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
 
 def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
     inputs = open_inputs(made["cache"], "none", None, "flip")
-    data = inputs.dataset(3, 1000, 0.1)
-    again, other = data[(5, 2)]["images"], inputs.dataset(4, 1000, 0.1)[(5, 2)]["images"]
+    data = inputs.dataset(3, draw_step, 0.1)
+    again, other = data[(5, 2)]["images"], inputs.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
     assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
     inputs.source.moments = lambda i: torch.stack([torch.full((8, 8, 8), v) for v in (-90.0, 90.0)])  # log variance too
     drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / inputs.space.scaling_factor
@@ -83,18 +84,18 @@ def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
     torch.testing.assert_close(drawn[~mirrored], torch.full_like(drawn[~mirrored], -90), rtol=1e-5, atol=1e-4)
     plain = open_inputs(made["cache"], "none", None, "none")
     plain.source.moments = inputs.source.moments
-    assert all(plain.dataset(3, 1000, 0.1)[(p, 0)]["images"].std() < 1e-3 for p in range(20))
+    assert all(plain.dataset(3, draw_step, 0.1)[(p, 0)]["images"].std() < 1e-3 for p in range(20))
 
 
 def test_streams_do_not_share_numbers(made):
-    item = open_inputs(made["images"], made["vae"], 16, "none").dataset(0, 1000, 0)[(0, 0)]
+    item = open_inputs(made["images"], made["vae"], 16, "none").dataset(0, draw_step, 0)[(0, 0)]
     noise = torch.stack([item["noise"], item["posterior_noise"]]).flatten(1)
     assert abs(torch.corrcoef(noise)[0, 1]) < 0.2
 
 
 def test_encoding_under_autocast_gives_float32_near_by(made):
     inputs = open_inputs(made["images"], made["vae"], 16, "none")
-    batch = collated([inputs.dataset(0, 1000, 0)[(0, n)] for n in range(4)])
+    batch = collated([inputs.dataset(0, draw_step, 0)[(0, n)] for n in range(4)])
     exact = inputs.encode(batch)["images"]
     near = inputs.encode(batch, torch.autocast("cpu", torch.bfloat16))["images"]
     assert near.dtype == torch.float32 and not near.requires_grad
@@ -104,7 +105,7 @@ def test_encoding_under_autocast_gives_float32_near_by(made):
 def test_pixels_of_other_shapes_are_cropped(made):
     inputs = open_inputs(made["images"], "none", 16, "none")
     assert type(inputs) is PixelInputs and inputs.about_vae() is None
-    seen = inputs.dataset(0, 1000, 0)[(0, 4)]["images"]
+    seen = inputs.dataset(0, draw_step, 0)[(0, 4)]["images"]
     pixels = np.asarray(inputs.source.image(4))[:, 2:18].transpose(2, 0, 1)
     assert np.allclose(seen, pixels / 127.5 - 1, atol=1e-6)
 

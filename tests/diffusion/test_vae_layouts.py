@@ -19,6 +19,7 @@ from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.latents import LatentCache, LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.objectives import draw_step
 
 CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32}
 DOWNSAMPLING = {"SD3": 2, "VA-VAE": 16, "FLUX.2": 4, "DC-AE": 32}
@@ -70,7 +71,7 @@ def test_measured_statistics_make_channels_of_mean_zero_and_the_standard_deviati
         vae.save_pretrained(tmp_path / "vae")
         argv = f"--vae {tmp_path}/vae --data {images} --out {tmp_path}/{vae.config.scaling_factor} --dtype float32"
         assert write_latents([*argv.split(), "--size", "16", "--workers", "0"]) == 0
-        data = open_inputs(f"{tmp_path}/{vae.config.scaling_factor}", "none", None, "none").dataset(0, 10, 0.0)
+        data = open_inputs(f"{tmp_path}/{vae.config.scaling_factor}", "none", None, "none").dataset(0, draw_step, 0.0)
         return torch.stack([data[i, i]["images"] for i in range(20)], 1).flatten(1)
 
     raw = draws(tiny_vae(latent_channels=8, scaling_factor=1.0))
@@ -111,9 +112,11 @@ def test_stored_latents_are_those_that_are_made_in_every_step(name, images, tmp_
     assert cached.about_vae() == online.about_vae() == vars(LatentSpace.of(layout(name), vae))
     for inputs in (cached, online):
         assert (inputs.img_size, inputs.channels) == (64 // DOWNSAMPLING[name], CHANNELS[name])
-    items = [online.dataset(0, 10, 0.0)[0, n] for n in range(8)]  # all at one position of a run, with equal noise
+    items = [
+        online.dataset(0, draw_step, 0.0)[0, n] for n in range(8)
+    ]  # all at one position of a run, with equal noise
     batch = {key: torch.stack([item[key] for item in items]) for key in ("images", "posterior_noise")}
-    latents = [[cached.dataset(0, 10, 0.0)[0, n]["images"] for n in range(8)], online.encode(batch)["images"]]
+    latents = [[cached.dataset(0, draw_step, 0.0)[0, n]["images"] for n in range(8)], online.encode(batch)["images"]]
     ordered = [torch.stack(sorted(made, key=lambda x: x.sum().item())) for made in latents]  # shards are shuffled
     torch.testing.assert_close(*ordered, rtol=1e-5, atol=1e-5)
 
@@ -134,7 +137,7 @@ def test_from_images_to_images(name, images, tmp_path, capsys):
     train_dit.main(train)
     assert "at step 1" in capsys.readouterr().out and outcome(run) == whole
 
-    few = "--num-images 2 --batch-size 2 --sampler ddim --steps 2 --cfg-scale 1.5 --guide-channels all".split()
+    few = "--num-images 2 --batch-size 2 --sampler ddim --steps 2 --cfg-scale 1.5".split()
     sample.main([*few, "--checkpoint", str(run), "--out", str(tmp_path / "a.npz"), "--save-pipeline", str(pipe_folder)])
     sample.main([*few, "--checkpoint", str(pipe_folder), "--out", str(tmp_path / "b.npz"), "--vae", vae])
     drawn = [np.load(tmp_path / f"{letter}.npz")["arr_0"] for letter in "ab"]
