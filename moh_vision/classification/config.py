@@ -132,7 +132,8 @@ class ClsConfig(ImageRunConfig):
         max_steps: optimiser steps; left out: optim.epochs, or 1000. With optim.epochs, the schedule stays theirs and
             max_steps only stops sooner.
         label_smoothing: of the cross-entropy.
-        eval_every: steps between validations, the best of which OUTPUT/best.safetensors is of; 0: only at the end.
+        eval_every: steps between validations; OUTPUT/best.safetensors keeps the weights with the highest top-1. 0: only at
+            the end, without that file.
         channels_last: keep convolutions' weights and images in that memory format, which their GPU kernels prefer.
     """
 

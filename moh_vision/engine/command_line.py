@@ -74,7 +74,8 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
                 values.update(_file_values(text, keys))
             except ValueError as error:
                 script = SCRIPTS.get(Path(text).parent.name, prog)
-                raise ValueError(f"{error}" if script == prog else f"{script} takes this file; {error}") from None
+                foreign = script != prog and not to_validate and os.path.isfile(text)
+                raise ValueError(f"{script} takes this file; {error}" if foreign else f"{error}") from None
         elif name == "allow_change":
             values[name] = [*values.get(name, []), text]
         elif name != "print_config":
