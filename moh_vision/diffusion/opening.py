@@ -116,7 +116,8 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     if config.vae:
         vae = fit_vae(load_vae(config.vae), config.vae, LatentSpace.of(vae, f"{folder}/vae"))
     about.update(label_drop=pipe.config.label_drop, objective=pipe.config.objective)
-    return pipe.transformer, vae, dict(about, shift=pipe.scheduler.config.get("shift", 1.0))
+    scheduled = pipe.scheduler.config  # UniPC and DPM-Solver have another name for it
+    return pipe.transformer, vae, dict(about, shift=scheduled.get("shift", scheduled.get("flow_shift", 1.0)))
 
 
 def _of_the_same_size(name: str) -> List[str]:
