@@ -215,9 +215,6 @@ class OptimConfig:
 
     def __post_init__(self):
         check_name(self.name)
-        for option in OPTIONS:
-            if getattr(self, option) is None:
-                setattr(self, option, own_value(self.name, option))
         check("optim.lr", self.lr, self.lr > 0, "above 0")
         check("optim.weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more")
         check("optim.betas", self.betas, all(0 <= b < 1 for b in self.betas or ()), "0 <= beta < 1")
@@ -324,6 +321,9 @@ class RunConfig:
         least = self.least_steps
         check("max_steps", self.max_steps, self.max_steps is None or self.max_steps >= least, f"at least {least}")
         check_seed(self.seed)
+        for name in OPTIONS:  # here, because the parser takes its defaults from an OptimConfig of the default name
+            if getattr(self.optim, name) is None:
+                setattr(self.optim, name, own_value(self.optim.name, name))
         for name in ("balance_weight", "moa_balance_weight", "z_weight"):
             check(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
 

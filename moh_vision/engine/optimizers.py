@@ -31,7 +31,7 @@ def names() -> List[str]:
 def check_name(name: str) -> None:
     """Raise ValueError, naming the nearest, if optim.name is not one of `names`."""
     if name not in names():
-        raise ValueError(f"optim.name {name!r} is not one of timm's optimisers: {closest(name, names())}")
+        raise ValueError(f"optim.name {name!r} is not one of timm's optimisers: {closest(name.lower(), names())}")
 
 
 def takes(name: str, option: str) -> bool:
