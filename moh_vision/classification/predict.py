@@ -24,7 +24,7 @@ from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.validate import open_classifier
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.imagenet import classification_transforms
+from moh_vision.data.imagenet import classification_transforms, unnamed_classes
 from moh_vision.data.order import rank_slice
 from moh_vision.data.walk import IMAGES, refuse_special, walk
 from moh_vision.engine.command_line import parse_config
@@ -97,12 +97,11 @@ def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
     Raises:
         ValueError: for another number of names.
     """
-    imagenet = ImageNetInfo()
     if classes is None:
-        classes = imagenet.label_names() if count == imagenet.num_classes() else [str(c) for c in range(count)]
+        classes = unnamed_classes(count)
     if len(classes) != count:
         raise ValueError(f"--checkpoint has {len(classes)} names of classes and {count} outputs")
-    words = imagenet.label_descriptions(as_dict=True)
+    words = ImageNetInfo().label_descriptions(as_dict=True)
     return [words.get(name, name) for name in classes]
 
 

@@ -231,12 +231,16 @@ def evaluation_batches(
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 
+def evenly_spread(total: int, count: int) -> List[List[int]]:
+    """Numbers of `count` of `total` samples, or of all, evenly spread, in batches of 64."""
+    count = min(count, total)
+    return [[i * total // count for i in range(start, min(start + 64, count))] for start in range(0, count, 64)]
+
+
 def calibration_batches(source, transform: Callable, count: int) -> Iterator[torch.Tensor]:
     """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without randomness."""
-    count = min(count, len(source))
-    numbers = [i * len(source) // count for i in range(count)]
-    for start in range(0, count, 64):
-        yield torch.stack([transform(source.image(i)) for i in numbers[start : start + 64]])
+    for numbers in evenly_spread(len(source), count):
+        yield torch.stack([transform(source.image(i)) for i in numbers])
 
 
 def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: BadSamples) -> Tuple[List[dict], ...]:

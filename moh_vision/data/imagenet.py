@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 from PIL import Image
-from timm.data import Mixup, create_transform
+from timm.data import ImageNetInfo, Mixup, create_transform
 from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
@@ -112,6 +112,12 @@ def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) ->
 
 def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
+
+
+def unnamed_classes(count: int) -> List[str]:
+    """Names for the classes of weights that come without: 1,000 are ImageNet's synsets, others their numbers."""
+    imagenet = ImageNetInfo()
+    return list(imagenet.label_names()) if count == imagenet.num_classes() else [str(c) for c in range(count)]
 
 
 def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> Tuple[Callable, Callable]:

@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.analysis.counting import count_macs, count_parameters
-from moh_vision.data.batches import BadSamples, evaluation_batches, image_transform
+from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread, image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
@@ -90,9 +90,7 @@ class PixelInputs:
 
         Sample i always has the timestep and the noise that (0, i) draws; no label is dropped.
         """
-        total = len(self.source)
-        numbers = [i * total // min(count, total) for i in range(min(count, total))]
-        slices = [numbers[start : start + 64] for start in range(0, len(numbers), 64)]
+        slices = evenly_spread(len(self.source), count)
         for batch in evaluation_batches(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
             batch = self.encode(send_to_device(batch, accelerator.device), accelerator.autocast())
             noisy = objective.add_noise(*(batch[name].cpu() for name in ("images", "noise", "timesteps")))

@@ -10,6 +10,7 @@ from typing import List, Optional, Tuple
 import timm
 from torch import nn
 
+from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
@@ -88,10 +89,8 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
         raise ValueError(
             f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {name} works on latents of {channels} channels"
         )
-    number = model.config.num_classes
-    # As the folders of ImageNet are named, and with them the classes of runs.
-    classes = timm.data.ImageNetInfo().label_names() if number == 1000 else [str(i) for i in range(number)]
-    about = dict(architecture=name, classes=list(classes), weights=str(weights_file(path)), run=None, label_drop=None)
+    classes = unnamed_classes(model.config.num_classes)
+    about = dict(architecture=name, classes=classes, weights=str(weights_file(path)), run=None, label_drop=None)
     about.update(objective="noise", shift=1.0)
     return model, vae, about
 

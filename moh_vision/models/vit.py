@@ -33,7 +33,6 @@ from moh_vision.attention import (
     runs_all_heads,
     set_budgets,
 )
-from moh_vision.attention.budget import SHARED_SHARE
 from moh_vision.attention.routers import MoHRouter, shared_share
 from moh_vision.models.convert import convert, route_heads
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
@@ -197,7 +196,7 @@ def checkpoint_filter_fn(
         model.head_budget_spec = 1.0
         layers = attention_layers(model)
         heads = [layer.num_heads for layer in layers]
-        pairs = all_heads(heads, getattr(layers[0].router, "shared_share", SHARED_SHARE))
+        pairs = all_heads(heads, layers[0].router.shared_share)
         set_budgets(layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers]))
     return zero_missing_routers(state_dict, model)
 

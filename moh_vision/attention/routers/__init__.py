@@ -13,8 +13,8 @@ A router says five things of itself:
                   being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
     all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
     aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
-and may say a sixth:
-    shared_share  share of shared heads among the active ones where a budget does not say; 0.4 if left out
+and one whose heads may be shared a sixth:
+    shared_share  share of shared heads among the active ones where a budget does not say
 """
 
 from typing import Callable, Dict, Optional

@@ -6,7 +6,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.route import gate_logits
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
@@ -15,6 +15,7 @@ torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in eve
 class TopKRouter(nn.Module):
     """Base of routers whose tokens choose the best heads: the numbers of their budget, which `set_budgets` may change."""
 
+    shared_share = SHARED_SHARE  # of the active heads, where a budget does not say
     __constants__ = ["num_shared", "num_candidates", "num_routed"]  # read when the router is scripted
 
     def __init__(self, budget: HeadBudget):
