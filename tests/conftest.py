@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 from pathlib import Path
@@ -21,6 +22,14 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--record-curves", action="store_true", help="record the loss curves of tests/golden anew")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # every run ends in full collections: they skip the millions of objects that were imported
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or Triton's bindings print that they leak
 
 
 @pytest.fixture(autouse=True)
