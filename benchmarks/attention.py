@@ -3,7 +3,7 @@
     python benchmarks/attention.py                       # the whole grid, about 25 minutes on 2 cores
     python benchmarks/attention.py --shapes vit_small --shares 0.5 --modes forward --output /tmp/one.json
     python benchmarks/attention.py --path torch --output /tmp/torch.json    # without the C++ operators
-    python benchmarks/attention.py --table               # the tables of docs/speed.md, from the results that are there
+    python benchmarks/attention.py --table               # the tables of docs/results/speed.md, from the results that are there
     python benchmarks/attention.py --draw                # the figure again, likewise
 
 Every case times, in a random order each round, so that a noisy machine hits all alike:
@@ -397,7 +397,7 @@ def median_of(case, name):
 
 
 def tables(report):
-    """The tables of docs/speed.md, Markdown."""
+    """The tables of docs/results/speed.md, Markdown."""
     legend = "Ratios to dense: median [quartiles]; p: auto took packed. A goal is met if the lower quartile reaches it."
     text = [about_machine(report) + "\n" + legend + "\n", goal_table(report)]
     settings = dict.fromkeys((c["mode"], c["dtype"], c["threads"]) for c in report["cases"])

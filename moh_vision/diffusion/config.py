@@ -88,12 +88,12 @@ class PreviewConfig(DrawConfig):
 
 @dataclass
 class ScoreConfig(DrawConfig):
-    """Fidelity scores while training, into metrics.jsonl; see docs/fidelity.md.
+    """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md.
 
     Args:
         reference: what samples are compared with, as `score` of sample.py; left out: data.root.
         split: split of a data set: "train" (the default) or "val".
-        extractor: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run.
+        extractor: whose features are compared: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run.
         inception_weights: torch-fidelity's .pth file; left out: fetched once.
         allow_biased: also with no more images than features, labelled FID@N.
     """
@@ -188,7 +188,7 @@ class SampleConfig:
             .pt files of MoH-DiT and DiT, .safetensors, folders of diffusers' models.
         head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
         weights: "ema" (falls back to "model" where the run has none) or "model".
-        protocol: "adm": as published FIDs are made (docs/fidelity.md): 50,000 images, random labels, EMA weights, 250 steps
+        protocol: "adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps
             of ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics as the reference.
         num_images: how many; left out: 100, or those of the protocol.
         classes: numbers or names of the classes that are drawn, such as 207 360 (in a file ["207", "360"]); left out:

@@ -84,7 +84,7 @@ def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: b
         sampler: "ddpm": the official DiT's, with its respaced steps ('linspace'); "ddim": deterministic ('leading',
             the official step set where num_steps divides 1000); "dpm-solver++": second order, multistep, steps of
             equal log SNR down to zero noise (Lu et al. 2022), which came nearest to exact solutions of images with fine
-            detail (docs/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the ODE, "sde"
+            detail (docs/guides/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the ODE, "sde"
             the stochastic equation of `FlowMatchSDEScheduler`.
         learned_variance: the model predicts the variance's interpolation, which DDPM uses.
         clip: clip the predicted image to [-1, 1]; for pixels, not for latents. Flow's have no such thing.

@@ -18,6 +18,7 @@ from moh_vision.engine.commands import message_of, nearest
 from moh_vision.engine.config import FORMER_DEFAULTS, FREE_KEYS, KEPT_KEYS, LATER_KEYS, Flags, RunConfig, config_file
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
+from moh_vision.engine.key_help import help_text, key_groups
 
 FREE_FORM = ("model.kwargs", "model.router_kwargs", "model.convert")  # mappings whose keys are the model's
 MAX_BYTES = 2**20  # of a configuration
@@ -61,8 +62,11 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     flags = VALIDATION_FLAGS if to_validate else RUN_FLAGS if issubclass(kind, RunConfig) else ()
     switches = {name: hint for name, hint, *_ in flags} | dict(config=str, print_config=bool, help=bool)
     options = list(_options(sys.argv[1:] if argv is None else argv, keys, switches))
-    if any(name == "help" for name, _ in options):
-        _parser(kind, prog, flags).print_help()
+    about = dict(options).get("help")
+    if about:
+        read = _read_by_validation if to_validate else bool
+        groups = key_groups(_parser(kind, prog, flags), read)
+        print(help_text(prog, groups, "" if about == "true" else about.removeprefix("--").replace("-", "_")))
         raise SystemExit(0)
     given = {next((key for key in FREE_FORM if name.startswith(key + ".")), name) for name, _ in options}
     if to_validate:
@@ -236,9 +240,13 @@ def _built(kind, parser, namespace):
 def _refuse_for_validation(given: Set[str]) -> None:
     """Raise ValueError for an option that validation does not read."""
     for name in sorted(given):
-        read = name in ("config", "checkpoint", "head_load", "data", *VALIDATION_KEYS)
-        if not read and name.partition(".")[0] != "model":
+        if not _read_by_validation(name):
             raise ValueError(f"{name} has no effect on a validation; allowed are model.*, {', '.join(VALIDATION_KEYS)}")
+
+
+def _read_by_validation(name: str) -> bool:
+    own = ("config", *(flag for flag, *_ in VALIDATION_FLAGS), "data", *VALIDATION_KEYS)
+    return name in own or name.partition(".")[0] == "model"
 
 
 def _with_the_runs_config(options: List[Tuple[str, str]]) -> List[Tuple[str, str]]:

@@ -148,11 +148,12 @@ class DataConfig:
     """The images.
 
     Args:
-        root: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder with
-            train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For diffusion also a
-            folder of latents.
-        exact_order: false: read the training shards as a stream, which promises less: docs/streaming.md. data.root is
-            then a folder with classes.txt and the validation split, and with the shards where data.stream names none.
+        root: where the images are: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and
+            .cls); a folder with train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For
+            diffusion also a folder of latents.
+        exact_order: read samples in the seed's order; false: read the training shards as a stream, which promises less:
+            docs/guides/streaming.md. data.root is then a folder with classes.txt and the validation split, and with the shards
+            where data.stream names none.
         stream: URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar"; several between "::". Also
             paths, and "pipe:COMMAND" where that is on the command line.
         samples: images of an epoch of a stream; left out: those that train.shards.jsonl in data.root counts.
@@ -186,11 +187,11 @@ class OptimConfig:
     """Optimiser and schedule.
 
     Args:
-        name: of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/optimisers.md).
+        name: one of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/guides/optimisers.md).
         lr: peak learning rate.
         weight_decay: not applied to biases, norms and what the model's no_weight_decay() names.
-        betas: of an Adam, Lion and the like; left out: the optimiser's own.
-        eps: left out: the optimiser's own.
+        betas: of Adam, Lion and the like; left out: the optimiser's own.
+        eps: added to the denominator; left out: the optimiser's own.
         momentum: of SGD, Muon and the like; left out: the optimiser's own, or 0.9.
         batch_size: images per step over all processes and accumulation.
         accumulation: micro-batches that make up a step.
@@ -232,7 +233,7 @@ class EmaConfig:
     """Exponential moving average of the weights.
 
     Args:
-        decay: 0: none; the DiT papers use 0.9999.
+        decay: share of the average that stays in a step; 0: no average; the DiT papers use 0.9999.
         warmup: let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs.
     """
 
@@ -276,8 +277,8 @@ class RunConfig:
         mixed_precision: "no", "bf16" or "fp16".
         init_from: weights to start from: a run folder, a file of weights, or a timm model name. If they have routers,
             an image model takes their shared heads, and model.head_budget says how many heads run.
-        train_only: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
-            attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
+        train_only: what learns: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output
+            matrices of attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too.
         budget_range: smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"].
             Every step runs a share in this range, drawn from the seed, and the model can be used at any of them
             afterwards. model.head_budget then says only how many heads are shared; give the smallest share there.
@@ -289,7 +290,7 @@ class RunConfig:
             more time.
         compile: torch.compile the model and its losses.
         tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
-        tracker: "tensorboard" (events in OUTPUT/tensorboard) or "wandb", beside metrics.jsonl.
+        tracker: logs to "tensorboard" (events in OUTPUT/tensorboard) or "wandb" too, beside metrics.jsonl.
     """
 
     output: str = "runs/run"

@@ -1,0 +1,147 @@
+"""Write docs/reference/{config,commands,models}.md from the code: `python docs/make_reference.py [PAGE ...]`.
+
+tests/test_docs.py compares the first two with what this makes, and the names in the third with the registry.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Dict, List
+
+import timm
+import torch
+import yaml
+
+import moh_vision
+from moh_vision.analysis.macs import PAPERS, _image_models, count
+from moh_vision.classification.config import ClsConfig
+from moh_vision.diffusion.config import DitConfig, SampleConfig
+from moh_vision.engine.command_line import RUN_FLAGS, VALIDATION_FLAGS, _parser
+from moh_vision.engine.key_help import key_groups
+from moh_vision.language.config import LanguageConfig
+
+PAGES = Path(__file__).parent / "reference"
+PACKAGE = Path(moh_vision.__file__).parent
+SCRIPTS = {
+    "train_cls.py": ("classification.train", ClsConfig, RUN_FLAGS),
+    "validate.py": ("classification.validate", None, VALIDATION_FLAGS),
+    "train_dit.py": ("diffusion.train", DitConfig, RUN_FLAGS),
+    "sample.py": ("diffusion.sample", SampleConfig, ()),
+    "train_text.py": ("language.train", LanguageConfig, RUN_FLAGS),
+}
+HEAD = "<!-- Written by docs/make_reference.py; change the docstrings instead. -->\n"
+
+
+def config_page() -> str:
+    """Every key of every script, with type, default and meaning; keys that scripts share stand once."""
+    parts = [HEAD, "# Configuration keys\n"]
+    parts.append(
+        "A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same. "
+        "A key that has no effect beside the others is refused by name. An empty default is null.\n"
+    )
+    seen: Dict[tuple, str] = {}
+    for script, (_, kind, flags) in SCRIPTS.items():
+        if kind is None:
+            continue
+        parts.append(f"## {script}\n")
+        for title, keys in key_groups(_parser(kind, script, flags)):
+            new = [key for key in keys if key not in seen]
+            if not new:
+                continue
+            shared = sorted({seen[key] for key in keys if key in seen})
+            seen.update(dict.fromkeys(new, script))
+            parts.append(f"**{title}**" + (f", and those of {', '.join(shared)}" if shared else "") + "\n")
+            rows = [f"| `{k.name}` | {_cell(k.kind)} | {_code(k.default)} | {_cell(k.text)} |" for k in new]
+            parts.append("\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def commands() -> List[str]:
+    """The modules that are commands, as `python -m` takes them; forwarders of an earlier place are left out."""
+    scripts = {module for module, *_ in SCRIPTS.values()}
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
+        text = path.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in text and "def main(" in text and name not in scripts:
+            found.append(name)
+    return found
+
+
+def commands_page() -> str:
+    """What every command says with --help."""
+    parts = [
+        HEAD,
+        "# Commands\n",
+        "The scripts; each is a module too. Their options are [configuration keys](config.md).\n",
+    ]
+    rows = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, *_) in SCRIPTS.items()]
+    parts.append("\n".join(["| script | module |", "|---|---|", *rows]) + "\n")
+    for name in commands():
+        module = importlib.import_module(f"moh_vision.{name}")
+        module = importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
+        text, columns = io.StringIO(), os.environ.get("COLUMNS")
+        os.environ["COLUMNS"] = "110"
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            module.main(["--help"])
+        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
+        parts.append(f"## python -m moh_vision.{name}\n\n```text\n{text.getvalue().strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def models_page() -> str:
+    """Every image model of the registry and every preset of text models, counted; the papers' scores beside them."""
+    parts = [HEAD, "# Models\n"]
+    parts.append(
+        "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention scores of the heads "
+        "that run), counted by `python -m moh_vision.analysis.macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
+        "are in [results](../README.md).\n"
+    )
+    papers = yaml.safe_load((PACKAGE / "analysis" / "paper_rows.yaml").read_text(encoding="utf-8"))
+    for title, names, unit in (
+        ("Image models: `timm.create_model(name)`", _image_models(), 1e9),
+        ("Text models: `moh_vision.models.moh_text.create_text_model(name)`", list(PAPERS), 1e6),
+    ):
+        images = unit == 1e9
+        columns = ["name", "parameters, M", *(["active heads, %"] if images else []), f"{'G' if images else 'M'}MACs"]
+        lines = [f"| {' | '.join(columns)} | in the paper |", f"|---|{'---:|' * (len(columns) - 1)}---|"]
+        for name in names:
+            found = count(name)
+            macs = (found.macs.linears + found.macs.scores) if found.macs.attention else found.macs.every_head
+            share = [_share(name)] if images else []
+            numbers = " | ".join([f"{found.parameters / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
+            scored = [_scores(row) for row in papers if row["model"] == name and _scores(row)]
+            lines.append(f"| `{name}` | {numbers} | {scored[0] if scored else ''} |")
+        parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _share(name: str) -> str:
+    with torch.device("meta"):
+        budget = moh_vision.head_budget(timm.create_model(name))
+    return f"{100 * budget['share']:.0f}" if budget.get("share") else "100"
+
+
+def _scores(row: dict) -> str:
+    names = dict(top1="top-1 {} %", fid="FID {}", bleu="BLEU {}", test_perplexity="perplexity {}")
+    words = [text.format(row[key]) for key, text in names.items() if key in row]
+    return f"{', '.join(words)} ({row['data']}; {row['source']})" if words else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else ""
+
+
+MAKERS = {"config": config_page, "commands": commands_page, "models": models_page}
+
+if __name__ == "__main__":
+    for page in sys.argv[1:] or MAKERS:
+        (PAGES / f"{page}.md").write_text(MAKERS[page](), encoding="utf-8")
+        print(f"docs/reference/{page}.md")

@@ -1,0 +1,87 @@
+"""README and docs: links lead somewhere, generated pages are those of the code, README stays short."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(page: Path) -> set:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_that_are_named_exist(page):
+    if page.name == "CHANGELOG.md":
+        pytest.skip("a changelog names files as they were called then")
+    named = re.findall(r"(?<![\w/.-])docs/[\w/-]+\.md", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130 and len(text.split()) <= 1200
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+def test_every_guide_is_in_the_table_of_contents():
+    shown = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page != "README.md" and f"({page})" not in shown] == []
+
+
+def test_the_keys_are_those_of_the_code(reference):
+    page = (reference.PAGES / "config.md").read_text(encoding="utf-8")
+    assert page == reference.config_page(), "python docs/make_reference.py config"
+
+
+def test_the_commands_are_those_of_the_code(reference):
+    """The same commands with the same options; argparse of another Python may break lines elsewhere."""
+
+    def options(page):
+        parts = re.split(r"^## python -m ", page, flags=re.MULTILINE)[1:]
+        return {part.split()[0]: set(re.findall(r"(?<![\w-])--[\w.-]+", part)) for part in parts}
+
+    page = (reference.PAGES / "commands.md").read_text(encoding="utf-8")
+    assert options(page) == options(reference.commands_page()), "python docs/make_reference.py commands"
+
+
+def test_the_models_are_those_of_the_registry(reference):
+    page = (reference.PAGES / "models.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [*reference._image_models(), *reference.PAPERS]
+
+
+def test_the_messages_are_those_of_the_code():
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "moh_vision").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # one text over several lines
+    messages = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
+    assert len(messages) > 20
+    parts = [part.strip() for message in messages for part in message.split("...") if len(part.strip()) > 3]
+    assert [part for part in parts if part not in code] == []
