@@ -4,8 +4,6 @@ import copy
 import json
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -351,13 +349,6 @@ def test_what_ships_for_which_processor(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda a=amx: a)
         assert limits.shipped() == SHIPPED[f"limits_{name}"]
-
-
-def test_another_process_finds_the_measured_table(cache):
-    cache.parent.mkdir(parents=True)
-    cache.write_text(json.dumps(everywhere([[3, 4, 0.5]])))
-    code = "from moh_vision.attention.executors.auto import table; print(table()['about'])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "a test\n"
 
 
 def test_dropout_computes_all_heads_while_compiled():

@@ -122,8 +122,7 @@ def test_what_is_skipped_is_not_read(scope, monkeypatch):
     assert calls == dict(token=["attend_placed"], sample=["project_heads", "project_heads", "combine_heads"])[scope]
 
 
-@pytest.mark.parametrize("scope", ["token", "sample"])
-@pytest.mark.parametrize("router", ["moh", "mae"])
+@pytest.mark.parametrize("router, scope", [("moh", "token"), ("mae", "sample")])
 def test_compiled_in_one_graph(router, scope):
     layer = build(**ROUTERS[router], scope=scope, executor="packed")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -170,8 +169,7 @@ def test_wide_heads_decode_another_way():
         torch.testing.assert_close(got, layer(x)[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scope", ["token", "sample"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("scope, reentrant", [("token", True), ("sample", False)])
 def test_activation_checkpointing(scope, reentrant):
     layer, x = build((2, 2), scope=scope, executor="packed"), torch.randn(B, N, C, requires_grad=True)
 

@@ -17,9 +17,9 @@ THEIRS = {"routed": "wg", "balance": "wg_0", "shared": "wg_1"}
 
 
 def published(folder, name):
-    """Random weights in a .pt as the official MoH-DiT's: under the names of its code, the EMA beside the model."""
+    """Random weights in a .pt as the official MoH-DiT's, for images of 64 pixels: under the names of its code, the EMA beside the model."""
     torch.manual_seed(2)
-    model = create(name, "diffusion")
+    model = create(name, "diffusion", img_size=8)
     state = {}
     for key, value in model.state_dict().items():
         for ours, theirs in THEIRS.items():
@@ -46,7 +46,7 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
     images = np.load(out)["arr_0"]
     assert images.shape[0] == 3 and images.std() > 10
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
-    for key, value in load_checkpoint(timm.create_model(name), file).state_dict().items():
+    for key, value in load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items():
         assert torch.equal(value, pipe.transformer.state_dict()[key])
     assert pipe.get_label_ids("n02007558") == [130]  # ImageNet's, as the classes of runs are named
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]

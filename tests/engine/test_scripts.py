@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from pictures import write_folder
 from PIL import Image
 from processes import Command
 from refusals import refused
@@ -184,10 +185,10 @@ def test_names_of_other_models_are_refused_with_names_that_fit(main, name, words
     assert f"model.name '{name}' {words}" in refused(capsys, main, "--model.name", name, "--data.root", "digits")
 
 
-def test_diffusion_mistakes(tmp_path, capsys, cifar10):
-    config = ROOT / "configs" / "quickstart" / "dit.yaml"
-    error = refused(capsys, train_dit.main, "--config", config, "--output", tmp_path / "run", "--data.root", cifar10)
-    assert f"data.img_size is needed for {cifar10}" in error
+def test_diffusion_mistakes(tmp_path, capsys):
+    config, root = ROOT / "configs" / "quickstart" / "dit.yaml", write_folder(tmp_path / "images")
+    error = refused(capsys, train_dit.main, "--config", config, "--output", tmp_path / "run", "--data.root", root)
+    assert f"data.img_size is needed for {root}" in error
     error = refused(
         capsys,
         train_dit.main,
