@@ -91,6 +91,29 @@ class MixConfig:
 
 
 @dataclass
+class DistillConfig:
+    """Knowledge distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`.
+
+    Args:
+        teacher: a model of timm with its weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or the folder of a
+            classification run; of the same classes in the same order.
+        task_loss_weight: of the cross-entropy with the labels.
+        distill_loss_weight: of the divergence from the teacher's softmax.
+        temperature: of both softmaxes.
+    """
+
+    teacher: Optional[str] = None
+    task_loss_weight: float = 1.0
+    distill_loss_weight: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        check("distill.task_loss_weight", self.task_loss_weight, self.task_loss_weight >= 0, "0 or more")
+        for name in ("distill_loss_weight", "temperature"):
+            check(f"distill.{name}", getattr(self, name), getattr(self, name) > 0, "above 0")
+
+
+@dataclass
 class ClsOptimConfig(OptimConfig):
     """Optimiser with timm's schedule: warm-up and cosine both count from step 0, as in timm.
 
@@ -144,6 +167,7 @@ class ClsConfig(ImageRunConfig):
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
     mix: MixConfig = field(default_factory=MixConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self):
         super().__post_init__()

@@ -23,7 +23,7 @@ from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
-from moh_vision.data.splits import DataRecord, open_splits
+from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.commands import BadData
 from moh_vision.engine.config import keep_budget
@@ -35,6 +35,7 @@ from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.teachers import Teacher
 from moh_vision.models.weights import create, keep_shared_heads
 
 NAME = "train_cls.py"
@@ -51,6 +52,25 @@ def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn
         arguments["head_budget"] = budget_pairs(model)
     arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
     return model, arguments
+
+
+def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
+    """The teacher of distill.teacher, for images as `model` takes them.
+
+    Args:
+        val: has the classes of the data.
+        img_size: of the images.
+
+    Raises:
+        ValueError: naming it, if it cannot be opened, or has other classes or another size.
+    """
+    channels, source = val.channels, config.distill.teacher
+    mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))  # as `classification_transforms`
+    teacher = Teacher("distill.teacher", source, mean, std)
+    if teacher.classes:
+        check_same_classes(teacher.classes, teacher.name, val, config.data.root)
+    teacher.check_logits((channels, img_size, img_size), len(val.classes))
+    return teacher
 
 
 def train(run: Run) -> None:
@@ -89,6 +109,10 @@ def train(run: Run) -> None:
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
     if config.calibrate_images and not checkpoint:
         share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
+    teacher = None
+    if config.distill.teacher:
+        with accelerator.main_process_first():
+            teacher = open_teacher(config, model, val, img_size)
     run.open(record)
     with run.errors():
         best = Best(run.folder)
@@ -96,8 +120,10 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
     task = ClassificationTask(
-        model.to(memory_format=form), config.balance_weight, config.label_smoothing, **config.moa_weights()
-    )
+        model.to(memory_format=form), config.balance_weight, config.label_smoothing, config.distill,
+        **config.moa_weights(),
+    )  # fmt: skip
+    teacher = teacher and teacher.to(accelerator.device, memory_format=form)
     optimizer = make_optimizer(model, o)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
@@ -124,7 +150,11 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        return dict(batch, images=batch["images"].to(memory_format=form))
+        batch["images"] = batch["images"].to(memory_format=form)
+        if teacher:
+            with accelerator.autocast():
+                batch["teacher_logits"] = teacher(batch["images"])  # [B, classes]
+        return batch
 
     mixing = BatchMixing(config.seed, len(source.classes), **asdict(config.mix)) if config.mix.on else None
     dataset = LabelledImages(source, to_tensor, config.seed)

@@ -1,0 +1,68 @@
+"""Frozen models that a run learns from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Sequence
+
+import timm
+import torch
+from timm.task import DistillationTeacher
+from torch import Tensor, nn
+
+from moh_vision.engine.commands import reason_of
+from moh_vision.models.weights import from_run
+
+
+class Teacher(nn.Module):
+    """A frozen classifier in eval mode; images are normalised anew for it, by timm's `DistillationTeacher`.
+
+    It is no part of the trained model: it is neither wrapped nor saved.
+
+    Args:
+        key: of the configuration, named in messages.
+        source: a model of timm with its pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
+            classification run. timm sums or repeats the colours of its first kernel for another number of channels.
+        mean, std: those that images come with, one of each channel.
+
+    Attributes:
+        classes: names of its classes in order; None where only their number is known.
+
+    Raises:
+        ValueError: naming key and source, where it cannot be opened.
+    """
+
+    def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.name, about = f"{key} {source}", {}
+        try:
+            if Path(source).exists():
+                model, about = from_run(source, "classifier")
+            else:
+                model = timm.create_model(source, pretrained=True, in_chans=len(mean))
+            self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
+        except Exception as error:  # files of others may hold anything
+            raise ValueError(f"{self.name}: {reason_of(error)}") from None
+        self.classes = about.get("classes")
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
+            own = getattr(self.teacher, f"{name}_kd")
+            setattr(self.teacher, f"{name}_kd", own[:, : len(mean)])  # grey images have the first one, as in training
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """images [B, C, h, w], normalised by `mean` and `std` -> the same, normalised as the teacher was trained."""
+        return self.teacher.normalize_input(images, self.mean, self.std)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """images [B, C, h, w] -> logits [B, classes]."""
+        return self.teacher(self.normalised(images))
+
+    def check_logits(self, shape: Sequence[int], classes: int) -> None:
+        """Raise ValueError unless it takes images of a shape [C, h, w] and has so many classes."""
+        try:
+            found = tuple(self(torch.zeros(1, *shape)).shape)
+        except Exception as error:  # models fail in many ways
+            raise ValueError(f"{self.name} cannot take images of {list(shape)}: {reason_of(error)}") from None
+        if found != (1, classes):
+            raise ValueError(f"{self.name} has {found[-1]} classes, the data {classes}")

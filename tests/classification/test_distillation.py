@@ -1,0 +1,100 @@
+"""Distillation: the loss of timm's task, runs with a teacher, teachers that do not fit."""
+
+import pytest
+import timm
+import torch
+from pictures import write_folder
+from refusals import refused
+from safetensors.torch import load_file
+from small_runs import arguments, logged, outcome, results
+from timm.task import LogitDistillationTask
+
+from moh_vision.classification import train as train_cls
+from moh_vision.classification.config import DistillConfig
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.models.teachers import Teacher
+
+VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
+
+
+def saved(folder, mean, std, **sizes):
+    """A teacher as timm saves it, which leans to class 3."""
+    torch.manual_seed(1)
+    model = timm.create_model("vit_tiny_patch16_224", **VIT, **sizes)
+    with torch.no_grad():
+        model.head.weight.normal_(std=0.3)
+        model.head.bias[3] = 4
+    model.pretrained_cfg.update(mean=mean, std=std)
+    timm.models.save_for_hf(model, folder, model_args=dict(VIT, **sizes))
+    return f"local-dir:{folder}"
+
+
+@pytest.fixture(scope="module")
+def grey(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("t"), [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], in_chans=1, num_classes=10)
+
+
+def test_the_loss_and_its_gradient_are_timms(tmp_path):
+    source = saved(tmp_path / "t", [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], num_classes=5)
+    torch.manual_seed(0)
+    student = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
+    images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 5
+    teacher = Teacher("distill.teacher", source, student.pretrained_cfg["mean"], student.pretrained_cfg["std"])
+    config = DistillConfig("t", task_loss_weight=0.3, distill_loss_weight=2.0, temperature=4.0)
+    weights = dict(task_loss_weight=0.3, distill_loss_weight=2.0, temperature=4.0)
+    timms = LogitDistillationTask(
+        student, timm.create_model(source, pretrained=True), torch.nn.CrossEntropyLoss(), verbose=False, **weights
+    ).train()
+    theirs, gradients = timms(images, labels), []
+    ours = ClassificationTask(student, 0.0, distill=config)(images, labels, teacher(images))
+    assert ours["kd_loss"] > 0.1 and len(ours["head_runs"]) == 2
+    for name, of in (("kd_loss", "kd_loss"), ("task_loss", "loss"), ("loss", "loss")):
+        torch.testing.assert_close(ours[name], theirs[of])
+    for losses in (ours, theirs):
+        student.zero_grad()
+        losses["loss"].backward()
+        gradients.append({name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None})
+    routers = {name: value for name, value in gradients[0].items() if ".router." in name}
+    assert routers and all(value.any() for value in routers.values())
+    torch.testing.assert_close(*gradients)
+    assert not any(p.requires_grad for p in teacher.parameters())
+
+
+def test_a_run_learns_what_the_teacher_says_and_goes_on_to_the_bit(grey, tmp_path):
+    """Without labels the student leans to the class that its teacher leans to."""
+    learn = f"--distill.teacher {grey} --distill.task_loss_weight 0 --distill.temperature 2 --mix.cutmix 1 --optim.warmup_steps 0 --optim.schedule constant".split()
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_cls.main(arguments("cls", whole, 9, 5, *learn))
+    train_cls.main(arguments("cls", parts, 5, 5, *learn))
+    train_cls.main(arguments("cls", parts, 9, 5, *learn))
+    assert outcome(whole) == outcome(parts)
+    lines = logged(whole)
+    assert [top1 == 100 for _, top1 in results(whole)["top1_by_class"]] == [c == 3 for c in range(10)]
+    assert lines[-1]["kd_loss"] < 0.8 * lines[0]["kd_loss"] and all(len(line["head_usage"]) == 2 for line in lines)
+    assert all(line["task_loss"] == pytest.approx(line["kd_loss"], abs=1e-5) for line in lines)
+    state = load_file(next(whole.glob("checkpoints/step_9/model.safetensors")))
+    assert state.keys() == {f"model.{name}" for name in load_file(whole / "model.safetensors")}
+
+
+def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
+    def error(*argv, root="digits"):
+        run = arguments("cls", tmp_path / "run", 1, 1, "--data.root", root, *argv)
+        return refused(capsys, train_cls.main, *run)
+
+    said = error("--distill.teacher", grey, "--data.img_size", 12)
+    assert (
+        f"distill.teacher {grey} cannot take images of [1, 12, 12]: Input height (12) doesn't match model (8)" in said
+    )
+    folder = write_folder(tmp_path / "d", size=(8, 8))
+    colours = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, num_classes=5)
+    said = error("--distill.teacher", colours, "--data.img_size", 8, root=folder)
+    assert f"distill.teacher {colours} has 5 classes, the data 2" in said
+    train_cls.main(arguments("cls", tmp_path / "digits", 1, 1))
+    teacher = Teacher("distill.teacher", str(tmp_path / "digits"), [0.5], [0.5])  # a run is one, too
+    assert teacher(torch.zeros(1, 1, 8, 8)).shape == (1, 10) == (1, len(teacher.classes))
+    said = error("--distill.teacher", tmp_path / "digits", "--data.img_size", 8, root=folder)
+    assert f"2 in val; distill.teacher {tmp_path / 'digits'} has class '0' and 9 more, which val has not" in said
+    assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error("--distill.teacher", "vit_tniy")
+    assert "distill.teacher local-dir:/no: Config file not found" in error("--distill.teacher", "local-dir:/no")
+    assert "distill.temperature 2.0 needs distill.teacher" in error("--distill.temperature", 2)
+    assert not (tmp_path / "run").exists()
