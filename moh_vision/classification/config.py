@@ -92,7 +92,7 @@ class MixConfig:
 
 @dataclass
 class DistillConfig:
-    """Knowledge distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`.
+    """Distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`.
 
     Args:
         teacher: a model of timm with its weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or the folder of a
