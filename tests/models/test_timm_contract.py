@@ -1,8 +1,8 @@
 """timm's own tests of its models, run on ours.
 
 timm ships them in its source distribution, which `make` fetches beside the virtual environment. Only `list_models` is
-swapped while they are loaded. The smallest member of each family runs in `make test`, all of them in `make test-slow`, where
-MoH TransNeXt is pruned too: that takes half a minute, and a dense TransNeXt has the same method.
+swapped while they are loaded. A shallow model of each family runs in `make test`, the others as they are in `make test-slow`,
+where MoH TransNeXt is pruned too: that takes half a minute, and a dense TransNeXt has the same method.
 """
 
 import fnmatch
@@ -32,8 +32,13 @@ CONTRACT = [
     "test_model_backward_fx",
     "test_model_forward_fx_torchscript",
 ]
-SMALLEST = ("moh_vit_tiny_patch16_224", "transnext_micro", "moh_transnext_small_75")
-PRUNED = SMALLEST[:2]
+# The smallest of each family, and what makes them shallow.
+SMALLEST = {
+    "moh_vit_tiny_patch16_224": dict(depth=4),
+    "transnext_micro": dict(depths=[1, 1, 3, 1]),
+    "moh_transnext_small_75": dict(depths=[1, 1, 3, 1], head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]]),
+}
+PRUNED = ("moh_vit_tiny_patch16_224", "transnext_micro")
 TOKENS = "moh_vit*"  # whose features are tokens: "non-standard" in timm's terms, as its own vit_*
 
 SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.gz"))
@@ -51,6 +56,11 @@ def ours(filter="", module="", pretrained=False, exclude_filters="", include_tag
     return names
 
 
+def shallow(name, **kwargs):
+    """timm.create_model, with few layers for the smallest models."""
+    return timm.create_model(name, **SMALLEST.get(name, {}), **kwargs)
+
+
 def load():
     """timm's test module; `list_models` is swapped only while it is imported."""
     with tarfile.open(SOURCE[0]) as archive:
@@ -61,6 +71,7 @@ def load():
         exec(compile(code, f"{SOURCE[0]}:test_models.py", "exec"), module.__dict__)
     finally:
         timm.list_models = list_models
+    module.create_model = shallow
     return module
 
 
