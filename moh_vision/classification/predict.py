@@ -33,7 +33,7 @@ from moh_vision.engine.io import write_whole
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import make_accelerator
 
-IDLE = ("data.root", "data.max_bad_fraction", "head_load")  # what validation reads and this does not
+IDLE = ("data.root", "data.max_bad_fraction")  # what validation reads and this does not
 
 
 class Files:

@@ -18,6 +18,7 @@ from moh_vision.analysis.head_load import draw_usage
 from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.labels import IMAGENET, Labels, SomeClasses, open_labelled, refuse_other_classifier
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.imagenet import classification_transforms
@@ -26,14 +27,20 @@ from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BadData, message_of, refuse_output, user_errors
 from moh_vision.engine.io import write_whole
-from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
-from moh_vision.evaluation.accuracy import evaluate, summary
+from moh_vision.evaluation.accuracy import evaluate, likeliest, summary
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import to_validate
+
+FLAGS = (
+    ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
+    ("labels", Optional[Labels], None, "ImageNet's ReaL, V2, A, R or Sketch (docs/validation.md)"),
+    ("score_file", Optional[str], None, "JSON with the scores; must not exist"),
+)
 
 
 def validate(
@@ -48,7 +55,7 @@ def validate(
 
     Args:
         task: as accelerate prepared it, or bare; it is left in eval mode.
-        source: see `data.splits.open_source`.
+        source: see `data.splits.open_source`; of several labels of an image (`Relabelled`) the likeliest is taken.
         transform: PIL image -> tensor, without randomness.
         data: a `ClsDataConfig`.
         accelerator: accelerate's Accelerator.
@@ -72,9 +79,10 @@ def validate(
     def predict(images, labels):
         with accelerator.autocast():
             logits, stats = task(images)
+        labels = likeliest(logits, labels)
         load.add(stats, labels)
         predicted.append(torch.stack([labels, logits.argmax(-1)], 1).cpu())
-        return logits
+        return logits, labels
 
     total = total_over_processes(accelerator)
     images = LabelledImages(source, transform, seed=0, replace=False)
@@ -176,7 +184,7 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
 
 
 def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
-    """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`.
+    """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`, or what --labels are for.
 
     Args:
         config, flags: see there.
@@ -190,10 +198,17 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
         ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
     """
     with accelerator.main_process_first():
-        source = open_source(config.data.root, split, index_dir(config.output))
-    model, about = open_classifier(config, flags, in_chans=source.channels, num_classes=len(source.classes))
+        if flags.labels:
+            source = open_labelled(config.data.root, flags.labels, index_dir(config.output))
+        else:
+            source = open_source(config.data.root, split, index_dir(config.output))
+    classes = IMAGENET if flags.labels else source.classes
+    model, about = open_classifier(config, flags, in_chans=source.channels, num_classes=len(classes))
     named = f"--checkpoint {flags.checkpoint}"
-    check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
+    if flags.labels:
+        refuse_other_classifier(model, about["classes"], named, flags.labels)
+    else:
+        check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
     _, transform = classification_transforms(config.data, model.pretrained_cfg, about["img_size"], source.channels)
     return model, about, source, transform
 
@@ -201,7 +216,8 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
 def report(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
-    With --head-load FILE also write the use of heads by class, see `HeadLoad.save`.
+    With --labels the scores are of that data set, see `open_labelled`. --score-file FILE gets them too, and --head-load FILE
+    the use of heads by class, see `HeadLoad.save`.
 
     Args, raises: as `open_model`.
 
@@ -209,23 +225,34 @@ def report(config, flags, accelerator) -> None:
         UnreadableImage: beyond data.max_bad_fraction.
     """
     model, about, val, transform = open_model(config, flags, accelerator, "val")
-    task = accelerator.prepare_model(ClassificationTask(model, 0.0), evaluation_mode=True)
+    task = SomeClasses(model, val.columns) if flags.labels else ClassificationTask(model, 0.0)
+    task = accelerator.prepare_model(task, evaluation_mode=True)
     scores, load, confusion = validate(task, val, transform, config.data, accelerator)
-    accelerator.print(f"{about['weights']} ({about['name']}, {about['img_size']} px): {summary(scores)}")
+    split = flags.labels or "val"
+    of = f"{about['name']}, {about['img_size']} px{f', labels {split}' if flags.labels else ''}"
+    accelerator.print(f"{about['weights']} ({of}): {summary(scores)}")
+    if flags.labels and len(val) < len(val.source):
+        left = len(val.source) - len(val)
+        accelerator.print(f"{left} images of {len(val.source)} have no label and are left out")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
     accelerator.print(class_table(class_accuracy(confusion, val.classes)))
+    of = dict(model=about["name"], data=config.data.root, split=split, weights=str(about["weights"]))
     if flags.head_load and accelerator.is_main_process:
-        load.of = dict(model=about["name"], data=config.data.root, split="val", weights=str(about["weights"]))
+        load.of = of
         load.save(Path(flags.head_load))
         accelerator.print(f"head load: {flags.head_load}")
+    if flags.score_file and accelerator.is_main_process:
+        write_json(Path(flags.score_file), dict(of, img_size=about["img_size"], **scores))
+        accelerator.print(f"scores: {flags.score_file}")
 
 
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
     with StopSignals():
         with user_errors(name):
-            config, flags = parse_config(ClsConfig, argv, name, to_validate=True)
+            config, flags = parse_config(ClsConfig, argv, name, to_validate=True, more=FLAGS)
             refuse_output("--head-load", flags.head_load)
+            refuse_output("--score-file", flags.score_file)
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
         with user_errors(name), user_errors(name, (BadData,), every_rank=True):
             report(config, flags, accelerator)

@@ -81,9 +81,7 @@ class LabelledImages(Dataset):
                 bad.append((number, str(error)))
                 continue
             self._seed(position)
-            return dict(
-                images=self.transform(image), labels=int(self.source.labels[number]), position=position, bad=bad
-            )
+            return dict(images=self.transform(image), labels=self.source.labels[number], position=position, bad=bad)
         return dict(position=position, bad=bad)
 
     def read(self, number: int):

@@ -29,7 +29,7 @@ class ImageFolder:
 
     Args:
         root: the folder that holds the splits.
-        split: "train" or "val".
+        split: "train" or "val"; "": the classes are in `root` itself.
 
     Raises:
         ValueError, FileNotFoundError: naming the folder.

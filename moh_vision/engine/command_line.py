@@ -31,15 +31,14 @@ RUN_FLAGS = (
     ("fresh", bool, False, "move an earlier run in --output aside and start over"),
     ("allow_change", List[str], [], "KEY: resume although it has changed; may be given several times"),
 )
-VALIDATION_FLAGS = (
-    ("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),
-    ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
-)
-# What --print_config writes beside the keys, now or in an earlier version.
-PRINTED = ("config", "print_config", "help", "validate_only", *(name for name, *_ in RUN_FLAGS + VALIDATION_FLAGS))
+VALIDATION_FLAGS = (("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),)
+# What --print_config wrote beside the keys in earlier versions.
+PRINTED = (
+    "config", "print_config", "help", "validate_only", "head_load", *(name for name, *_ in RUN_FLAGS + VALIDATION_FLAGS),
+)  # fmt: skip
 
 
-def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool = False):
+def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool = False, more: tuple = ()):
     """Read `--config FILE` and `--key.sub value` overrides.
 
     A key that has no effect beside the others (see `effects`) is refused. If an option on the command line makes
@@ -51,6 +50,7 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         prog: name of the script.
         to_validate: instead of these take --checkpoint, whose run's config.yaml is read where there is no --config, and
             only options that validation reads.
+        more: further options, as in RUN_FLAGS, for fields of `Flags`.
 
     Returns:
         (config, Flags or None)
@@ -59,13 +59,14 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         ValueError: one line that names the key, the value and what is allowed.
     """
     keys = _leaf_keys(kind)
-    flags = VALIDATION_FLAGS if to_validate else RUN_FLAGS if issubclass(kind, RunConfig) else ()
+    flags = (*(VALIDATION_FLAGS if to_validate else RUN_FLAGS if issubclass(kind, RunConfig) else ()), *more)
     switches = {name: hint for name, hint, *_ in flags} | dict(config=str, print_config=bool, help=bool)
     options = list(_options(sys.argv[1:] if argv is None else argv, keys, switches))
     about = dict(options).get("help")
     if about:
-        read = _read_by_validation if to_validate else bool
-        groups = key_groups(_parser(kind, prog, flags), read)
+        groups = key_groups(
+            _parser(kind, prog, flags), lambda key: not to_validate or key in switches or _read_by_validation(key)
+        )
         print(help_text(prog, groups, "" if about == "true" else about.removeprefix("--").replace("-", "_")))
         raise SystemExit(0)
     given = {next((key for key in FREE_FORM if name.startswith(key + ".")), name) for name, _ in options}
@@ -94,13 +95,15 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         config = _built(kind, parser, namespace)  # before the next step, which compares values: they must be in range
         files = ", ".join(text for name, text in options if name == "config")
         if to_validate:
-            _refuse_for_validation(given)
+            _refuse_for_validation(given.difference(switches))
         elif _leave_out_idle(namespace, parser.get_defaults(), given, keys, files, prog):
             config = _built(kind, parser, namespace)
     except (jsonargparse.ArgumentError, TypeError, RecursionError) as error:
         raise ValueError(_one_line(str(error))) from None
     if any(name == "print_config" for name, _ in options):
-        print(parser.dump(namespace))
+        for name in ("config", *(name for name, *_ in flags)):
+            namespace.pop(name, None)
+        print(parser.dump(namespace, skip_validation=True))
         raise SystemExit(0)
     if to_validate and namespace.checkpoint is None:
         raise ValueError("--checkpoint PATH is needed: a run, its checkpoint, or weights for model.*")
@@ -245,8 +248,7 @@ def _refuse_for_validation(given: Set[str]) -> None:
 
 
 def _read_by_validation(name: str) -> bool:
-    own = ("config", *(flag for flag, *_ in VALIDATION_FLAGS), "data", *VALIDATION_KEYS)
-    return name in own or name.partition(".")[0] == "model"
+    return name in ("data", *VALIDATION_KEYS) or name.partition(".")[0] == "model"
 
 
 def _with_the_runs_config(options: List[Tuple[str, str]]) -> List[Tuple[str, str]]:

@@ -365,7 +365,9 @@ class Flags:
     allow_change: List[str] = field(default_factory=list)
     given: Set[str] = field(default_factory=set)  # names of the options on the command line
     checkpoint: Optional[str] = None  # to validate
-    head_load: Optional[str] = None  # file that a validation writes
+    head_load: Optional[str] = None  # files that a validation writes
+    score_file: Optional[str] = None
+    labels: Optional[str] = None  # whose images and labels it takes
 
 
 # Differences in these keys, or sections, do not make a run another run.

@@ -1,6 +1,6 @@
 """Accuracy and loss, exact over processes: every sample counts once, none is padded."""
 
-from typing import Callable, Dict, Iterable
+from typing import Callable, Dict, Iterable, Tuple
 
 import torch
 from torch import Tensor
@@ -9,12 +9,15 @@ from torch.nn import functional as F
 
 @torch.no_grad()
 def evaluate(
-    predict: Callable[[Tensor, Tensor], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]
+    predict: Callable[[Tensor, Tensor], Tuple[Tensor, Tensor]],
+    batches: Iterable[dict],
+    device,
+    reduce: Callable[[Tensor], Tensor],
 ) -> Dict[str, float]:
     """Top-1, top-5 and cross-entropy.
 
     Args:
-        predict: (images [B, C, h, w], labels [B]) -> logits [B, classes]; most models ignore the labels.
+        predict: (images [B, C, h, w], labels of the batch) -> logits [B, classes], labels [B]; see `likeliest`.
         batches: dicts with images and labels, this process's share.
         device: where to compute.
         reduce: sums a tensor over processes.
@@ -24,8 +27,8 @@ def evaluate(
     """
     totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
-        labels = batch["labels"].to(device)
-        logits = predict(batch["images"].to(device), labels).float()
+        logits, labels = predict(batch["images"].to(device), batch["labels"].to(device))
+        logits = logits.float()
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices  # [B, 5]
         hit = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
@@ -34,6 +37,22 @@ def evaluate(
     if not images:
         raise ValueError("there are no images to evaluate")
     return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
+
+
+def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
+    """The label of each image that its logits are highest for: an image may have several that are right.
+
+    One of them is among the best k classes if and only if this one is.
+
+    Args:
+        logits: [B, classes].
+        labels: [B], or [B, L].
+
+    Returns:
+        labels [B].
+    """
+    labels = labels.view(len(labels), -1)  # [B, L]
+    return labels.gather(1, logits.gather(1, labels).argmax(1, keepdim=True))[:, 0]
 
 
 def summary(scores: Dict) -> str:

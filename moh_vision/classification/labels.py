@@ -1,0 +1,141 @@
+"""ImageNet's classes with other labels or other images: ReaL, V2, A, R and Sketch, with the label maps that timm ships."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from pathlib import Path
+from typing import List, Literal, Optional, Sequence
+
+import numpy as np
+from timm.data import ImageNetInfo
+from timm.data.real_labels import RealLabelsImagenet
+from torch import nn
+
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.data.folder import ImageFolder, split_folder
+from moh_vision.data.sources import Shards
+from moh_vision.data.splits import check_same_classes, open_source
+
+Labels = Literal["real", "v2", "a", "r", "sketch"]
+IMAGENET = ImageNetInfo().label_names()  # 1,000 synsets; class c is the c-th, and they are sorted
+
+
+class Relabelled:
+    """Some samples of a source with labels of their own, as `validate` reads a source.
+
+    Args:
+        source: see `data.splits.open_source`.
+        numbers: of the samples in the source.
+        labels: class numbers [n], or all that are right [n, L], repeated where an image has fewer.
+        columns: outputs of a classifier of ImageNet's 1,000 classes that compete.
+    """
+
+    def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: List[int]):
+        self.source, self.numbers, self.labels, self.columns = source, np.asarray(numbers), labels, columns
+        self.classes, self.channels = [IMAGENET[c] for c in columns], source.channels
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def image(self, index: int):
+        return self.source.image(int(self.numbers[index]))
+
+
+class SomeClasses(ClassificationTask):
+    """A classifier in eval mode among some of its classes.
+
+    Args:
+        columns: their outputs.
+    """
+
+    def __init__(self, model: nn.Module, columns: List[int]):
+        super().__init__(model, 0.0)
+        self.columns = columns
+
+    def forward(self, images):
+        logits, stats = super().forward(images)
+        return logits[:, self.columns], stats
+
+
+def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabelled:
+    """The images that `labels` are for: the val split of `root`, or the class folders in it, as V2, A, R and Sketch come.
+
+    "real" (Beyer et al. 2020) finds the labels of an image by the name of its file, and leaves out images that have none.
+    The others are told by the names of the class folders: synsets, or numbers from 0 to 999, as V2's folders are called.
+    "a" and "r" have 200 classes, and the outputs of the other 800 do not compete.
+
+    Args:
+        root: data.root.
+        labels: which.
+        index_dir: see `Shards`.
+
+    Raises:
+        ValueError, FileNotFoundError: naming data.root, for other classes or names of files.
+    """
+    plain = os.path.isdir(root) and split_folder(root, "val") is None and not any(Path(root).glob("val-*.tar"))
+    source = ImageFolder(root, "") if plain else open_source(root, "val", index_dir)
+    if labels == "real":
+        found = _real_labels(root, source)
+        numbers = [n for n, right in enumerate(found) if right]
+        most = max(map(len, found))
+        rows = [(found[n] + found[n][:1] * most)[:most] for n in numbers]
+        return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
+    columns = list(range(len(IMAGENET)))
+    if labels in ("a", "r"):
+        columns = [int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt").split()]
+    classes = imagenet_names(source.classes)
+    # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
+    found = Relabelled(source, range(len(source)), np.argsort(np.argsort(classes))[source.labels], columns)
+    expected, found.classes = found.classes, sorted(classes)
+    check_same_classes(expected, f"--labels {labels}", found, root)
+    return found
+
+
+def imagenet_names(classes: Sequence[str]) -> List[str]:
+    """Names of classes; where all are numbers from 0 to 999, ImageNet's synsets of these numbers."""
+    numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
+    return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
+
+
+def refuse_other_classifier(model: nn.Module, classes: Optional[Sequence[str]], named: str, labels: Labels) -> None:
+    """Raise ValueError unless the outputs of a model are ImageNet's 1,000 classes.
+
+    Args:
+        model: a classifier.
+        classes: names of its outputs; None: of weights without names.
+        named: the model, in the message.
+        labels: what it is to be validated with.
+    """
+    if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
+        others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
+        raise ValueError(f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}")
+
+
+def _real_labels(root: str, source) -> List[List[int]]:
+    """All right classes of each image, none for some."""
+    of_file = RealLabelsImagenet(range(50_000)).real_labels
+    names = [Path(name).stem + ".JPEG" for name in _file_names(root, source)]
+    strange = next((name for name in names if name not in of_file), None)
+    if strange is not None:
+        raise ValueError(
+            f"data.root {root}: {strange}: --labels real needs the files of ImageNet's validation split, "
+            "ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG"
+        )
+    return [of_file[name] for name in names]
+
+
+def _file_names(root: str, source) -> List[str]:
+    """The file of each sample."""
+    if isinstance(source, ImageFolder):
+        return [os.fsdecode(bytes(name)) for name in source.files]
+    listing = Path(root) / "val.files.txt"
+    if not isinstance(source, Shards) or not listing.is_file():
+        raise ValueError(
+            f"data.root {root}: --labels real needs the names of the files: class folders, or shards with the "
+            "val.files.txt that python -m moh_vision.data.shards writes"
+        )
+    names = listing.read_text("utf-8").splitlines()
+    if len(names) != len(source):
+        raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")
+    return names
