@@ -107,6 +107,7 @@ def test_promised_paths_lead_to_their_successors():
 @pytest.mark.parametrize(
     "name",
     [
+        "data.check",
         "data.latents",
         "data.shards",
         "data.text.tokenise",

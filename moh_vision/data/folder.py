@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, List
 
 import numpy as np
 from PIL import Image
@@ -30,6 +30,10 @@ class ImageFolder:
     Args:
         root: the folder that holds the splits.
         split: "train" or "val"; "": the classes are in `root` itself.
+        allow_empty: also list classes without images, for `data.check`.
+
+    Attributes:
+        left_out: files in the folder of the split and below that are no images by their names.
 
     Raises:
         ValueError, FileNotFoundError: naming the folder.
@@ -38,7 +42,7 @@ class ImageFolder:
     channels = 3
     img_size = None  # as large as each image is; the transform decides
 
-    def __init__(self, root: str, split: str):
+    def __init__(self, root: str, split: str, allow_empty: bool = False):
         folder = split_folder(root, split)
         if folder is None:
             raise FileNotFoundError(f"data.root {root}: no folder {split} in it")
@@ -47,9 +51,10 @@ class ImageFolder:
         if not self.classes:
             raise ValueError(f"data.root {root}: {folder} holds no class folders")
         names, labels = [], []
+        self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
         for label, name in enumerate(self.classes):
-            found = sorted(_images(folder, name))
-            if not found:
+            found = self._images(name)
+            if not found and not allow_empty:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
             names += found
             labels += [label] * len(found)
@@ -62,12 +67,19 @@ class ImageFolder:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        path = self.folder / os.fsdecode(bytes(self.files[index]))
+        return decode_image(self.read(index), self.where(index))
+
+    def read(self, index: int) -> bytes:
+        """The file of a sample; raises UnreadableImage."""
         try:
-            data = path.read_bytes()
+            with open(self.where(index), "rb") as file:
+                return file.read()
         except OSError as error:
-            raise UnreadableImage(f"{path}: {error.strerror}") from None
-        return decode_image(data, str(path))
+            raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
+
+    def where(self, index: int) -> str:
+        """Names a sample in errors."""
+        return os.path.join(self.folder, os.fsdecode(bytes(self.files[index])))
 
     def listing(self) -> Iterator[bytes]:
         """Bytes that tell which file is which sample: the paths below the folder of the split."""
@@ -79,10 +91,15 @@ class ImageFolder:
             found = os.stat(self.folder / os.fsdecode(bytes(name)))
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
 
-
-def _images(folder: Path, name: str) -> Iterator[str]:
-    """Image files in folder/name and below, each as `name`/..."""
-    for entry, path in walk(folder / name, name, hidden=True):
-        if entry.name.lower().endswith(IMAGES) and entry.name[0] != ".":
-            refuse_special(entry)  # a dangling link is found, counted and named when it is read
-            yield path
+    def _images(self, name: str) -> List[str]:
+        """Image files of a class, sorted, each as `name`/..."""
+        found = []
+        for entry, path in walk(self.folder / name, name, hidden=True):
+            if entry.name[0] == ".":
+                continue
+            if entry.name.lower().endswith(IMAGES):
+                refuse_special(entry)  # a dangling link is found, counted and named when it is read
+                found.append(path)
+            else:
+                self.left_out.append(path)
+        return sorted(found)

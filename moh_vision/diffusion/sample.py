@@ -29,11 +29,11 @@ from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import user_errors
+from moh_vision.engine.commands import Progress, user_errors
 from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
-from moh_vision.engine.logging import Progress, peak_memory_mib, write_json
+from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import by_main
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
@@ -204,11 +204,11 @@ def draw(
     steps, main = len(todo) * len(pipe.scheduler.timesteps), accelerator.is_main_process
     with (
         user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
-        contextlib.closing(Progress("sampling", steps, "step", main)) as progress,
+        Progress("sampling", steps, "step", enabled=main) as progress,
     ):
 
         def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
-            progress.step()
+            progress.add()
             if denoising and numbers.start == 0:
                 denoising.add(pipe, step, t, inputs)
 

@@ -1,4 +1,4 @@
-"""What commands share: options, names that were mistyped, and one line for every mistake of the user. It needs no torch."""
+"""What commands share: options, mistyped names, one line for every mistake of the user, and progress. It needs no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import contextlib
 import os
 import re
 import sys
+import time
 from difflib import get_close_matches
 from typing import Callable, Iterable, List, Optional, Tuple
 
+from tqdm import tqdm
+
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
+LINE_EVERY = 60  # seconds between lines of progress in a log
 
 
 class BadData(ValueError):
@@ -75,6 +79,49 @@ def refuse_output(option: str, path: Optional[str]) -> None:
 def say(text: str) -> None:
     """Print a line that is read at once, also through a pipe."""
     print(text, flush=True)
+
+
+class Progress:
+    """Progress of a long work, in a `with` block: a bar on a terminal, in a log a line every minute.
+
+    Args:
+        title, total, unit: what is done, how many steps there are, and what a step is called.
+        done: steps that were there before.
+        enabled: whether this process shows it.
+    """
+
+    def __init__(self, title: str, total: int, unit: str, done: int = 0, enabled: bool = True):
+        self.terminal, self.enabled = sys.stderr.isatty(), enabled
+        self.title, self.total, self.unit, self.first, self.done = title, total, unit, done, done
+        self.started = self.said = time.monotonic()
+
+    def __enter__(self):
+        off = not (self.enabled and self.terminal)
+        self.bar = tqdm(
+            total=self.total, initial=self.first, desc=self.title, unit=self.unit, disable=off, dynamic_ncols=True
+        )
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
+
+    def add(self, count: int = 1) -> None:
+        """So many steps more are done."""
+        self.done += count
+        self.bar.update(count)
+        if count and self.enabled and not self.terminal and time.monotonic() - self.said >= LINE_EVERY:
+            self.said = time.monotonic()
+            left = tqdm.format_interval((self.total - self.done) / self.rate)
+            say(f"{self.title}: {self.done} of {self.total} {self.unit}s, {left} left")
+
+    def note(self, text: str) -> None:
+        """Show a text behind the bar."""
+        self.bar.set_postfix_str(text)
 
 
 def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.tracking import Tracker, open_tracker
 
-LINE_EVERY = 60  # seconds between lines of progress in a log
 UNITS = dict(images="img", tokens="tok")  # as shown
 
 
@@ -129,38 +128,6 @@ class RunLog:
             self.file.close()
         if self.tracker:
             self.tracker.close()
-
-
-class Progress:
-    """Progress of a long work: a bar on a terminal, in a log a line every minute.
-
-    Args:
-        title, total, unit: what is done, how many steps there are, and what a step is called.
-        enabled: whether this process shows it.
-    """
-
-    def __init__(self, title: str, total: int, unit: str, enabled: bool = True):
-        terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=total, desc=title, unit=unit, disable=not (enabled and terminal), dynamic_ncols=True)
-        self.lines = enabled and not terminal
-        self.title, self.total, self.unit, self.done = title, total, unit, 0
-        self.started = self.said = time.monotonic()
-
-    def step(self) -> None:
-        """One step is done."""
-        self.done, now = self.done + 1, time.monotonic()
-        self.bar.update()
-        if self.lines and now - self.said >= LINE_EVERY:
-            self.said = now
-            left = tqdm.format_interval((now - self.started) / self.done * (self.total - self.done))
-            print(f"{self.title}: {self.done} of {self.total} {self.unit}s, {left} left", flush=True)
-
-    def note(self, text: str) -> None:
-        """Show a text behind the bar."""
-        self.bar.set_postfix_str(text)
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 def open_log(

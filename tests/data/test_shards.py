@@ -17,10 +17,11 @@ from PIL import Image, ImageOps
 from writer_suite import *  # noqa: F403  its tests
 from writer_suite import Writer, told
 
-from moh_vision.data.shards import out_folder, record, worker
+from moh_vision.data.shards import out_folder, worker
 from moh_vision.data.shards.__main__ import main
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.sources import Shards
+from moh_vision.engine import commands
 from moh_vision.engine import io as locks
 
 
@@ -249,7 +250,7 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(worker, "encode_sample", slow_encoding)
-            patch.setattr(record.Progress, "show", control_c)
+            patch.setattr(commands.Progress, "add", control_c)
             assert run(root, out, "--samples-per-shard", 6) == 130
     finally:
         signal.signal(signal.SIGINT, before)
@@ -411,13 +412,13 @@ def test_a_record_that_cannot_be_read(tmp_path, capfd):
 
 
 def test_a_log_gets_lines(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(record, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(commands, "LINE_EVERY", 0)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out", "--samples-per-shard", 6) == 0
     captured = capfd.readouterr()
     assert "train: 24 of 24 images, " in captured.out and captured.err == ""
 
 
 def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(record.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(commands.sys.stderr, "isatty", lambda: True)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
     assert "train: 100%" in capfd.readouterr().err

@@ -457,7 +457,7 @@ def test_denoising(tmp_path, monkeypatch, capsys):
     latent = tmp_path / "latent"
     latent.mkdir()
     run = run_of(latent, 4, vae=recorded(vae_in(tmp_path / "vae")))
-    monkeypatch.setattr("moh_vision.engine.logging.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     call(run, "--denoising", tmp_path / "b.gif", "--steps", "30")
     assert f"loading {latent}\n5 images, ddpm 30 steps" in (out := capsys.readouterr().out)
     assert "sampling: 1 of 60 steps, " in out and "sampling: 60 of 60 steps, 00:00 left\n" in out  # no terminal

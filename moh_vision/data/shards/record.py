@@ -1,23 +1,18 @@
-"""The record of the shards that a command has written, and how it shows its progress."""
+"""The record of the shards that a command has written."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, TypeVar
-
-from tqdm import tqdm
 
 from moh_vision.data.decode import allowed_bad
 from moh_vision.engine.io import give_name, hidden_path, sha256_of, write_whole
 
 FORMAT = 1
-SECONDS_BETWEEN_LINES = 10
 T = TypeVar("T")
 
 
@@ -199,49 +194,6 @@ def _essence(value):
 
 def _shown(value) -> str:
     return f"{value['name']} (sha256 {value['sha256'][:12]})" if isinstance(value, dict) else str(value)
-
-
-class Progress:
-    """A bar of images on a terminal, in a log a line now and then.
-
-    Args:
-        title: the split.
-        total: images in all.
-        done: images that were there before.
-        quiet: show nothing.
-    """
-
-    def __init__(self, title: str, total: int, done: int, quiet: bool = False):
-        self.title, self.total, self.first, self.done = title, total, done, done
-        self.since = self.shown = time.monotonic()
-        self.quiet, self.terminal = quiet, sys.stderr.isatty() and not quiet
-
-    def __enter__(self) -> Progress:
-        self.bar = tqdm(
-            desc=self.title,
-            total=self.total,
-            initial=self.first,
-            unit="img",
-            dynamic_ncols=True,
-            disable=not self.terminal,
-        )
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.bar.close()
-
-    @property
-    def rate(self) -> float:
-        """Images per second."""
-        return (self.done - self.first) / max(time.monotonic() - self.since, 1e-9)
-
-    def show(self, done: int) -> None:
-        """`done` images are done now, the earlier ones included."""
-        self.bar.update(done - self.done)
-        self.done = done
-        if not self.terminal and not self.quiet and time.monotonic() - self.shown > SECONDS_BETWEEN_LINES:
-            self.shown = time.monotonic()
-            print(f"{self.title}: {done} of {self.total} images, {self.rate:.0f} img/s", flush=True)
 
 
 def _free_name(path: Path) -> Path:

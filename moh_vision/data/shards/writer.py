@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders
-from moh_vision.data.shards.record import BadLimit, Progress, ShardRecord, one_line, plan_shards
+from moh_vision.data.shards.record import BadLimit, ShardRecord, one_line, plan_shards
 from moh_vision.data.shards.worker import (
     CONTEXT,
     Job,
@@ -19,6 +19,7 @@ from moh_vision.data.shards.worker import (
     write_shard,
 )
 from moh_vision.data.sources import Shards
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import hidden_path, write_whole
 
 
@@ -92,13 +93,13 @@ class SplitWriter:
         with ProcessPoolExecutor(workers, CONTEXT, initializer=start_worker, initargs=initial) as pool:
             pending = {pool.submit(write_shard, name, self.plan[name]) for name in todo}
             try:
-                with Progress(self.split, self.job.limit.images, before) as progress:
+                with Progress(self.split, self.job.limit.images, "image", before) as progress:
                     while pending:
                         finished, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                         for entry in [future.result() for future in finished]:
                             self.record.lines.add(entry)
                             done[entry["shard"]] = entry
-                        progress.show(before + shared.done.value)
+                        progress.add(before + shared.done.value - progress.done)
             except BaseException as error:
                 shared.stop.set()
                 pool.shutdown(cancel_futures=True)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.shards.out_folder import write_classes
-from moh_vision.data.shards.record import BadLimit, Progress, RecordPart, ShardRecord, part_path, plan_shards
+from moh_vision.data.shards.record import BadLimit, RecordPart, ShardRecord, part_path, plan_shards
 from moh_vision.data.shards.shard_file import ShardFile
 from moh_vision.diffusion.latents.cache import LatentCache, npy_bytes, write_manifest
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments
+from moh_vision.engine.commands import Progress
 
 
 class LatentWriter:
@@ -93,7 +94,8 @@ class LatentWriter:
         stream = iter(evaluation_batches(images, sum(batches.values(), []), workers).loader)
         title = f"{self.split}, rank 0 of {state.num_processes}" if state.use_distributed else self.split
         entries, bad = [], []
-        with Progress(title, sum(len(self.plan[name]) for name in own), 0, quiet=not state.is_main_process) as progress:
+        total = sum(len(self.plan[name]) for name in own)
+        with Progress(title, total, "image", enabled=state.is_main_process) as progress:
             for name in own:
                 shard_bad = []
                 with ShardFile(self.out, name) as shard:
@@ -105,7 +107,7 @@ class LatentWriter:
                         good = [n for n in numbers if n not in dict(batch["bad"])]
                         if good:
                             self._encode(good, batch["images"].to(device), model, shard)
-                        progress.show(progress.done + len(numbers))
+                        progress.add(len(numbers))
                     entries.append(shard.finish(shard_bad))
                 record.add(entries[-1])
         return entries

@@ -1,0 +1,187 @@
+"""Look at every image of a data set before anyone trains on it.   python -m moh_vision.data.check ROOT
+
+ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, or one of shards; also a folder of classes alone. Prints
+the number of images and classes of each split, what cannot be read, what training would refuse, and what it takes but may
+surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT cannot be opened.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Dict, Iterator, List, NamedTuple, Optional
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from moh_vision.data.decode import UnreadableImage, decode_image, open_image
+from moh_vision.data.folder import ImageFolder, split_folder
+from moh_vision.data.shards.record import one_line
+from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.workers import leave_signals_to_the_parent
+from moh_vision.engine.commands import Parser, Progress, exit_code, say
+
+SMALL = 32  # pixels of the shorter side
+LONG = 4  # times the shorter side
+SHOWN = 20  # unreadable images that are named
+
+
+class Look(NamedTuple):
+    """What one image is: its file, why it cannot be read, else its shorter side and what is odd about it."""
+
+    where: str
+    problem: Optional[str]
+    side: int
+    odd: List[str]
+
+
+def look(source, index: int) -> Look:
+    """Decode a sample as training does, and say what is odd about it."""
+    where = source.where(index)
+    try:
+        data = source.read(index)
+        size = decode_image(data, where).size
+    except UnreadableImage as error:
+        return Look(where, str(error), 0, [])
+    return Look(where, None, min(size), list(oddities(open_image(io.BytesIO(data)))))
+
+
+def oddities(image: Image.Image) -> Iterator[str]:
+    """What is odd about an image, and what training makes of it."""
+    if image.mode in ("1", "L", "LA", "La"):
+        yield "grey"
+    if image.mode.startswith("I"):
+        yield "16-bit grey, scaled to 8 bits"
+    if image.mode == "CMYK":
+        yield "CMYK, turned into RGB"
+    if image.mode == "P" and "transparency" in image.info:
+        yield "palette with transparency, which is dropped"
+    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        yield "transparency, which is dropped"
+    if getattr(image, "n_frames", 1) > 1:
+        yield "several pictures, of which the first is taken"
+    if min(image.size) < SMALL:
+        yield f"under {SMALL} pixels"
+    if max(image.size) > LONG * min(image.size):
+        yield f"over {LONG} times as long as wide"
+
+
+def open_all(root: str) -> Dict[str, object]:
+    """Split -> source, of the splits that there are; "" for a folder of classes.
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, see `open_source`.
+    """
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"{root}: no such folder; a folder of classes or of shards is checked")
+    found = {}
+    for split in ("train", "val"):
+        if split_folder(root, split) is not None:
+            found[split] = ImageFolder(root, split, allow_empty=True)
+        elif any(Path(root).glob(f"{split}-*.tar")):
+            found[split] = open_source(root, split)
+    return found or {"": ImageFolder(root, "", allow_empty=True)}
+
+
+def check(root: str, split: str, source, workers: int) -> List[str]:
+    """Print what a split holds; returns what training would refuse, a line each."""
+    found: Dict[str, List[str]] = defaultdict(list)
+    counts = np.bincount(source.labels, minlength=len(source.classes))
+    empty = [name for name, count in zip(source.classes, counts) if not count]
+    alike = defaultdict(list)
+    for name in source.classes:
+        alike[name.casefold()].append(name)
+    found["classes without images"] = empty
+    found["classes that differ by case alone"] = [" ".join(names) for names in alike.values() if len(names) > 1]
+    found["files that are no images, passed over"] = getattr(source, "left_out", [])
+
+    title, bad, sides = split or root, [], []
+    loader = DataLoader(
+        range(len(source)),
+        batch_size=64,
+        num_workers=workers,
+        collate_fn=partial(_looks, source),
+        worker_init_fn=leave_signals_to_the_parent,
+    )
+    with Progress(title, len(source), "image") as progress:
+        for batch in loader:
+            for where, problem, side, odd in batch:
+                if problem:
+                    bad.append(problem)
+                else:
+                    sides.append(side)
+                for what in odd:
+                    found[what].append(where)
+            progress.add(len(batch))
+
+    plain = "" if split else " (neither train nor val is in it: its folders are taken as classes)"
+    pixels = f"; shorter side {_range(sides)} pixels, median {np.median(sides):.0f}" if sides else ""
+    of = f"{len(source.classes)} class{'es' * (len(source.classes) != 1)}, {_range(counts)} each"
+    say(f"{title}{plain}: {len(source)} images of {of}{pixels}")
+    rows = [(what, len(names), one_line(names[0])) for what, names in found.items() if names]
+    rows += [("unreadable", len(bad), "")] if bad else []
+    wide = max((len(what) for what, *_ in rows), default=0)
+    for what, count, first in rows:
+        say(f"  {what:<{wide}}  {count:>9}  {first}".rstrip())
+    for problem in bad[:SHOWN]:
+        say(f"    {one_line(problem)}")
+    if len(bad) > SHOWN:
+        say(f"    and {len(bad) - SHOWN} more")
+    return [*_refused(title, source, empty), *_unreadable(title, len(bad), len(source))]
+
+
+def _range(numbers) -> str:
+    return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
+
+
+def _looks(source, numbers: List[int]) -> List[Look]:
+    return [look(source, number) for number in numbers]
+
+
+def _refused(title: str, source, empty: List[str]) -> Iterator[str]:
+    if empty and isinstance(source, ImageFolder):
+        yield f"{title}: training refuses class folders without images"
+
+
+def _unreadable(title: str, bad: int, total: int) -> Iterator[str]:
+    if bad:
+        share = math.ceil(1e6 * bad / total) / 1e6
+        way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""
+        yield f"{title}: {bad} of {total} images cannot be read: training stops{way}"
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """The command; returns the exit code: 0, 1 for data that training does not take, 2 for a user's mistake."""
+    parser = Parser("python -m moh_vision.data.check", __doc__)
+    parser.add_argument("root", metavar="ROOT", help="a folder of classes or of shards")
+    parser.add_argument("--workers", type=int, help="processes that read (the processors there are)")
+    refused: List[str] = []
+
+    def work() -> None:
+        options = parser.parse(argv)
+        workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+        if workers < 0:
+            raise ValueError(f"--workers {workers}: expected 0 or more")
+        sources = open_all(options.root)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
+            for split, source in sources.items():
+                refused.extend(check(options.root, split, source, workers))
+        if {"train", "val"} <= sources.keys():
+            try:
+                check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
+            except ValueError as error:
+                refused.append(f"classifiers refuse this: {error}")
+        say("\n".join(refused) or "nothing that training would refuse")
+
+    return exit_code("check", work) or int(bool(refused))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""python -m moh_vision.data.check: what it says of a data set is what training does with it."""
+
+import re
+
+import pytest
+from pictures import encoded, gradient, kinds, write_folder
+
+from moh_vision.data.check import main
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.shards import convert
+from moh_vision.data.splits import open_source
+
+
+def rows(text):
+    """What each row of the table says: {what: (number, first)}."""
+    found = re.findall(r"^  (\S.*?)  +(\d+)(?:  (.*))?$", text, re.MULTILINE)
+    return {what: (int(count), first) for what, count, first in found}
+
+
+def odd_folder(root):
+    write_folder(root, train=2, val=2, size=(40, 40))
+    cat, dog = root / "train" / "cat", root / "train" / "dog"
+    for name, data in kinds().items():
+        (cat / name).write_bytes(data)
+    photo = encoded(gradient(64, 64), "JPEG")
+    (dog / "torn.jpg").write_bytes(photo[: len(photo) // 2])
+    (dog / "empty.png").write_bytes(b"")
+    (dog / "long.png").write_bytes(encoded(gradient(400, 40)))
+    palette = gradient(40, 40).convert("P")
+    (dog / "palette.png").write_bytes(encoded(palette, transparency=3))
+    turned = gradient(40, 40).rotate(90)
+    (dog / "moving.webp").write_bytes(encoded(gradient(40, 40), "WEBP", save_all=True, append_images=[turned]))
+    return root
+
+
+def test_a_folder(tmp_path, capsys):
+    root = odd_folder(tmp_path / "d")
+    train = root / "train"
+    source = open_source(str(root), "train")
+    for name in ("notes.txt", ".hidden.png", "film.gif"):
+        (train / "dog" / name).write_text("x")
+    unreadable = []
+    for index in range(len(source)):
+        try:
+            source.image(index)
+        except UnreadableImage as error:
+            unreadable.append(str(error))
+    assert main([str(root), "--workers", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "train: 18 images of 2 classes, 7 to 11 each; shorter side 8 to 40 pixels, median 8\n" in out
+    assert "val: 4 images of 2 classes, 2 each; shorter side 40 pixels, median 40\ntrain: 2 of 18" in out
+    assert rows(out.partition("val: ")[0]) == {
+        "files that are no images, passed over": (2, "dog/film.gif"),
+        "under 32 pixels": (9, f"{train}/cat/alpha.png"),
+        "transparency, which is dropped": (1, f"{train}/cat/alpha.png"),
+        "grey": (2, f"{train}/cat/bit.png"),
+        "CMYK, turned into RGB": (1, f"{train}/cat/cmyk.jpg"),
+        "16-bit grey, scaled to 8 bits": (1, f"{train}/cat/grey16.png"),
+        "over 4 times as long as wide": (1, f"{train}/dog/long.png"),
+        "several pictures, of which the first is taken": (1, f"{train}/dog/moving.webp"),
+        "palette with transparency, which is dropped": (1, f"{train}/dog/palette.png"),
+        "unreadable": (len(unreadable), ""),
+    }
+    assert len(unreadable) == 2 and all(f"    {problem}\n" in out for problem in unreadable)
+    assert out.endswith("training stops, or leaves them out with --data.max_bad_fraction 0.111112\n")
+
+    for name in ("torn.jpg", "empty.png"):
+        (train / "dog" / name).unlink()
+    assert main([str(root), "--workers", "0"]) == 0
+    assert capsys.readouterr().out.endswith("\nnothing that training would refuse\n")
+    for name in ("Cat", "owl"):
+        (train / name).mkdir()
+    (train / "dog" / "0.png").rename(train / "Cat" / "0.png")
+    assert main([str(root), "--workers", "0"]) == 1
+    *_, empty, classes = (out := capsys.readouterr().out).splitlines()
+    assert rows(out)["classes without images"] == (1, "owl")
+    assert rows(out)["classes that differ by case alone"] == (1, "Cat cat")
+    assert empty == "train: training refuses class folders without images"
+    with pytest.raises(ValueError, match="a class folder without images"):
+        open_source(str(root), "train")
+    assert classes.startswith("classifiers refuse this: ") and "train has class 'Cat' and 1 more, which val" in classes
+
+
+def test_shards_and_a_folder_of_classes(tmp_path, capsys):
+    root = odd_folder(tmp_path / "d")
+    convert(str(root), str(tmp_path / "s"), workers=1, max_bad_fraction=0.2, say=lambda text: None)
+    with open(tmp_path / "s" / "classes.txt", "a") as file:
+        file.write("owl\n")
+    assert main([str(tmp_path / "s"), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 16 images of 3 classes, 0 to 11 each; " in out
+    found = rows(out.partition("val: ")[0])
+    assert found["classes without images"] == (1, "owl") and found["under 32 pixels"][0] == 9
+    assert re.fullmatch(rf"{tmp_path}/s/train-000000.tar, image at byte \d+", found["CMYK, turned into RGB"][1])
+    shard = tmp_path / "s" / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes()[:-5000])
+    assert main([str(tmp_path / "s")]) == 2 and "train-000000.tar was added or changed" in capsys.readouterr().err
+
+    assert main([str(root / "val"), "--workers", "0"]) == 0
+    assert f"{root}/val (neither train nor val is in it: its folders are taken as classes): 4 images of 2 classes" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["{}/none"], "{}/none: no such folder; a folder of classes or of shards is checked"),
+        (["{}"], "{}: {} holds no class folders"),
+        (["{}", "--workers", "-1"], "--workers -1: expected 0 or more"),
+        (["{}", "--worker", "1"], "unknown argument --worker, did you mean --workers?"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, argv, words):
+    assert main([word.format(tmp_path) for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("check: error: ") and words.replace("{}", str(tmp_path)) in error and error.count("\n") == 1
