@@ -38,7 +38,7 @@ from moh_vision.models.weights import to_validate
 
 FLAGS = (
     ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
-    ("labels", Optional[Labels], None, "ImageNet's ReaL, V2, A, R or Sketch (docs/validation.md)"),
+    ("labels", Optional[Labels], None, "ImageNet's ReaL, V2, A, R or Sketch (docs/guides/validation.md)"),
     ("score_file", Optional[str], None, "JSON with the scores; must not exist"),
 )
 
