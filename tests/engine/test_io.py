@@ -59,7 +59,8 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, held, ki
         with pytest.raises(ValueError, match=refusal), only_one(tmp_path, "--output", with_children=True):
             pass
         os.killpg(pid, signal.SIGKILL)
-        time.sleep(0.2)
+        with open(tmp_path / ".lock") as file:
+            io.fcntl.flock(file, io.fcntl.LOCK_EX)  # waits until the child has died
     with only_one(tmp_path, "--output", kind == "flock"):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert not list(tmp_path.iterdir())
