@@ -79,7 +79,7 @@ def make_report(folders: Sequence[Path]) -> str:
     kinds = list(dict.fromkeys(run.kind for run in runs.values()))
     with svg_settings():
         parts = [_part(kind, {name: run for name, run in runs.items() if run.kind == kind}) for kind in kinds]
-    starts, without = _starts(runs)
+    starts, without = starts_of(runs)
     names = list(runs)
     several = f"{len(names)} runs" if len(names) > 1 else names[0]
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
@@ -289,7 +289,7 @@ def _pairs(root: str, split: str, source: str, target: str) -> Optional[List[Tup
         return None
 
 
-def _starts(runs: Named) -> Tuple[List[dict], List[str]]:
+def starts_of(runs: Named) -> Tuple[List[dict], List[str]]:
     """How runs were started, and lines about those that do not say it."""
     starts, missing = [], []
     for name, run in runs.items():

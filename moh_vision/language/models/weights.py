@@ -47,7 +47,7 @@ def pretrained_model(
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_KEYS)}")
     config, ours = _config(source)
     try:
-        with _quiet():
+        with quiet():
             model, found = ours.from_pretrained(
                 source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
@@ -66,7 +66,7 @@ def pretrained_model(
             raise ValueError(f"model.convert: {error}") from None
     had = model.get_input_embeddings().num_embeddings
     if vocab_size is not None and vocab_size > had:
-        with _quiet():
+        with quiet():
             model.resize_token_embeddings(vocab_size, mean_resizing=True)
         tied = model.config.tie_word_embeddings
         say(
@@ -157,7 +157,7 @@ def _config(source: Union[str, Path]):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' bars where nobody sees them, and its words on what is said here."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
