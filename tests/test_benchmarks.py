@@ -42,7 +42,7 @@ def small_layers(monkeypatch):
 def test_attention_benchmark(small_layers, tmp_path, monkeypatch, capsys):
     output = tmp_path / "result.json"
     shapes = ["vit_small", "one_image", "8K64E256D", "mae_f_step"]
-    argv = ["attention.py", "--threads", "2", "--path", "torch", "--output", str(output)]
+    argv = ["attention.py", "--threads", "1", "--path", "torch", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", [*argv, "--shapes", *shapes])
     run_main(small_layers)
     report = json.loads(output.read_text())
