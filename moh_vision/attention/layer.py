@@ -49,6 +49,7 @@ class HeadMixtureAttention(nn.Module):
         fused_attn: False, as an argument or set as an attribute later: compute all heads step by step, whatever the
             executor, and call the module `attn_drop` with the softmaxed attention [B, H, N, M], where hooks such as
             those of timm.utils.AttentionExtract read it. TorchScript ignores it.
+        rotary_pairs: which channels `rotary` turns: False: those half a head apart (LLaMA), True: neighbours (timm's EVA-02).
 
     Parameters: qkv.weight [(H + 2 * kv_heads) * D, C], rows grouped q | k | v and by head inside each; proj.weight
     [C, H * D] (both as in timm and DiT); router.*.
@@ -71,6 +72,7 @@ class HeadMixtureAttention(nn.Module):
         router_kwargs: Optional[dict] = None,
         route_by: str = "query",
         fused_attn: bool = True,
+        rotary_pairs: bool = False,
         device=None,
         dtype=None,
     ):
@@ -96,6 +98,7 @@ class HeadMixtureAttention(nn.Module):
         self.by_context = route_by == "context"
         self.executor = executor
         self.fused_attn = fused_attn
+        self.rotary_pairs = rotary_pairs
         self.attn_drop = nn.Dropout(attn_drop)
         self.qk_norm = qk_norm
         self.q_dim = budget.heads * budget.head_dim
@@ -120,12 +123,13 @@ class HeadMixtureAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def __setstate__(self, state: dict) -> None:
-        """Also of a layer that was pickled when it had its budget beside the router's, and attn_drop as a number."""
+        """Also of a layer of an older version, with its budget beside the router's, a number as attn_drop, no rotary_pairs."""
         budget, dropout_p = state.pop("budget", None), state.pop("attn_drop", None)
         super().__setstate__(state)
         if dropout_p is not None:
             self.attn_drop, self.fused_attn = nn.Dropout(dropout_p).train(self.training), True
         self.router.budget = budget or self.router.budget
+        vars(self).setdefault("rotary_pairs", False)
 
     @torch.jit.unused
     @property
@@ -167,8 +171,8 @@ class HeadMixtureAttention(nn.Module):
             is_causal: token n attends to 0 .. n, and to what is cached.
             padding_mask: [B, N], or [B, length + N] with a KeyValueCache, True where x or what is cached is padding:
                 left out of the statistics and, in self-attention, of the keys.
-            rotary: cosines and sines [N, D] or [B, N, D] of the tokens' positions, for queries and keys, in LLaMA's
-                layout: the second half of a head's channels repeats the angles of the first.
+            rotary: cosines and sines [N, D] or [B or 1, N, D] of the tokens' positions, for queries and keys. Channels that
+                are turned together (see `rotary_pairs`) have the same angle.
             cache: in self-attention a KeyValueCache (or what looks like one) of the tokens before x; M = length + N
                 then. In cross-attention a ContextCache, after whose first call context may be left out.
             condition: [B, C], what the router reads instead of the mean token; with scope "sample" only.
@@ -467,11 +471,11 @@ class HeadMixtureAttention(nn.Module):
     def prepare_queries(self, q: Tensor, rotary: Optional[Tuple[Tensor, Tensor]]) -> Tensor:
         """Norm and rotation of any heads [B, N, h, D]."""
         q = self.q_norm(q)
-        return q if rotary is None else rotate(q, rotary)
+        return q if rotary is None else rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: Optional[Tuple[Tensor, Tensor]]) -> Tensor:
         k = self.k_norm(k)
-        return k if rotary is None else rotate(k, rotary)
+        return k if rotary is None else rotate(k, rotary, self.rotary_pairs)
 
     def extra_repr(self) -> str:
         b = self.budget

@@ -59,11 +59,17 @@ def without_padding(attn_mask: Optional[Tensor], padding: Tensor) -> Tensor:
     return attn_mask.masked_fill(~real, float("-inf"))
 
 
-def rotate(x: Tensor, rotary: Tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding: x [B, N, h, D], cosines and sines [N, D] or [B, N, D]; the halves of D are the two coordinates."""
+def rotate(x: Tensor, rotary: Tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
+    """Rotary embedding: x [B, N, h, D], cosines and sines [N, D] or [B or 1, N, D].
+
+    The halves of D are the two coordinates; with `pairs`, neighbours are.
+    """
     cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
+    if pairs:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
     return x * cos.unsqueeze(-2).to(x.dtype) + turned * sin.unsqueeze(-2).to(x.dtype)
 
 

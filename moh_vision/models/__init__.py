@@ -8,6 +8,7 @@ from moh_vision.models.registry import register
 from moh_vision.models.weights import load_checkpoint
 
 register("converter", "timm.models.vision_transformer.VisionTransformer", "moh_vision.models.vit:convert_vit")
+register("converter", "timm.models.eva.Eva", "moh_vision.models.eva:convert_eva")
 register(
     "converter",
     "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",

@@ -1,9 +1,13 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
-from typing import Iterable, List, Optional, Union
+import re
+from typing import Dict, Iterable, List, Optional, Union
 
-from timm.layers import Attention
+import torch
+from timm.layers import Attention, AttentionRope
 from timm.models._input import update_model_args
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva, EvaAttention, EvaBlock
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -23,6 +27,12 @@ from moh_vision.models.registry import registered
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
+# timm's models that are taken, with their blocks and what attends in these.
+TAKEN = {
+    VisionTransformer: (Block, (Attention,)),
+    VisionTransformerDistilled: (Block, (Attention,)),
+    Eva: (EvaBlock, (EvaAttention, AttentionRope)),
+}
 # Families of timm that are asked for, and what their attention has that ours has not.
 WHY_NOT = {
     "SwinTransformer": "it attends inside shifted windows, with a learnt bias for each head",
@@ -47,18 +57,21 @@ def convert(
     LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM is `convert_llama` in
     `moh_vision.language.models.llama.model`, which says where they differ. For the others:
 
-    A timm VisionTransformer becomes a `MoHVisionTransformer`; `dit_*`, and `moh_vit_*` with the router "dense", keep their
-    class. diffusers' DiT is the exception: the result is a new `MoHDiTTransformer2DModel` with its weights and outputs.
-    Projections, norms and everything outside attention stay the same objects. Routers start such that, with all heads
-    active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters, MAE's gate is uniform.
+    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT one with both heads, an Eva a `MoHEva`;
+    `dit_*`, and `moh_vit_*` with the router "dense", keep their class. diffusers' DiT is the exception: the result is a
+    new `MoHDiTTransformer2DModel` with its weights and outputs. Projections, norms and everything outside attention stay
+    the same objects, but an Eva's projections or biases of queries, keys and values, which become one. Routers start such
+    that, with all heads active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters,
+    MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
         convert(model, head_budget=0.75)                # or at once: 40 % of the active heads are shared
 
     Args:
-        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling), one
-            of our dense models, diffusers' DiTTransformer2DModel, or a language model as above.
+        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling) or Eva
+            (DINOv3, EVA-02; rotary positions that all heads share), one of our dense models, diffusers'
+            DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared. Narrow
             layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head.
         router: "moh", "query_norm", "mae", or "dense" for a baseline in which all heads run (not in a language model);
@@ -71,7 +84,7 @@ def convert(
         group: for language models, see `convert_llama`.
 
     Returns:
-        the model. timm's `save_for_hf` saves a converted VisionTransformer as "moh_vit" with `base`, its name in timm.
+        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm.
 
     Raises:
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
@@ -109,7 +122,7 @@ def route_heads(
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     layers = [routed_attention(attention, budget, **options) for attention, budget in zip(attentions, budgets)]
     if calibrate is not None:
-        order_heads(model, attentions, calibrate)
+        order_heads(model, layers, calibrate)  # each has the projections that its attention has
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
@@ -138,18 +151,25 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
                 "load the dense weights with load_checkpoint"
             )
         return attentions
-    if type(model) is not VisionTransformer:
+    if type(model) not in TAKEN:
         kind = type(model).__name__
         raise ValueError(
-            "convert takes timm's VisionTransformer, diffusers' DiTTransformer2DModel, transformers' Llama-, Qwen2- and "
-            f"Qwen3ForCausalLM and our own dense models, not {kind}" + (f": {WHY_NOT[kind]}" if kind in WHY_NOT else "")
+            "convert takes timm's VisionTransformer, distilled DeiT and Eva, diffusers' DiTTransformer2DModel, "
+            f"transformers' Llama-, Qwen2- and Qwen3ForCausalLM and our own dense models, not {kind}"
+            + (f": {WHY_NOT[kind]}" if kind in WHY_NOT else "")
         )
+    if getattr(model, "rope_mixed", False):
+        raise ValueError(
+            "its rotary positions are learnt for each layer and head (mixed), ours are the same for all heads"
+        )
+    block_class, attention_classes = TAKEN[type(model)]
     attentions = []
     for i, block in enumerate(model.blocks):
         attn = getattr(block, "attn", None)
-        if type(block) is not Block or type(attn) is not Attention:
+        if type(block) is not block_class or type(attn) not in attention_classes:
             raise ValueError(
-                f"blocks.{i} is a {type(block).__name__} with {type(attn).__name__}; only timm's Block is known"
+                f"blocks.{i} is a {type(block).__name__} with {type(attn).__name__}; only timm's {block_class.__name__} "
+                "is known"
             )
         if not isinstance(attn.norm, nn.Identity):
             raise ValueError(f"blocks.{i}.attn has a norm over all heads (scale_norm), which would mix the routed ones")
@@ -159,20 +179,56 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
     return attentions
 
 
+def joined_projection(attn: nn.Module) -> nn.Module:
+    """The `qkv` of an attention, or in timm's Eva a linear layer of what `join_projections` joins."""
+    if attn.qkv is not None and getattr(attn, "q_bias", None) is None:
+        return attn.qkv
+    state = join_projections({f"attn.{name}": p for name, p in attn.named_parameters()})
+    weight, bias = state["attn.qkv.weight"], state.get("attn.qkv.bias")
+    qkv = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            setattr(qkv, name, nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+    return qkv
+
+
+def join_projections(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """Weights with one `qkv` in every attention.
+
+    timm's Eva has three projections (q_proj, k_proj, v_proj), or two biases (q_bias, v_bias) beside one. Keys without
+    a bias get one of zeros.
+    """
+    joined: Dict[str, Tensor] = {}
+    found: Dict[str, Dict[str, Tensor]] = {}
+    for name, tensor in state_dict.items():
+        part = re.fullmatch(r"(.*\battn\.)([qkv])_(?:proj\.)?(weight|bias)", name)
+        if part:
+            found.setdefault(f"{part[1]}qkv.{part[3]}", {})[part[2]] = tensor
+        else:
+            joined[name] = tensor
+    for name, parts in found.items():
+        if name.endswith("bias") and "q" in parts:
+            parts.setdefault("k", torch.zeros_like(parts["q"]))
+        joined[name] = torch.cat([parts[which] for which in "qkv"])
+    return joined
+
+
 def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixtureAttention:
     """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
-    weight = attn.qkv.weight
+    qkv = joined_projection(attn)
     layer = HeadMixtureAttention(
-        attn.qkv.in_features,
+        qkv.in_features,
         budget,
         attn_drop=attn.attn_drop.p,
         fused_attn=attn.fused_attn,
         qk_norm=not isinstance(attn.q_norm, nn.Identity),
-        device=weight.device,
-        dtype=weight.dtype,
+        kv_heads=getattr(attn, "kv_heads", getattr(attn, "num_kv_heads", None)),
+        rotary_pairs=not getattr(attn, "rotate_half", True),
+        device=qkv.weight.device,
+        dtype=qkv.weight.dtype,
         **options,
     )
-    layer.qkv, layer.proj, layer.proj_drop = attn.qkv, attn.proj, attn.proj_drop
+    layer.qkv, layer.proj, layer.proj_drop = qkv, attn.proj, attn.proj_drop
     layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
     zero_router(layer.router)
     return layer.train(attn.training)

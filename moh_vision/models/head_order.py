@@ -81,11 +81,13 @@ def head_lengths(
     return [(total / count).float() for total, count in zip(totals, tokens)]
 
 
-def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, int]]]:
-    """The linear layers of an attention: (of the output, [(of the inputs, parts that follow one another in it), ...])."""
+def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, List[int]]]]:
+    """The linear layers of an attention: (of the output, [(of the inputs, rows of each part in it), ...])."""
     if hasattr(attn, "qkv"):
-        return attn.proj, [(attn.qkv, 3)]
-    return attn.o_proj, [(attn.q_proj, 1), (attn.k_proj, 1), (attn.v_proj, 1)]
+        queries = attn.proj.in_features
+        keys = (attn.qkv.out_features - queries) // 2
+        return attn.proj, [(attn.qkv, [queries, keys, keys])]
+    return attn.o_proj, [(linear, [linear.out_features]) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
 
 
 @torch.no_grad()
@@ -93,8 +95,8 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
     """Order the heads of an attention by `lengths` [H]: groups of query heads by their sum, and heads in their group."""
     out, inputs = projections(attn)
     D = attn.head_dim
-    linear, parts = inputs[-1]  # of values
-    by_group = lengths.view(linear.out_features // parts // D, -1)  # [G, query heads of a key-value head]
+    values = inputs[-1][1][-1]
+    by_group = lengths.view(values // D, -1)  # [G, query heads of a key-value head]
     groups = by_group.sum(1).argsort(descending=True, stable=True)
     inside = by_group[groups].argsort(dim=1, descending=True, stable=True)
     heads = (groups.unsqueeze(1) * by_group.shape[1] + inside).flatten()
@@ -103,9 +105,8 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
         return (order.unsqueeze(1) * D + torch.arange(D)).flatten().to(out.weight.device)
 
     for linear, parts in inputs:
-        size = linear.out_features // parts
-        rows = channels(heads if size == out.in_features else groups)
-        rows = torch.cat([rows + part * size for part in range(parts)])
+        rows = torch.arange(linear.out_features, device=out.weight.device).split(parts)
+        rows = torch.cat([part[channels(heads if len(part) == out.in_features else groups)] for part in rows])
         linear.weight.copy_(linear.weight[rows])
         if linear.bias is not None:
             linear.bias.copy_(linear.bias[rows])

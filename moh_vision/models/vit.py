@@ -17,6 +17,7 @@ from timm.models import (
     model_entrypoint,
 )
 from timm.models._input import update_model_args
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
@@ -190,7 +191,7 @@ def checkpoint_filter_fn(
     The model takes the shared heads of weights with routers. Dense weights were trained with all heads, which all run
     then unless the model keeps its budget.
     """
-    state_dict = timm_filter(state_dict, model)
+    state_dict = model.checkpoint_filter(state_dict, model)
     take_shared_heads(model, state_dict)
     if not keep_budget and not has_routers(state_dict):
         model.head_budget_spec = 1.0
@@ -211,19 +212,30 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+class MoHVisionTransformerDistilled(MoHVisionTransformer, VisionTransformerDistilled):
+    """timm's distilled DeiT, made by `moh_vision.convert`: a second token with a head of its own."""
+
+
 def convert_vit(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's VisionTransformer; a dense one of ours keeps its name."""
-    theirs = type(model) is VisionTransformer
+    """`moh_vision.convert` for timm's VisionTransformer and distilled DeiT; a dense one of ours keeps its name."""
+    ours = {VisionTransformer: MoHVisionTransformer, VisionTransformerDistilled: MoHVisionTransformerDistilled}
+    model_class = ours.get(type(model))
     route_heads(model, *options)
-    if theirs:
-        # The same objects as before, with their hooks: only a change of class leaves them so.
-        model.__class__ = MoHVisionTransformer
-        for block in model.blocks:
-            block.__class__ = MoHBlock
+    if model_class is not None:
+        become(model, model_class, MoHBlock)
         model.pos_embed_std = 0.02
-        if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
-            update_model_args(model, base=model.pretrained_cfg["architecture"])
-            model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+    return model
+
+
+def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
+    """Give a model of timm whose heads are routed our classes, and in timm's records the name "moh_vit" with `base`."""
+    # The same objects as before, with their hooks: only a change of class leaves them so.
+    model.__class__ = model_class
+    for block in model.blocks:
+        block.__class__ = block_class
+    if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
+        update_model_args(model, base=model.pretrained_cfg["architecture"])
+        model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
     return model
 
 

@@ -21,7 +21,7 @@ from moh_vision.models.weight_files import read_safetensors, read_tensors, refus
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 # Tensors whose shape follows the class count, the image size or the objective; they start anew where the shape differs.
-REMADE = ("head.", "y_embedder.", "pos_embed", "final_layer.linear.")
+REMADE = ("head.", "head_dist.", "y_embedder.", "pos_embed", "final_layer.linear.")
 # By the modules that timm groups registered names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import timm
 import torch
-from timm.models import deit, vision_transformer, vision_transformer_hybrid
-from timm.models.vision_transformer import VisionTransformer
+from timm.models import deit, eva, vision_transformer, vision_transformer_hybrid
 
 import moh_vision
+from moh_vision.models.convert import TAKEN
 
 SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
 # The folder's name is all that the loading process is given.
@@ -30,13 +30,15 @@ class Arguments(Exception):
     """What an entrypoint hands to timm's builder."""
 
 
-def entrypoints(monkeypatch):
-    """(name, arguments) of every plain ViT in timm's registry."""
+PLAIN = (vision_transformer, deit, vision_transformer_hybrid)
+
+
+def entrypoints(monkeypatch, modules=PLAIN):
+    """(name, arguments) of every model in these modules of timm whose class `convert` takes."""
 
     def build(model_cls, variant, *args, **kwargs):
         raise Arguments(model_cls, kwargs)
 
-    modules = (vision_transformer, deit, vision_transformer_hybrid)
     with monkeypatch.context() as patch:
         for module in modules:
             patch.setattr(module, "build_model_with_cfg", build)
@@ -44,7 +46,7 @@ def entrypoints(monkeypatch):
             try:
                 timm.models.model_entrypoint(name)()
             except Arguments as found:
-                if found.args[0] is VisionTransformer:
+                if found.args[0] in TAKEN:
                     yield name, found.args[1]
 
 
@@ -74,7 +76,12 @@ def check(names, tmp_path):
 
 def small(args):
     """Arguments for few patches; a convolutional stem needs larger images than patches do."""
-    return dict(img_size=128 if "embed_layer" in args else 2 * args.get("patch_size", 16))
+    shared = {"num_kv_heads": (min(args["num_kv_heads"]),)} if "num_kv_heads" in args else {}  # of the one layer
+    return dict(img_size=128 if "embed_layer" in args else 2 * args.get("patch_size", 16), **shared)
+
+
+def narrow(args):
+    return dict(small(args), embed_dim=16 * args["num_heads"])
 
 
 def test_one_of_each_kind(tmp_path, monkeypatch):
@@ -85,8 +92,7 @@ def test_one_of_each_kind(tmp_path, monkeypatch):
     names = []
     for found in kinds.values():
         width, name, args = min(found, key=lambda f: f[:2])
-        narrow = dict(embed_dim=16 * args["num_heads"]) if width > 400 and "embed_layer" not in args else {}
-        names.append((name, dict(small(args), **narrow)))
+        names.append((name, narrow(args) if width > 400 and "embed_layer" not in args else small(args)))
     saved = check(names, tmp_path)
     assert len(saved) >= 35
     assert {"vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224", "deit3_small_patch16_224"} <= set(saved)
@@ -95,6 +101,11 @@ def test_one_of_each_kind(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_all(tmp_path, monkeypatch):
     assert len(check([(name, small(args)) for name, args in entrypoints(monkeypatch)], tmp_path)) >= 150
+
+
+@pytest.mark.slow
+def test_all_with_rotary_positions(tmp_path, monkeypatch):
+    assert len(check([(name, narrow(args)) for name, args in entrypoints(monkeypatch, [eva])], tmp_path)) >= 55
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])

@@ -85,6 +85,20 @@ def test_without_convert_it_stays_dense(vit, tmp_path):
     assert init_from(model, str(tmp_path / "safe")) and torch.equal(model(x), dense(x))
 
 
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224"])
+def test_other_vits_of_timm(name, tmp_path):
+    torch.manual_seed(0)
+    dense = timm.create_model(name, **{**VIT, "img_size": 8, "patch_size": 2, "num_classes": 10}, in_chans=1).eval()
+    for p in dense.parameters():  # Eva's head starts near 0
+        p.data += 0.1 * torch.randn_like(p)
+    timm.models.save_for_hf(dense, tmp_path / "vit", safe_serialization=True)
+    options = "--model.convert.head_budget 1.0 --calibrate-images 16 --optim.lr 1e-12 --optim.weight-decay 0".split()
+    run(train_cls.main, tmp_path / "run", "--model.pretrained", tmp_path / "vit", *options, steps=1)
+    model, x = moh_vision.load_run(tmp_path / "run"), torch.randn(2, 1, 8, 8)
+    assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
+    torch.testing.assert_close(model(x), dense(x), atol=1e-5, rtol=1e-4)  # the heads in another order
+
+
 def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
     source, dense = dit
     run(

@@ -1,0 +1,83 @@
+"""timm's `Eva` with routed heads: DINOv3, EVA-02 and the other ViTs with rotary positions, made by `moh_vision.convert`."""
+
+from functools import partial
+from typing import Dict, List, Optional, Tuple
+
+from timm.models.eva import Eva, EvaBlock
+from timm.models.eva import checkpoint_filter_fn as timm_filter
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import RoutingStats, init_routers, run_block
+from moh_vision.models.convert import join_projections, route_heads
+from moh_vision.models.head_budgets import RecordedArguments
+from moh_vision.models.vit import become, zero_missing_routers
+
+
+class MoHEvaBlock(EvaBlock):
+    """timm's pre-norm block around `HeadMixtureAttention`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Optional[Tensor] = None,
+        attn_mask: Optional[Tensor] = None,
+        is_causal: bool = False,
+        stats: Optional[List[RoutingStats]] = None,
+    ) -> Tensor:
+        """x [B, N, C], rope as timm's -> [B, N, C]; appends the layer's statistics to `stats`."""
+        rotary = None if rope is None else all_tokens(rope, x.shape[1])
+        y, layer_stats = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotary=rotary)  # [B, N, C]
+        if stats is not None:
+            stats.append(layer_stats)
+        x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)
+        y = self.mlp(self.norm2(x))
+        return x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
+
+
+class MoHEva(Eva):
+    """timm's Eva with a budget of attention heads per layer; queries, keys and values have one projection."""
+
+    _model_args = RecordedArguments()
+
+    @staticmethod
+    def checkpoint_filter(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+        """What timm reads, or what `save_for_hf` has written, in this layout."""
+        return join_projections(timm_filter(state_dict, model))
+
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """timm's initialisation, then the routers'."""
+        super().init_weights(needs_reset)
+        init_routers(self)
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """As in torch; the strict loading of weights without routers sets them to zero."""
+        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
+
+    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        stats: List[RoutingStats] = []
+        x, rope = self._pos_embed(self.patch_embed(x))
+        x = self.norm_pre(x)  # [B, N, C]
+        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
+        for block in self.blocks:
+            x = run_block(block, x, rope, stats=stats, checkpoint=checkpoint_fn)
+        return self.forward_head(self.norm(x)), stats
+
+
+def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
+    """Cosines and sines [B or 1, N, D] of all N tokens: the prefix (class token, registers) is turned by 0.
+
+    rope: sines and cosines of the patches, [patches, 2 * D], or where some were dropped [B, 1, patches, 2 * D].
+    """
+    patches, width = rope.shape[-2], rope.shape[-1]
+    sin, cos = rope.reshape(-1, patches, width).chunk(2, -1)
+    prefix = [0, 0, tokens - patches, 0]
+    return F.pad(cos, prefix, value=1.0), F.pad(sin, prefix)
+
+
+def convert_eva(model: nn.Module, *options) -> nn.Module:
+    """`moh_vision.convert` for timm's Eva."""
+    route_heads(model, *options)
+    return become(model, MoHEva, MoHEvaBlock)
