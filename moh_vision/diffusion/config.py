@@ -135,6 +135,26 @@ class FlowConfig:
 
 
 @dataclass
+class RepaConfig:
+    """Representation alignment (Yu 2024); see `moh_vision.diffusion.alignment`.
+
+    Args:
+        teacher: a frozen model with features of patches: one of timm with its weights (NAME, hf-hub:OWNER/NAME or
+            local-dir:FOLDER), or the folder of a classification run. The data must be images.
+        block: of the model, from 1 on, whose tokens come near the teacher's features of the clean image.
+        weight: of one minus the mean cosine similarity.
+    """
+
+    teacher: Optional[str] = None
+    block: int = 8
+    weight: float = 0.5
+
+    def __post_init__(self):
+        check("repa.block", self.block, self.block >= 1, "at least 1")
+        check("repa.weight", self.weight, self.weight > 0, "above 0")
+
+
+@dataclass
 class DitConfig(ImageRunConfig):
     """Diffusion.
 
@@ -146,6 +166,7 @@ class DitConfig(ImageRunConfig):
         min_snr_gamma: with objective noise, weigh its squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023.
         flow: with objective flow.
         label_drop: share of labels replaced by "no class", for guidance.
+        repa: learn from a frozen model, too.
         preview: pictures while training.
         score: fidelity scores while training.
     """
@@ -157,6 +178,7 @@ class DitConfig(ImageRunConfig):
     min_snr_gamma: Optional[float] = None
     flow: FlowConfig = field(default_factory=FlowConfig)
     label_drop: float = 0.1
+    repa: RepaConfig = field(default_factory=RepaConfig)
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
 

@@ -65,13 +65,15 @@ class PixelInputs:
     """Diffusion on pixels: center-cropped, in -1 .. 1.
 
     What all inputs have: `source` (labels, classes, shard_sizes), `img_size` (side) and `channels` of the model's
-    input, `space` (a `LatentSpace` or None), and the methods below.
+    input, `colours` of the images in a batch before `encode` (None: there are none), `space` (a `LatentSpace` or None),
+    and the methods below.
     """
 
     space: Optional[LatentSpace] = None
 
     def __init__(self, source, img_size: int, augment: str):
         self.source, self.img_size, self.channels, self.augment = source, img_size, source.channels, augment
+        self.colours: Optional[int] = source.channels
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
         """What `training_batches` takes."""
@@ -118,6 +120,7 @@ class CachedInputs(PixelInputs):
 
     def __init__(self, source: LatentCache, root: str, vae: str, img_size: Optional[int], augment: str):
         super().__init__(source, source.img_size, augment)
+        self.colours = None
         self.space = source.space
         if img_size not in (None, source.size):
             raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
@@ -157,7 +160,7 @@ class EncodedInputs(PixelInputs):
         self.vae = load_vae(vae).to(device)
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
-        self.channels = self.space.latent_channels
+        self.channels, self.colours = self.space.latent_channels, self.vae.config.in_channels
 
     def describe_vae(self) -> str:
         encoder, channels = self.vae.encoder, self.vae.config.in_channels
@@ -168,9 +171,8 @@ class EncodedInputs(PixelInputs):
         )
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> ImagesToEncode:
-        channels = self.vae.config.in_channels
         draws = (seed, draw, label_drop)
-        return ImagesToEncode(self.source, self.pixels, channels, self.space, *draws, flip=self.augment == "flip")
+        return ImagesToEncode(self.source, self.pixels, self.colours, self.space, *draws, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         return partial(decode, self.vae)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
+from torch import nn
 
 from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
@@ -19,6 +20,7 @@ from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
+from moh_vision.diffusion.alignment import Alignment
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
@@ -33,6 +35,7 @@ from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import create, keep_shared_heads
 
@@ -83,7 +86,11 @@ def train(run: Run) -> None:
     elastic = elastic_budget(model, config)
     if elastic:
         arguments["head_budget"] = budget_pairs(model)
-    run.take_model(model, mae_routers(model), elastic)
+    teacher, alignment = None, None
+    if config.repa.teacher:
+        with accelerator.main_process_first():
+            teacher, alignment = open_teacher(config, model, inputs)
+    run.take_model(model, mae_routers(model), elastic, beside=alignment)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
     draws = config.preview.every or config.score.every
@@ -105,15 +112,20 @@ def train(run: Run) -> None:
     run.open(DataRecord(d.root, run.flags.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
-    task = DiffusionTask(model, config.balance_weight, objective, **config.moa_weights())
-    optimizer = make_optimizer(model, o)
+    task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
+    optimizer = make_optimizer(nn.ModuleList([model, alignment]) if alignment else model, o)
+    teacher = teacher and teacher.to(accelerator.device)
     metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
     run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        return inputs.encode(batch, accelerator.autocast())
+        targets = {}
+        if teacher:
+            with accelerator.autocast():
+                targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, width]
+        return inputs.encode(batch, accelerator.autocast()) | targets
 
     dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
     stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
@@ -134,6 +146,28 @@ def train(run: Run) -> None:
     if not run.stopped:
         weights = run.folder / ("ema.safetensors" if run.ema else "model.safetensors")
         run.log.say(f"{run.folder}: {run.done} steps done; weights in {weights}")
+
+
+def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:
+    """The teacher of `repa.teacher`, with as many patches as `model` has tokens, and what aligns the model with it.
+
+    Args:
+        inputs: of `open_inputs`.
+
+    Raises:
+        ValueError: naming the key, where there are no images, no such block, or no such teacher.
+    """
+    r, depth, m = config.repa, len(model.blocks), model.config
+    if inputs.colours is None:
+        raise ValueError(
+            f"repa.teacher {r.teacher} needs images: data.root {config.data.root} holds stored latents; give the images, and vae"
+        )
+    if r.block > depth:
+        raise ValueError(f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model")
+    half = [0.5] * inputs.colours  # images are in -1 .. 1
+    teacher = Teacher("repa.teacher", r.teacher, half, half)
+    teacher_width = teacher.match_grid(m.sample_size // m.patch_size)
+    return teacher, Alignment(r.block, r.weight, m.hidden_size, teacher_width)
 
 
 def trained_objective(source: str) -> str:

@@ -87,6 +87,7 @@ NEEDS = (
     ("mix.switch_prob", "mix.mixup mix.cutmix", both, "mix.mixup and mix.cutmix above 0"),
     ("mix.*", "mix.prob", some, "mix.prob above 0"),
     ("distill.*", "distill.teacher", some, "distill.teacher"),
+    ("repa.*", "repa.teacher", some, "repa.teacher"),
     ("preview.*", "preview.every", some, "preview.every above 0"),
     ("score.*", "score.every", some, "score.every above 0"),
     ("guide_channels cfg_interval", "cfg_scale", lambda scale: scale != 1, "a cfg_scale other than 1"),

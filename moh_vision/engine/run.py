@@ -137,13 +137,16 @@ class Run:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(c.mixed_precision)
         return dict(batch=batch, device=a.device, dtype=dtype, train=True, compiled=c.compile)
 
-    def take_model(self, model: nn.Module, routers: List[nn.Module], elastic=None) -> None:
+    def take_model(
+        self, model: nn.Module, routers: List[nn.Module], elastic=None, beside: Optional[nn.Module] = None
+    ) -> None:
         """Take the model that is trained, and refuse what cannot be.
 
         Args:
             model: those of its parameters that require a gradient are trained.
             routers: MAE's in it.
             elastic: the `ElasticBudget` of the model; None: all steps run the model's own budget.
+            beside: what the task trains beside the model, and only checkpoints keep.
 
         Raises:
             ValueError: see `BlockDescent` and `check_sharded`.
@@ -151,7 +154,8 @@ class Run:
         if self.accelerator.distributed_type == "FSDP":
             check_sharded(self.config.optim.name)
         c, self.model, self.elastic = self.config, model, elastic
-        self.descent = BlockDescent(self.accelerator, model, routers, c.compile, **asdict(c.block_descent))
+        trained = nn.ModuleList([model, beside]) if beside else model
+        self.descent = BlockDescent(self.accelerator, trained, routers, c.compile, **asdict(c.block_descent))
 
     def open(self, data=None) -> None:
         """Open the folder, at the end of the set-up: a mistake until now leaves nothing behind.

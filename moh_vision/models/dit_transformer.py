@@ -296,9 +296,16 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             nn.init.zeros_(linear.bias)
 
     def forward_routed(
-        self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor,
+        tokens: Optional[List[Tensor]] = None,
     ) -> Tuple[Tensor, List[RoutingStats]]:
-        """As `forward`, returning the sample tensor and the routing statistics of every layer."""
+        """As `forward`, returning the sample tensor and the routing statistics of every layer.
+
+        `tokens` is a list to extend by the tokens [B, N, C] behind every block, or None.
+        """
         size, channels = self.config.sample_size, self.config.in_channels
         if tuple(hidden_states.shape[1:]) != (channels, size, size):
             raise ValueError(
@@ -321,6 +328,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         )
         for block in self.blocks:
             x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
+            if tokens is not None:
+                tokens.append(x)
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
         return self._unpatchify(x), stats
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Sequence
+from typing import Optional, Sequence
 
 import timm
 import torch
 from timm.task import DistillationTeacher
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.models.weights import from_run
 
 
 class Teacher(nn.Module):
-    """A frozen classifier in eval mode; images are normalised anew for it, by timm's `DistillationTeacher`.
+    """A frozen model in eval mode; images are normalised anew for it, by timm's `DistillationTeacher`.
 
     It is no part of the trained model: it is neither wrapped nor saved.
 
@@ -35,6 +36,7 @@ class Teacher(nn.Module):
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.name, about = f"{key} {source}", {}
+        self.size: Optional[int] = None  # side of the images that `tokens` takes
         try:
             if Path(source).exists():
                 model, about = from_run(source, "classifier")
@@ -66,3 +68,32 @@ class Teacher(nn.Module):
             raise ValueError(f"{self.name} cannot take images of {list(shape)}: {reason_of(error)}") from None
         if found != (1, classes):
             raise ValueError(f"{self.name} has {found[-1]} classes, the data {classes}")
+
+    def match_grid(self, grid: int) -> int:
+        """Let `tokens` give grid x grid patches, by the size of its images; returns the width of a token.
+
+        Raises:
+            ValueError: naming it, where it has no such patches.
+        """
+        model, channels = self.teacher.model, self.mean.shape[1]
+        try:
+            self.size = grid * model.feature_info[-1]["reduction"]
+            if hasattr(model, "set_input_size"):  # positions are resized
+                model.set_input_size(img_size=(self.size, self.size))
+            self.requires_grad_(False)
+            _, patches, width = self.tokens(torch.zeros(1, channels, self.size, self.size)).shape
+        except Exception as error:  # models fail in many ways
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise ValueError(f"{self.name} gives no features of {grid} x {grid} patches: {reason}") from None
+        if patches != grid**2:
+            raise ValueError(f"{self.name} gives features of {patches} patches, the model has {grid} x {grid} tokens")
+        return width
+
+    @torch.no_grad()
+    def tokens(self, images: Tensor) -> Tensor:
+        """images [B, C, h, w] -> its last layer's features of patches [B, N, width], normalised, after `match_grid`."""
+        if images.shape[-1] != self.size:
+            images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
+        options = dict(indices=1, norm=True, intermediates_only=True)
+        features = self.teacher.model.forward_intermediates(self.normalised(images), **options)[0]  # [B, width, g, g]
+        return features.flatten(2).transpose(1, 2)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
 from pictures import write_folder
 from refusals import refused
@@ -128,8 +129,13 @@ def test_training(made, tmp_path, kind):
         "stored, vae given": ["--data.root", made["cache"], "--vae", made["vae"], "--data.img_size", "16"],
         "encoded": ["--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16"],
     }[kind]
+    if kind == "encoded":  # the teacher of REPA sees the images
+        sizes = dict(embed_dim=24, depth=1, num_heads=3, patch_size=8, img_size=32)
+        timm.models.save_for_hf(timm.create_model("vit_tiny_patch16_224", **sizes), tmp_path / "t", model_args=sizes)
+        more += ["--repa.teacher", f"local-dir:{tmp_path / 't'}", "--repa.block", "1"]
     lines = train(tmp_path / "run", *more)
     assert [line["step"] for line in lines] == [0, 1] and all(np.isfinite(line["loss"]) for line in lines)
+    assert all(("repa_loss" in line) == (kind == "encoded") for line in lines)
     space = open_inputs(made["cache"], "none", None, "none").about_vae()
     for weights in ("ema", "model"):
         model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
@@ -182,6 +188,7 @@ def test_pixel_runs_have_no_vae(tmp_path):
             "{cache} --score.every 1",
             "score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
         ),
+        ("{cache} --repa.teacher x", "repa.teacher x needs images: data.root {cache} holds stored latents"),
         ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
     ],
 )

@@ -321,6 +321,7 @@ IDLE = [
         (ClsConfig,), {}, {"distill.teacher": "x"},
         "distill.task_loss_weight distill.distill_loss_weight distill.temperature",
     ),
+    ((DitConfig,), {}, {"repa.teacher": "x"}, "repa.block repa.weight"),
     (
         (DitConfig,), {}, {"preview.every": 1},
         "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns preview.classes",
@@ -358,7 +359,7 @@ ALWAYS = set(
     "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
     "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae objective "
     "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid denoising "
-    "head_usage head_load score overwrite model distill.teacher".split()
+    "head_usage head_load score overwrite model distill.teacher repa.teacher".split()
 )
 
 
@@ -508,7 +509,7 @@ def test_what_earlier_runs_did_not_have_is_what_they_did():
     """Runs from before MAE's and MoA's training go on as they are; anything else in those keys makes another run."""
     for kind in (ClsConfig, DitConfig):
         new = parse_config(kind, [], "test")[0].tree()
-        later = "train_only moa_balance_weight z_weight block_descent objective min_snr_gamma flow distill".split()
+        later = "train_only moa_balance_weight z_weight block_descent objective min_snr_gamma flow distill repa".split()
         old = {k: v for k, v in new.items() if k not in later}
         assert changed_keys(old, new, []) == []
         joint = dict(new["block_descent"], mode="joint")

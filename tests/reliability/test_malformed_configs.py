@@ -207,6 +207,7 @@ OUT_OF_RANGE = {
     "optim.eps": ["0", ".inf"], "optim.layer_decay": ["0", "1.1"],
     "mix.mixup": ["-1", ".inf"], "mix.cutmix": ["-1", ".nan"], "mix.prob": ["-0.1", "1.1"], "mix.switch_prob": ["-0.1", "1.1"],
     "distill.task_loss_weight": ["-0.1", ".inf"], "distill.distill_loss_weight": ["0", "-1", ".nan"], "distill.temperature": ["0", ".inf"],
+    "repa.block": POSITIVE, "repa.weight": ["0", "-1", ".inf"],
     "ema.decay": SHARE, "flow.shift": ["0", "-1", ".inf"], "min_snr_gamma": ["0", "-1", ".nan"],
     "num_images": POSITIVE, "steps": ["0", "1001"], "cfg_scale": ["-1", ".inf"], "guide_channels": POSITIVE,
     "cfg_interval": ["[0.5, 0.1]", "[-1, 1]", "[0, 2]"], "batch_size": POSITIVE, "grid_columns": POSITIVE,
