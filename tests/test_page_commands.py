@@ -1,0 +1,206 @@
+"""The code of README and of the first pages of docs runs: Python as it stands, commands on small stand-ins.
+
+Training commands get `--dry_run true`, and every placeholder (IMAGENET, RUN, ...) something small of the same layout.
+Of the other pages each option is one that its command takes.
+"""
+
+import contextlib
+import importlib
+import re
+import shlex
+
+import numpy as np
+import pytest
+import timm
+from conftest import ROOT
+from PIL import Image
+from small_runs import arguments
+from small_text import write_pairs
+from test_papers import SCRIPTS
+from tiny_vae import save_tiny_vae
+
+README = "README.md"
+RUN_PAGES = [
+    README,
+    "docs/getting-started.md",
+    "docs/concepts.md",
+    *(f"docs/guides/{n}.md" for n in ("classifier", "diffusion", "data", "scale")),
+]
+ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
+LAUNCHERS = (
+    r"(?:ACCELERATE_USE_CPU=true )?(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
+)
+NOT_RUN = {
+    "git clone": "needs a network",
+    "pip install": "installs packages",
+    "uv pip": "installs packages",
+    "python -m venv": "installs packages",
+    "make ": "its targets are what runs this",
+    "python -m moh_vision.attention.kernels": "compiles the operators; tests/attention/test_kernels_build.py",
+    "python -m moh_vision.attention.tune": "takes minutes; tests/attention/test_tune.py",
+    "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
+    "accelerate launch --config_file configs/accelerate/fsdp2_layers.yaml": "an 8B model",
+}
+REST = {  # commands that take the options of others too
+    "moh_vision.analysis.attention_maps": [SCRIPTS["validate.py"]],
+    "moh_vision.analysis.budget_curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
+    "moh_vision.analysis.patches": [SCRIPTS["validate.py"]],
+    "moh_vision.language.evaluation.lm_curve": ["moh_vision.language.evaluation.lm"],
+}
+MORE = {  # what makes a command small
+    "moh_vision.classification.train": "--dry_run true --mixed_precision no --data.workers 0 --data.max_bad_fraction 0",
+    "moh_vision.diffusion.train": "--dry_run true --mixed_precision no --data.workers 0",
+    "moh_vision.language.train": "--dry_run true --mixed_precision no",
+    "moh_vision.classification.validate": "--data.workers 0",
+    "moh_vision.diffusion.sample": "--num-images 10 --steps 2 --sampler ddim",
+    "moh_vision.evaluation.fidelity": "--extractor RUN --allow-biased",
+}
+
+
+def commands(page):
+    """The lines of a page's indented blocks that are commands; a line that ends in a backslash goes on in the next."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.strip() for line in re.findall(r"^ {4}(?! )(.*)$", text, re.M)]
+    ours = LAUNCHERS + r"(\w+\.py|moh_vision\.\S+) "
+    return [line for line in lines if re.match(ours, f"{line} ") or excused(line)]
+
+
+def excused(command):
+    return next((name for name in NOT_RUN if command.startswith(name)), None)
+
+
+def words_of(command):
+    """(module, options) of a command."""
+    words = shlex.split(re.sub(LAUNCHERS, "", command, count=1), comments=True)
+    module = importlib.import_module(SCRIPTS.get(words[0], words[0]))
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{module.__name__}.__main__")
+    return module, words[1:]
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    """Placeholder -> folder. RUN depends on the command: see `filled`."""
+    root = tmp_path_factory.mktemp("pages")
+    colours = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 4)):
+        for name in ("cat", "dog"):
+            (root / "photos" / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = colours.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / "photos" / split / name / f"{i}.jpg")
+    vae = save_tiny_vae(
+        root / "vae",
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=(8,) * 4,
+    )
+    for name, kind, *more in (("cls", "cls"), ("other", "cls", "--seed", 1), ("dit", "dit")):
+        module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
+        assert not module.main(arguments(kind, root / name, 2, 2, *more))
+    encode = importlib.import_module("moh_vision.diffusion.latents.__main__").main
+    assert not encode(
+        [
+            "--vae",
+            vae,
+            "--data",
+            str(root / "photos"),
+            "--out",
+            str(root / "latents"),
+            "--size",
+            "256",
+            "--batch-size",
+            "4",
+        ]
+    )
+    texts = write_pairs(root / "texts")
+    for file in texts.glob("val.*"):
+        file.rename(file.with_name(file.name.replace("val", "valid", 1)))
+    places = dict.fromkeys(("IMAGENET", "PHOTOS", "ROOT", "IMAGE_OR_FOLDER"), root / "photos") | {
+        "LATENTS": root / "latents"
+    }
+    places |= {
+        "TEXTS": texts,
+        "PHOTOS/train": root / "photos/train",
+        "PHOTOS/val": root / "photos/val",
+    }
+    places |= {
+        "SAMPLES": root / "photos/train/cat",
+        "REFERENCE": root / "photos/train/dog",
+        "stabilityai/sd-vae-ft-ema": vae,
+    }
+    places["OTHER_RUN"] = root / "other"
+    return {"folder": root, **{name: str(place) for name, place in places.items()}}
+
+
+def filled(module, words, places):
+    """The options of a command with small things in place of its placeholders, and options that make it small."""
+    name = module.__name__.removesuffix(".__main__")
+    run = str(places["folder"] / ("dit" if name.startswith("moh_vision.diffusion") else "cls"))
+    given = {word.replace("_", "-") for word in words}
+    for option, value in re.findall(r"(--\S+) ([^-]\S*)?", MORE.get(name, "") + " "):
+        words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
+    if "LATENTS" in words and name.endswith("diffusion.train"):
+        words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
+    known = {**places, "RUN": run, "DIT": run, "LATENTS": "new" if name.endswith("latents") else places["LATENTS"]}
+    words = [known.get(word, word) for word in words if word != "..."]
+    if "--output" in words and name.endswith("train"):
+        words[words.index("--output") + 1] = "output"
+    return words
+
+
+def shell(page, places):
+    """Run a page's commands one after another, in the current folder."""
+    for command in filter(lambda c: not excused(c), commands(page)):
+        module, words = words_of(command)
+        words, code = filled(module, words, places), 0
+        try:
+            code = module.main(words)
+        except SystemExit as end:
+            code = end.code
+        assert not code, f"{command}\n  as {words}"
+
+
+def python(page):
+    """Run a page's Python blocks one after another, without weights of the hub."""
+    create = timm.create_model
+    names = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
+        for block in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S):
+            exec(compile(block, page, "exec"), names)
+
+
+def test_readme(stand_ins, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len(commands(README)) > 8
+    python(README)
+    shell(README, stand_ins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN_PAGES[1:])
+def test_first_pages(page, stand_ins, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    python(page)
+    shell(page, stand_ins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_options_of_all_pages(page, capsys):
+    def options_of(module):
+        with contextlib.suppress(SystemExit):
+            module.main(["--help"])
+        return {option.replace("_", "-") for option in re.findall(r"(?<![\w-])--[\w.-]+", capsys.readouterr().out)}
+
+    wrong = []
+    for command in commands(page):
+        if not re.match(LAUNCHERS, command) or "-m venv" in command or "quickstart.py" in command:
+            continue
+        module, words = words_of(command)
+        taken = options_of(module).union(*map(options_of, map(importlib.import_module, REST.get(module.__name__, ()))))
+        free = ("--model.kwargs.", "--model.convert.", "--model.router-kwargs.")
+        options = [word.replace("_", "-") for word in words if word.startswith("--")]
+        wrong += [f"{command}: {o}" for o in options if o not in taken and not o.startswith(free)]
+    assert wrong == []
