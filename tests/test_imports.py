@@ -2,11 +2,15 @@
 
 import ast
 import graphlib
+import re
 import runpy
 import sys
+import tomllib
 
 import pytest
 from conftest import ROOT
+
+from moh_vision.engine.commands import EXTRAS, user_errors
 
 PACKAGE = ROOT / "moh_vision"
 GROUND = {
@@ -130,3 +134,16 @@ def test_promised_commands_run(name, monkeypatch, capsys):
 def test_scripts_only_call_the_package():
     for name in ("train_cls", "train_dit", "train_text", "validate", "sample"):
         assert len(ast.parse((ROOT / f"{name}.py").read_text()).body) == 2, name
+
+
+def test_a_missing_extra_is_named(capsys):
+    """One line with what to install, and every package that it knows is in that extra."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        if extra in declared:
+            assert any(re.match(rf"{package}\b", requirement) for requirement in declared[extra]), package
+    with pytest.raises(SystemExit, match="2"), user_errors("x"):
+        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
+    assert capsys.readouterr().err == "x: error: the package lm_eval is missing: pip install 'moh_vision[lm]'\n"
+    with pytest.raises(ModuleNotFoundError), user_errors("x"):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")

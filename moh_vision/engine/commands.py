@@ -13,6 +13,12 @@ from typing import Callable, Iterable, List, Optional, Tuple
 
 from tqdm import tqdm
 
+EXTRAS = {  # packages that a plain install does not bring, and the extra that does
+    **dict.fromkeys(("transformers", "tokenizers", "sacrebleu"), "text"),
+    "lm_eval": "lm",
+    "datasets": "hub",
+    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "export"),
+}
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
 LINE_EVERY = 60  # seconds between lines of progress in a log
 
@@ -181,7 +187,8 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
         code: exit code.
     """
     try:
-        yield
+        with extras_named():
+            yield
     except kinds as error:
         # Once on every machine: a folder may be missing on one of them.
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
@@ -189,6 +196,18 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
             where = "" if rank == "0" else f"(rank {rank}) "
             print(f"{command}: error: {where}{message_of(error)}", file=sys.stderr)
         raise SystemExit(code) from None
+
+
+@contextlib.contextmanager
+def extras_named():
+    """Raise ValueError, naming what to install, where a package of an extra is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name)
+        if extra is None:
+            raise
+        raise ValueError(f"the package {error.name} is missing: pip install 'moh_vision[{extra}]'") from None
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:

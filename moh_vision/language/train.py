@@ -9,7 +9,6 @@ prints every key.
 from __future__ import annotations
 
 import shutil
-import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from accelerate.utils import DistributedType, send_to_device
 from moh_vision.analysis import Conditions, describe
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.commands import user_errors
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.run import Run
@@ -32,16 +32,13 @@ from moh_vision.models.mae import mae_routers, train_only
 
 NAME = "train_text.py"
 
-try:
+with user_errors(NAME):
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import BEST, evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
     from moh_vision.language.models.build import build_model, save_configs, task_for
     from moh_vision.language.models.weights import init_text
-except ModuleNotFoundError as error:
-    print(f"{NAME}: error: text needs the package {error.name}: pip install 'moh_vision[text]'", file=sys.stderr)
-    raise SystemExit(2) from None
 
 
 def train(run: Run) -> None:

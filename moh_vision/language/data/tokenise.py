@@ -18,11 +18,13 @@ from typing import Iterator, List, Optional, Tuple
 import numpy as np
 from tqdm import tqdm
 
-from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code, user_errors
 from moh_vision.engine.io import sha256_of, whole_file, write_whole
-from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
 from moh_vision.language.data.lines import decoded, raw_lines
-from moh_vision.language.data.token_files import DTYPES
+
+with user_errors("tokenise"):
+    from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
+    from moh_vision.language.data.token_files import DTYPES
 
 FORMS = (".txt", ".jsonl", ".json")
 MAX_LINE = 1 << 28  # bytes
