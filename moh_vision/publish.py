@@ -92,7 +92,7 @@ def scores_of(run: ScoredRun, file: Path, about: dict) -> Optional[ScoredRun]:
         from moh_vision.diffusion.scores import record_text
 
         found = read_json(run.folder / "scores.json")
-        own = found.get("sampling", {}).get("weights_sha256") == sha256_of(file)
+        own = scored.sampling.get("weights_sha256") == sha256_of(file)
         more = record_text({key: found.get(key) for key in ("protocol", "versions")})
     elif (run.folder / "results.json").is_file():
         found = read_json(run.folder / "results.json")
@@ -148,10 +148,8 @@ def save_pipeline(run: ScoredRun, file: Path, folder: Path, scored: Optional[Sco
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.opening import open_pipeline
 
-    draws = {key: run.config.get(f"score.{key}") for key in ("sampler", "steps", "cfg_scale")}
-    if scored is not None and (run.folder / "scores.json").is_file():
-        draws = {key: read_json(run.folder / "scores.json")["sampling"].get(key) for key in draws}
-    draws = {key: value for key, value in draws.items() if value is not None}
+    drawn = scored.sampling if scored is not None else {}
+    draws = {key: drawn[key] for key in ("sampler", "steps", "cfg_scale") if drawn.get(key) is not None}
     config = SampleConfig(str(file), num_images=0, save_pipeline=str(folder), **draws)
     pipe, _ = open_pipeline(config)
     if pipe.vae is not None:

@@ -67,7 +67,8 @@ class ScoredRun(NamedTuple):
         scores: by key of COLUMNS, or by the title of a task in a suite.
         how: what the scores are of.
         suites: names of the suites among them.
-        head_budget: what they were sampled with, where that is not the run's own.
+        sampling: how the images that they are of were drawn: sampler, steps, cfg_scale, and head_budget where that is not
+            the run's own.
     """
 
     folder: Path
@@ -77,7 +78,7 @@ class ScoredRun(NamedTuple):
     scores: Dict[str, Optional[float]]
     how: str
     suites: Tuple[str, ...] = ()
-    head_budget: Any = None
+    sampling: Dict[str, Any] = {}
 
     @property
     def model(self) -> str:
@@ -175,7 +176,6 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
     folder, config = run.folder, run.config
     entries = read_metrics(folder)
     steps = entries[-1]["step"] + 1 if entries else 0
-    sampling: dict = {}
     if (folder / "scores.json").is_file():
         found = read_json(folder / "scores.json")
         sampling = found.get("sampling", {})
@@ -184,7 +184,7 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
         if not scored:
             raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
         found, steps = scored[-1]["scores"], scored[-1]["step"] + 1
-        sampling = {k: config.get(f"score.{k}") for k in ("sampler", "steps", "cfg_scale")}
+        sampling = found.get("sampling") or {k: config.get(f"score.{k}") for k in ("sampler", "steps", "cfg_scale")}
     scores = {key: number_at(found, (key,), folder) for key in COLUMNS}
     if scores["recognised"] is not None:
         scores["recognised"] *= 100
@@ -194,7 +194,7 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
     drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
     how = [f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}", by]
     text = "; ".join([*map(str, how), ", ".join(drawn)])
-    return run._replace(steps=steps, scores=scores, how=text, head_budget=sampling.get("head_budget"))
+    return run._replace(steps=steps, scores=scores, how=text, sampling=sampling)
 
 
 def _text(run: ScoredRun) -> ScoredRun:
@@ -303,8 +303,8 @@ def model_of(run: ScoredRun) -> Tuple[nn.Module, List[torch.Tensor], Dict[str, t
     named: Dict[str, torch.Tensor] = {}
     if run.kind in ("classification", "diffusion"):
         model, about = from_run(str(run.folder), None)
-        if run.head_budget is not None:
-            set_head_budget(model, run.head_budget)
+        if run.sampling.get("head_budget") is not None:
+            set_head_budget(model, run.sampling["head_budget"])
         size = about["arguments"]["img_size"]
         inputs = [torch.zeros(1, about["arguments"]["in_chans"], size, size)]
         if run.kind == "diffusion":
