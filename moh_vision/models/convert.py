@@ -223,7 +223,7 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixt
         fused_attn=attn.fused_attn,
         qk_norm=not isinstance(attn.q_norm, nn.Identity),
         kv_heads=getattr(attn, "kv_heads", getattr(attn, "num_kv_heads", None)),
-        rotary_pairs=not getattr(attn, "rotate_half", True),
+        rotary_pairs=getattr(attn, "rotary_pairs", not getattr(attn, "rotate_half", True)),
         device=qkv.weight.device,
         dtype=qkv.weight.dtype,
         **options,

@@ -78,6 +78,7 @@ def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
 
 
 def convert_eva(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's Eva."""
+    """`moh_vision.convert` for timm's Eva; a dense one of ours keeps its name."""
+    theirs = type(model) is Eva
     route_heads(model, *options)
-    return become(model, MoHEva, MoHEvaBlock)
+    return become(model, MoHEva, MoHEvaBlock) if theirs else model

@@ -61,6 +61,8 @@ def test_converted_saved_and_loaded(name, tmp_path):
                 assert ours.blocks[0].attn.proj.weight.dtype == dtype
                 assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
         assert moh_vision.head_budget(ours)["share"] == 1
+        ours = moh_vision.convert(moh_vision.convert(copy.deepcopy(model), router="dense"))  # a baseline of ours
+        assert torch.equal(ours(x), want)
 
         options = dict(base=name, **SMALL, **KINDS[name])
         loaded = timm.create_model("moh_vit", head_budget=1.0, **options).eval()
