@@ -90,7 +90,7 @@ def train(run: Run) -> None:
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
-    run.take_model(model, mae_routers(model), elastic, beside=alignment)
+    run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
     draws = config.preview.every or config.score.every
