@@ -62,7 +62,7 @@ class RunLog:
             desc=title,
             disable=not self.terminal,
             dynamic_ncols=True,
-            bar_format="{desc} {n}/{total} |{bar:20}| {elapsed}<{remaining}{postfix}",
+            bar_format="{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}",
         )
 
     def step(self, count: int) -> None:
@@ -79,11 +79,12 @@ class RunLog:
         if not self.enabled:
             return
         self._write(step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
-        text = f"{show}, {rate:.0f} {UNITS[self.unit]}/s, peak {memory:.0f} MiB"
-        if self.terminal:
-            self.bar.set_postfix_str(text)
+        speed = f"{rate:.0f} {UNITS[self.unit]}/s"
+        if self.terminal:  # what matters most first: a narrow terminal cuts the end
+            loss, _, more = show.partition(", ")
+            self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
         else:
-            print(f"{self.title} {step + 1}/{self.total}: {text}", flush=True)
+            print(f"{self.title} {step + 1}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB", flush=True)
 
     def event(self, step: int, values: dict, show: str) -> None:
         """A validation or the like: a line of its own in metrics.jsonl and on the screen."""

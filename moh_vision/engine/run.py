@@ -24,6 +24,7 @@ from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, message_of, user_errors
 from moh_vision.engine.ema import make_ema
+from moh_vision.engine.ending import ending
 from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import open_log, write_json
@@ -324,6 +325,8 @@ class Run:
 
     def _finish(self) -> None:
         if self.log:
+            if not self.stopped:
+                self.log.say("\n".join(ending(self.name, self.folder)))
             self.log.close()
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)
