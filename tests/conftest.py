@@ -24,8 +24,15 @@ def pytest_addoption(parser):
     parser.addoption("--record-curves", action="store_true", help="record the loss curves of tests/golden anew")
 
 
-def pytest_collection_finish():
-    gc.freeze()  # every run ends in full collections: they skip the millions of objects that were imported
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make millions of objects, no garbage: they are neither searched meanwhile nor at the end of every run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_unconfigure():
