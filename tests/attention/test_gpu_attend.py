@@ -118,8 +118,16 @@ def test_equals_the_loop_in_its_own_blocks(D):
     check(*fused(B, N, H, D), torch.rand(B, N, H), active, is_causal=True)
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "bool and causal"])
-@pytest.mark.parametrize("shape", [(2, 4, 20, 27), (1, 1, 20, 27), (2, 1, 1, 27)])
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("bool", (2, 4, 20, 27)),
+        ("bool", (2, 1, 1, 27)),
+        ("float", (2, 4, 20, 27)),
+        ("float", (1, 1, 20, 27)),
+        ("bool and causal", (2, 1, 1, 27)),
+    ],
+)
 def test_masks_groups_and_cross(small_blocks, kind, shape):
     """Two query heads read one key-value head, of another sequence length; one query sees no key."""
     B, N, M, H, G, D = 2, 20, 27, 4, 2, 16
