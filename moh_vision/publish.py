@@ -252,7 +252,7 @@ def make_card(
         title=name.rpartition("/")[2],
         model=run.model,
         share=f", {100 * head_budget(model)['share']:.1f} % of its attention heads active" if layers else "",
-        kind=run.kind.capitalize(),
+        kind=run.kind,
         weights=f"{file.name}, {steps}",
         code=saved.code,
         size=describe(run.model, model, *inputs, **named) if layers else f"parameters: {count_parameters(model):,}",

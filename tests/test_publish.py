@@ -196,7 +196,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(size) if size else b"".join(self.chunks())
         if self.path == "/api/validate-yaml":
-            return self.answer(dict(errors=[], warnings=[]))
+            wrong = "license: nobody knows" in json.loads(body)["content"]
+            return self.answer(dict(errors=[], warnings=[]), 400 if wrong else 200)
         if self.path == "/api/repos/create":
             self.server.created.append(json.loads(body))
             return self.answer(dict(url="https://huggingface.co/anna/digits", name="anna/digits", id="anna/digits"))
@@ -264,7 +265,9 @@ def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     assert "no token of the hub; `hf auth login`" in refused("--push", "anna/digits")
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    assert not (tmp_path / "out").exists() and not hub.created
+    assert not (tmp_path / "out").exists()
+    assert "is whole: " in refused("--push", "anna/digits", "--license", "nobody knows", output=tmp_path / "license")
+    assert not hub.created
     hub.fails = True  # after the folder is written, which stays
     assert "is whole: hf upload anna/digits" in refused("--push", "anna/digits")
     assert (tmp_path / "out" / "README.md").is_file()
