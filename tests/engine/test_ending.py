@@ -24,7 +24,7 @@ def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
     from moh_vision.classification.train import main
 
     main(arguments("cls", tmp_path / "run", 1, 1))
-    made, _, following = capsys.readouterr().out.partition(f"{tmp_path / 'a run'} has\n")[2].partition("next\n")
+    made, _, following = capsys.readouterr().out.partition(f"{tmp_path / 'run'} has\n")[2].partition("next\n")
     named = [line.split()[0] for line in made.splitlines()]
     assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
     assert all((tmp_path / "run" / name).exists() for name in named) and "best.safetensors" not in named
