@@ -69,19 +69,7 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
 def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     """The model --model with the weights of a file or folder that `load_checkpoint` reads."""
     path, name = config.checkpoint, config.model
-    if not Path(path).exists():
-        raise FileNotFoundError(f"--checkpoint {path}: no such file or folder")
-    try:
-        check_name(name, "diffusion")
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
-    size = _img_size(weights_file(path))
-    try:
-        model = create(name, "diffusion", img_size=size).eval()
-        load_checkpoint(model, path)
-    except ValueError as error:
-        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, size)]
-        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
+    model = published_model(path, name)
     channels, vae = model.config.in_channels, None
     if config.vae:
         vae = load_vae(config.vae)
@@ -95,6 +83,60 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
     return model, vae, about
 
 
+def published_model(path: str, name: str) -> nn.Module:
+    """The diffusion model of a name, in eval mode, with the weights of a file or folder that `load_checkpoint` reads.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the option or file, and a model that the weights fit.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"--checkpoint {path}: no such file or folder")
+    try:
+        check_name(name, "diffusion")
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
+    size = _img_size(weights_file(path))
+    try:
+        model = create(name, "diffusion", img_size=size).eval()
+        load_checkpoint(model, path)
+    except ValueError as error:
+        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, size)]
+        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
+    return model
+
+
+def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
+    """The model alone of what `open_pipeline` opens; no VAE is looked for, unless a pipeline is opened that holds one.
+
+    Args:
+        path: a run, a saved pipeline, or with a name a file or folder of published weights.
+        name: of a model; equal to `path`: with the weights that it is published with.
+
+    Returns:
+        (model in eval mode, dict(architecture, classes, weights, objective))
+
+    Raises:
+        ValueError, FileNotFoundError: naming the option or file.
+    """
+    if name:
+        if path == name:
+            try:
+                model, weights = create(name, "diffusion", pretrained=True).eval(), name
+            except (RuntimeError, OSError) as error:  # none are named for it, or they cannot be fetched
+                raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
+        else:
+            model, weights = published_model(path, name), str(weights_file(path))
+        classes = unnamed_classes(model.config.num_classes)
+        return model, dict(architecture=name, classes=classes, weights=weights, objective="noise")
+    if (Path(path) / "model_index.json").is_file():
+        pipe, classes = _read_pipeline(Path(path))
+        about = dict(architecture=Path(path).name, classes=classes, weights=str(weights_file(path)))
+        return pipe.transformer.eval(), dict(about, objective=pipe.config.objective)
+    model, about = from_run(path, "diffusion")
+    kept = {key: about[key] for key in ("architecture", "classes", "weights")}
+    return model, dict(kept, objective=make_objective(about["config"]).name)
+
+
 def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     """The model and the VAE of a pipeline of ours, or of diffusers' DiTPipeline."""
     folder = Path(config.checkpoint)
@@ -102,14 +144,9 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
         raise ValueError(
             f"--weights {config.weights} has no effect: {folder} is a saved pipeline, which holds one kind"
         )
-    try:
-        pipe = MoHDiTPipeline.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
+    pipe, classes = _read_pipeline(folder)
     if config.vae and pipe.vae is None:
         raise ValueError(f"--vae {config.vae}: {folder} works on pixels")
-    names = pipe.config.id2label or {}
-    classes = [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
     about = dict(architecture=folder.name, classes=classes, weights=str(weights_file(str(folder))), run=None)
     vae = pipe.vae
     if config.vae:
@@ -117,6 +154,16 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     about.update(label_drop=pipe.config.label_drop, objective=pipe.config.objective)
     scheduled = pipe.scheduler.config  # UniPC and DPM-Solver have another name for it
     return pipe.transformer, vae, dict(about, shift=scheduled.get("shift", scheduled.get("flow_shift", 1.0)))
+
+
+def _read_pipeline(folder: Path) -> Tuple[MoHDiTPipeline, List[str]]:
+    """(a saved pipeline, the names of its classes)"""
+    try:
+        pipe = MoHDiTPipeline.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
+    names = pipe.config.id2label or {}
+    return pipe, [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
 
 
 def _of_the_same_size(name: str) -> List[str]:

@@ -1,0 +1,40 @@
+"""A classifier and what must be done to its images, for `moh_vision.export`."""
+
+from typing import Optional, Tuple
+
+from torch import nn
+
+from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.predict import class_names
+from moh_vision.classification.validate import open_classifier
+from moh_vision.engine.command_line import parse_config
+
+
+def open_prepared(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
+    """The classifier that validate.py opens, and what it does to an image.
+
+    Args:
+        path: a run, or with a name other weights; equal to the name: those that timm has for it.
+        name: of a model.
+
+    Returns:
+        (model in eval mode, dict(architecture, classes, weights, input_size [channels, height, width], mean, std, interpolation,
+        crop_pct, crop_mode))
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, see `open_classifier`.
+    """
+    argv = ["--checkpoint", path, *(["--model.name", name] if name else [])]
+    config, flags = parse_config(ClsConfig, argv, "export", to_validate=True)
+    model, about = open_classifier(config, flags)
+    cfg, channels, size = model.pretrained_cfg, model.in_chans, about["img_size"]
+    return model, dict(
+        architecture=about["name"],
+        classes=class_names(about["classes"], model.num_classes),
+        weights=str(about["weights"]),
+        input_size=[channels, size, size],
+        mean=list(cfg["mean"][:channels]),
+        std=list(cfg["std"][:channels]),
+        interpolation=cfg["interpolation"],
+        **config.data.eval_options(cfg),
+    )

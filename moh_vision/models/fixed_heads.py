@@ -1,0 +1,163 @@
+"""Models that compute only the heads that run, in operations that every runtime has, for `moh_vision.export`.
+
+Heads that are fixed for good: the others leave the model, with their weights. Heads that an image chooses: their weights are gathered.
+"""
+
+from functools import partial
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, token_heads
+from moh_vision.attention.routers import DenseRouter
+from moh_vision.attention.routers.common import TopKRouter
+from moh_vision.attention.routing import Call
+
+OF_CANDIDATES = ("routed", "gate", "noise")  # linear layers of routers that have a row a candidate
+
+
+def fix_timestep(model: nn.Module, timestep: float) -> None:
+    """Leave a DiT the heads that it runs at one timestep, without routers. Its output at this timestep stays the same.
+
+    Args:
+        model: a `MoHDiTTransformer2DModel` with scope "sample" and route_by "timestep", whose routers read the timestep
+            alone; it is changed. The gates become part of the output projections.
+        timestep: 0 .. 1000.
+
+    Raises:
+        ValueError: for another model.
+    """
+    config = getattr(model, "config", {})
+    layers = attention_layers(model)
+    if config.get("route_by") != "timestep" or any(layer.needs_query for layer in layers):
+        raise ValueError(
+            "which heads run depends on more than the timestep: that needs a DiT with scope 'sample', route_by "
+            "'timestep' and a router that reads no queries"
+        )
+    like = next(model.parameters())
+    x = like.new_zeros(1, config.in_channels, config.sample_size, config.sample_size)
+    t, y = like.new_full((1,), timestep), torch.zeros(1, dtype=torch.long, device=like.device)
+    for layer, routing in zip(layers, token_heads(model, x, t, y)):
+        kept = routing.active[0, 0].nonzero().flatten()
+        gates = routing.weights[0, 0, kept]
+        _cut(layer, kept.tolist())
+        with torch.no_grad():
+            layer.proj.weight.mul_(gates.to(like.dtype).repeat_interleave(layer.head_dim))
+        heads = HeadBudget(len(kept), layer.head_dim, len(kept), 0)
+        layer.router, layer.needs_query = DenseRouter(layer.dim, heads).train(layer.training), False
+
+
+def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
+    """Leave every layer some of its heads, which all tokens run from then on.
+
+    Routers stay and weigh the heads that are left, token by token, as they do for a token that chooses exactly these: its
+    output stays the same. Keys and values of the other heads leave too.
+
+    Args:
+        model: a ViT or DiT with routed heads; it is changed.
+        kept: for every layer the heads that stay, in rising order, the shared ones with them.
+
+    Raises:
+        ValueError: naming the layer, where heads cannot leave; the model is unchanged then.
+    """
+    layers = attention_layers(model)
+    for number, (layer, heads) in enumerate(zip(layers, kept, strict=True)):
+        problem = _why_not(layer, list(heads))
+        if problem:
+            raise ValueError(f"layer {number}: {problem}")
+    for layer, heads in zip(layers, kept):
+        S, router = layer.budget.shared, layer.router
+        if len(heads) == layer.num_heads:
+            continue
+        candidates = torch.tensor(heads[S:]) - S
+        state = {
+            name: tensor[candidates] if name.split(".")[0] in OF_CANDIDATES else tensor
+            for name, tensor in router.state_dict().items()
+        }
+        budget, like = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S), layer.proj.weight
+        layer.router = type(router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
+        layer.router.load_state_dict(state)
+        layer.router.train(layer.training)
+        _cut(layer, heads)
+
+
+def gather_heads(model: nn.Module) -> int:
+    """Let layers that choose heads for a whole image gather the weights of these, so that no others are computed.
+
+    Other layers stay: heads chosen for each token, or all heads, as with MAE. The output stays the same.
+
+    Returns:
+        heads that are computed for an image, in all layers.
+    """
+    computed = 0
+    for layer in attention_layers(model):
+        plain = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
+        fewer = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
+        if plain and fewer and layer.scope == "sample":
+            layer.execute = partial(_gathered, layer)
+        computed += layer.budget.active if "execute" in vars(layer) else layer.num_heads
+    return computed
+
+
+def _gathered(layer: HeadMixtureAttention, call: Call) -> Tensor:
+    """The output [B, N, C] of a call without masks, in which every image runs as many heads."""
+    H, D, K, x = layer.num_heads, layer.head_dim, layer.budget.active, call.x
+    heads = call.routing.active.squeeze(1).int().topk(K).indices  # [B, K]
+    rows = layer.qkv.weight.unflatten(0, (3, H, D)).transpose(0, 1).flatten(1)[heads]  # [B, K, 3 * D * C]
+    qkv = x @ rows.view(-1, K * 3 * D, layer.dim).transpose(1, 2)  # [B, N, K * 3 * D]
+    if layer.qkv.bias is not None:
+        bias = layer.qkv.bias.unflatten(0, (3, H, D)).transpose(0, 1).flatten(1)[heads]  # [B, K, 3 * D]
+        qkv = qkv + bias.view(-1, 1, K * 3 * D)
+    q, k, v = qkv.unflatten(-1, (K, 3, D)).unbind(-2)  # [B, N, K, D]
+    q, k = layer.prepare_queries(q, call.rotary), layer.prepare_keys(k, call.rotary)
+    o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)  # [B, N, K, D]
+    gates = call.routing.weights.squeeze(1).gather(1, heads).to(o.dtype)
+    o = (o * gates.unsqueeze(1).unsqueeze(-1)).flatten(2)  # [B, N, K * D]
+    columns = layer.proj.weight.unflatten(1, (H, D)).permute(1, 2, 0).flatten(1)[heads]  # [B, K, D * C]
+    y = o @ columns.view(-1, K * D, layer.dim)
+    return y if layer.proj.bias is None else y + layer.proj.bias
+
+
+def busiest(shares: Tensor, shared: int, active: int) -> List[int]:
+    """The heads that stay where tokens ran heads in these shares [H]: the shared ones, and the routed ones that ran most."""
+    routed = shares[shared:].argsort(descending=True, stable=True)[: active - shared] + shared
+    return [*range(shared), *sorted(routed.tolist())]
+
+
+def _why_not(layer: HeadMixtureAttention, heads: List[int]) -> Optional[str]:
+    S, H = layer.budget.shared, layer.num_heads
+    if heads != sorted(set(heads)) or not set(range(S)) <= set(heads) <= set(range(H)):
+        return f"heads {heads} are not some of its {H} with the {S} shared ones, in rising order"
+    if len(heads) == H:
+        return None
+    if type(layer) is not HeadMixtureAttention or layer.kv_heads not in (1, H):
+        return f"heads of a {type(layer).__name__} with {layer.kv_heads} key-value heads cannot leave"
+    if layer.router.all_heads or len(heads) == S:
+        return "its router needs all its heads, or one routed head at least"
+    if layer.router_kwargs.get("gate_scale") == "paper" or layer.router_kwargs.get("renormalise") is False:
+        return f"its gates, {layer.router_kwargs}, depend on heads that would leave"
+    return None
+
+
+@torch.no_grad()
+def _cut(layer: HeadMixtureAttention, heads: List[int]) -> None:
+    """Take the rows and columns of other heads out of a layer's projections."""
+    D, H, G = layer.head_dim, layer.num_heads, layer.kv_heads
+    of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
+    of_keys = of_heads if G == H else torch.arange(G * D)
+    rows = torch.cat([of_heads, H * D + of_keys, (H + G) * D + of_keys])
+    layer.qkv = _linear(layer.qkv.weight[rows], None if layer.qkv.bias is None else layer.qkv.bias[rows])
+    layer.proj = _linear(layer.proj.weight[:, of_heads], layer.proj.bias)
+    layer.num_heads, layer.q_dim = len(heads), len(heads) * D
+    layer.kv_heads = layer.num_heads if G == H else G
+    layer.grouped = layer.kv_heads < layer.num_heads
+
+
+def _linear(weight: Tensor, bias: Optional[Tensor]) -> nn.Linear:
+    linear = nn.Linear(*weight.shape[::-1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)
+    return linear
