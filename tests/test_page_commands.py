@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import re
 import shlex
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from small_text import write_pairs
 from test_papers import SCRIPTS
 from tiny_vae import save_tiny_vae
 
+from moh_vision.attention import EXECUTORS, ROUTERS
+
 README = "README.md"
 RUN_PAGES = [
     README,
     "docs/getting-started.md",
     "docs/concepts.md",
-    *(f"docs/guides/{n}.md" for n in ("classifier", "diffusion", "data", "scale")),
+    *(f"docs/guides/{n}.md" for n in ("classifier", "diffusion", "data", "scale", "extend")),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
 LAUNCHERS = (
@@ -165,7 +168,7 @@ def python(page):
     """Run a page's Python blocks one after another, without weights of the hub."""
     create = timm.create_model
     names = {}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
         patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
         for block in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S):
             exec(compile(block, page, "exec"), names)
