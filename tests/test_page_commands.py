@@ -100,7 +100,9 @@ def stand_ins(tmp_path_factory):
     )
     for name, kind, *more in (("cls", "cls"), ("other", "cls", "--seed", 1), ("dit", "dit")):
         module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
-        assert not module.main(arguments(kind, root / name, 2, 2, *more))
+        assert not module.main(
+            arguments(kind, root / name, 2, 2, "--data.root", root / "photos", "--data.img_size", 8, *more)
+        )
     encode = importlib.import_module("moh_vision.diffusion.latents.__main__").main
     assert not encode(
         [
@@ -147,6 +149,8 @@ def filled(module, words, places):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
     known = {**places, "RUN": run, "DIT": run, "LATENTS": "new" if name.endswith("latents") else places["LATENTS"]}
     words = [known.get(word, word) for word in words if word != "..."]
+    if "--extractor" in words:
+        words[words.index("--extractor") + 1] = str(places["folder"] / "cls")
     if "--output" in words and name.endswith("train"):
         words[words.index("--output") + 1] = "output"
     return words
