@@ -261,6 +261,23 @@ def test_llm_speed_benchmark(tmp_path, monkeypatch, capsys):
     assert "decode   growing  whole groups" in capsys.readouterr().out
 
 
+def test_loader_benchmark(tmp_path, monkeypatch, capsys):
+    import loader as benchmark
+
+    monkeypatch.setattr(benchmark, "BATCH", 4)
+    argv = f"loader.py --images 12 --seconds 0 --workers 0 --output {tmp_path}/a.json --page {tmp_path}/a.md".split()
+    monkeypatch.setattr(sys, "argv", argv)
+    run_main(benchmark)
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert [row["loader"] for row in report["rows"]] == [
+        "ours, folder", "ours, shards", "ours, stream", "timm", "timm, prefetcher", "webdataset"
+    ]  # fmt: skip
+    assert all(row["images_per_second"]["median"] > 0 and row["workers"] == 0 for row in report["rows"])
+    best = {row["best"] for row in report["rows"]}
+    assert len(best) == 1 and best <= {"timm", "timm, prefetcher", "webdataset"}
+    assert "| ours, folder | " in (tmp_path / "a.md").read_text() and report["rounds"] == 1
+
+
 @pytest.fixture
 def gpu_benchmark(tmp_path, monkeypatch):
     """Run benchmarks/gpu.py, as small as possible, on the CPU: (exit code, report)."""

@@ -46,7 +46,11 @@ def image_transform(
         steps.append(v2.RandomCrop(img_size, padding=max(1, img_size // 8)))
     if augment in ("crop_flip", "flip"):
         steps.append(v2.RandomHorizontalFlip())
-    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std))]
+    steps += [
+        v2.PILToTensor(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(list(mean), list(std), inplace=True),
+    ]
     return v2.Compose(steps)
 
 

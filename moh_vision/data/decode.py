@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Sequence, Union
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_vision.engine.commands import BadData
 
@@ -79,7 +79,8 @@ def in_8_bits(image: Image.Image) -> Image.Image:
 def upright(image: Image.Image) -> Image.Image:
     """With the rotation that its EXIF data note, if any."""
     try:
-        return ImageOps.exif_transpose(image)
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1  # else it would be copied
+        return ImageOps.exif_transpose(image) if turned else image
     except Exception:  # damaged EXIF data do no harm to the pixels
         return image
 

@@ -9,6 +9,7 @@ from pictures import encoded, gradient, write_folder
 from PIL import Image, ImageOps
 from refusals import one_line
 from test_sources import write_shards
+from timm.data import create_transform
 
 from moh_vision.classification.config import ClsDataConfig
 from moh_vision.data.batches import BadSamples, LabelledImages, collate, evaluation_batches, training_batches
@@ -24,6 +25,28 @@ from moh_vision.data.splits import open_source
 
 RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erase_prob=0.25, erase_mode="pixel")
 NORMAL = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_become_floats_as_in_timm(channels):
+    image = gradient(40, 30).convert("L" if channels == 1 else "RGB")
+    normal = dict(mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels])
+    timms = dict(normal, interpolation="bicubic")
+    pairs = [(imagenet_eval_transform(16, channels, **normal), create_transform(16, **timms, crop_pct=0.875))]
+    if channels == 3:  # grey images are augmented in colour
+        pairs += [
+            (
+                imagenet_train_transform(16, 3, **normal),
+                create_transform(16, is_training=True, color_jitter=None, **timms),
+            )
+        ]
+    for pair in pairs:
+        found, expected = [], []
+        for transform, tensors in zip(pair, (found, expected)):
+            random.seed(1)
+            torch.manual_seed(1)
+            tensors.append(transform(image))
+        assert torch.equal(found[0], expected[0]) and found[0].is_contiguous() and found[0].dtype == torch.float32
 
 
 def loader(root, workers=0, bad=None, mixing=None, **order):

@@ -1,0 +1,169 @@
+"""Loaders of training images beside each other: ours from a folder, from shards and as a stream; timm's; webdataset's own.
+
+    python benchmarks/loader.py                     # less than 4 minutes; 60 MB in a temporary folder
+
+All read the same JPEGs: 1,000 crops of the two photographs that come with scikit-learn, 400 x 300 to 500 x 375 pixels, quality 90. All
+apply timm's transform of the ImageNet recipe (random resized crop to 224 pixels, bicubic, mirror, normalised float tensor), make batches of
+32 and shuffle. timm's prefetcher makes the floats in the process that trains, here on the CPU; it is timed with that.
+
+Every round runs each loader once, in another order, with 1 and with 2 worker processes. The clock starts when the first batch is there, so
+that the start of the workers does not count, and stops with the last one. Reported are medians and quartiles of images per second, and of
+the time over that of the faster of the others' loaders, round by round. Results go to benchmarks/results/loader.json and docs/results/loader.md.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import timm
+import torch
+import webdataset
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from timing import about_machine, cell, interleaved, machine, spread, write_report
+from timm.data import create_dataset, create_loader, create_transform
+
+from moh_vision.data.batches import LabelledImages, training_batches
+from moh_vision.data.imagenet import imagenet_train_transform
+from moh_vision.data.order import StepBatches
+from moh_vision.data.shards import convert
+from moh_vision.data.splits import open_source
+from moh_vision.data.stream import ShardStream
+
+HERE = Path(__file__).parent
+BATCH, SIDE, CLASSES = 32, 224, 10
+MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+AUGMENTATION = dict(is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD)
+TITLE = "# Loaders of training images\n"
+
+
+def write_images(folder, count):
+    """FOLDER/images/train/CLASS/*.jpg, and the same as shards in FOLDER/shards; returns their mean size in KB."""
+    rng, photos = random.Random(0), [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    sizes = []
+    for i in range(count):
+        photo = rng.choice(photos)
+        width = rng.randint(400, 500)
+        height = width * 3 // 4
+        left, top = rng.randint(0, photo.width - width), rng.randint(0, photo.height - height)
+        path = folder / "images" / "train" / f"class{i % CLASSES}" / f"{i:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photo.crop((left, top, left + width, top + height)).save(path, quality=90)
+        sizes.append(path.stat().st_size)
+    per_shard = max(1, count // 10)
+    convert(str(folder / "images"), str(folder / "shards"), samples_per_shard=per_shard, say=lambda text: None)
+    return round(sum(sizes) / count / 1000)
+
+
+def loaders(folder):
+    """{name: function of the number of workers that gives the batches}."""
+    transform = imagenet_train_transform(SIDE, 3, MEAN, STD)
+    shards = folder / "shards"
+    urls = sorted(map(str, shards.glob("train-*.tar")))
+
+    def ours(source, workers):
+        order = dict(group=8, seed=0, batch_size=BATCH, accumulation=1, rank=0, world=1)
+        batches = StepBatches(source.shard_sizes, **order, start=0, stop=len(source) // BATCH)
+        return (batch["images"] for batch in training_batches(LabelledImages(source, transform, 0), batches, workers))
+
+    def stream(workers):
+        classes = (shards / "classes.txt").read_text().split()
+        return ours(ShardStream(urls, classes, sum(open_source(str(shards), "train").shard_sizes), "shards"), workers)
+
+    def timms(workers, **options):
+        images = create_dataset("", root=str(folder / "images" / "train"), split="train")
+        options.update(AUGMENTATION, device=torch.device("cpu"), num_workers=workers)
+        loader = create_loader(images, SIDE, BATCH, **options)
+        return (batch for batch, _ in loader)
+
+    def webdatasets(workers):
+        images = webdataset.WebDataset(urls, shardshuffle=100, seed=0).shuffle(1000).decode("pil")
+        images = images.to_tuple("jpg", "cls").map_tuple(create_transform(SIDE, **AUGMENTATION)).batched(BATCH)
+        return (batch for batch, _ in webdataset.WebLoader(images, batch_size=None, num_workers=workers))
+
+    return {
+        "ours, folder": lambda workers: ours(open_source(str(folder / "images"), "train"), workers),
+        "ours, shards": lambda workers: ours(open_source(str(shards), "train"), workers),
+        "ours, stream": stream,
+        "timm": lambda workers: timms(workers, use_prefetcher=False),
+        "timm, prefetcher": lambda workers: timms(workers, use_prefetcher=True),
+        "webdataset": webdatasets,
+    }
+
+
+def timed_pass(batches):
+    """Seconds for an image: from the first batch to the last."""
+    count, begin = -BATCH, None
+    for images in batches:
+        assert images.shape[1:] == (3, SIDE, SIDE) and images.is_floating_point()
+        begin = begin or time.perf_counter()
+        count += len(images)
+        end = time.perf_counter()
+    return (end - begin) / count
+
+
+def judge(times, workers):
+    """[dict of a loader] with so many workers: images per second, and the time over the others' best."""
+    own = {name: seconds for (name, count), seconds in times.items() if count == workers}
+    best = min((name for name in own if not name.startswith("ours")), key=lambda name: own[name].median().item())
+    return [
+        dict(
+            loader=name,
+            workers=workers,
+            images_per_second=spread(1 / seconds, 1),
+            time_to_best=spread(seconds / own[best]),
+            best=best,
+        )
+        for name, seconds in own.items()
+    ]
+
+
+def page(report):
+    """docs/results/loader.md."""
+    counts = sorted({row["workers"] for row in report["rows"]})
+    columns = [f"{what}, {n} worker{'s' * (n > 1)}" for n in counts for what in ("images / s", "time over the best")]
+    lines = [TITLE, __doc__.split("\n\n", 2)[2].split("Reported are")[0].strip() + "\n", about_machine(report) + "\n"]
+    lines += [
+        f"{report['images']} JPEGs, {report['kilobytes']} KB on average; {report['rounds']} rounds. Medians [quartiles].\n"
+    ]
+    lines += [f"| loader | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for name in dict.fromkeys(row["loader"] for row in report["rows"]):
+        cells = []
+        for row in (row for row in report["rows"] if row["loader"] == name):
+            speed, ratio = row["images_per_second"], row["time_to_best"]
+            cells += [f"{speed['median']:.0f} [{speed['quartiles'][0]:.0f} {speed['quartiles'][1]:.0f}]"]
+            cells += [cell(ratio["median"], ratio["quartiles"])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "    python benchmarks/loader.py"]) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=180, help="no round begins later")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "loader.json")
+    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "results" / "loader.md")
+    args = parser.parse_args()
+
+    report = dict(machine=machine(), load_before=os.getloadavg(), images=args.images)
+    with tempfile.TemporaryDirectory(prefix="loader-") as folder:
+        report["kilobytes"] = write_images(Path(folder), args.images)
+        steps = {
+            (name, workers): lambda make=make, workers=workers: timed_pass(make(workers))
+            for name, make in loaders(Path(folder)).items()
+            for workers in args.workers
+        }
+        times = interleaved(steps, (1, 99), args.seconds, warm_up=0, clock=lambda step: step())
+    report["rounds"] = len(next(iter(times.values())))
+    report["rows"] = [row for workers in args.workers for row in judge(times, workers)]
+    write_report(args.output, report)
+    args.page.write_text(page(report))
+    print(page(report))
+
+
+if __name__ == "__main__":
+    main()
