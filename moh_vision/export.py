@@ -3,7 +3,8 @@
 python -m moh_vision.export RUN --format onnx --output model.onnx
 python -m moh_vision.export NAME --checkpoint FILE --format torch-export --output model.pt2
 
-RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a saved pipeline.
+RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a folder that
+moh_vision.publish, timm or a pipeline has saved.
 NAME is a model of the registry, with the weights of --checkpoint, or else those that it is published with. What was written is
 read again and compared with the model on random inputs. A file that differs is not kept, and the exit code is 2.
 """
@@ -27,7 +28,7 @@ from moh_vision.analysis.loads import HeadLoad
 from moh_vision.analysis.search import kind_of
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
-from moh_vision.engine.io import give_name
+from moh_vision.engine.io import fsync, give_name
 from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import check_name
@@ -133,8 +134,9 @@ def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None
 @torch.no_grad()
 def difference(run: Run, cases: List[Tuple[Dict[str, Tensor], Tensor]]) -> Tuple[float, float]:
     """(largest difference of an output from what is expected, largest output) over cases of (inputs, expected output)."""
-    found = [(float((run(inputs) - want).abs().max()), float(want.abs().max())) for inputs, want in cases]
-    return max(error for error, _ in found), max(largest for _, largest in found)
+    found = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in cases]
+    error, largest = torch.tensor(found).amax(0).tolist()  # NaN stays NaN
+    return error, largest
 
 
 @torch.no_grad()
@@ -168,9 +170,8 @@ def open_model(source: str, checkpoint: Optional[str]) -> Tuple[nn.Module, dict]
     if kind == "text":
         raise ValueError(f"{source} is a language model; allowed are classifiers and diffusion models")
     if kind == "diffusion":
-        from moh_vision.diffusion.opening import (
-            open_transformer as opener,  # imports diffusers, a classifier needs none
-        )
+        # It imports diffusers, which a classifier does not need.
+        from moh_vision.diffusion.opening import open_transformer as opener
     else:
         from moh_vision.classification.opening import open_prepared as opener
     return opener(checkpoint or source, name)
@@ -223,8 +224,10 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
                 run = export(module, file, form, batch, about)
             except Exception as error:  # of torch.export and of the translation to ONNX, of many kinds
                 raise ValueError(f"{about['architecture']} cannot be exported: {reason_of(error)}") from None
+        errors = []
         for some in cases:
             error, largest = difference(run, some)
+            errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
                 break
         else:
@@ -233,9 +236,11 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
                 f"allowed is {TOLERANCE:g} of it"
             )
         for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # weights beside it come first
+            fsync(part)
             give_name(part, output.with_name(part.name))
     runtime = f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"
-    say(f"{runtime} differs from PyTorch by at most {error:.1e} (largest output {largest:.3g}, float32)")
+    tie = f"; another input differed by {errors[0]}, as where two heads are at a tie" if len(errors) > 1 else ""
+    say(f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}")
 
 
 @contextlib.contextmanager
@@ -255,7 +260,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake and for a file that differs from the model."""
     parser = Parser("python -m moh_vision.export", __doc__)
     add = parser.add_argument
-    add("source", metavar="RUN|NAME", help="a run, one of its files, a saved pipeline; or the name of a model")
+    add("source", metavar="RUN|NAME", help="a run, one of its files, a published folder; or the name of a model")
     add("--format", choices=sorted(SUFFIXES), required=True, help="what to write")
     add("--output", required=True, metavar="FILE", help="a new .onnx or .pt2 file")
     add("--checkpoint", metavar="FILE", help="weights for NAME; left out: those it is published with")
@@ -270,6 +275,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         if output.suffix != SUFFIXES[form]:
             raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
         refuse_output("--output", options.output)
+        refuse_output("--output", f"{output}.data")
         for name in PACKAGES if form == "onnx" else ():
             import_module(name)  # one that is missing is said before the work
         if options.batch is not None and options.batch < 1:

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from math import nan
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from torch import nn
 
 from moh_vision import export as exporting
@@ -211,3 +213,29 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(exporting, "export", wrong)
     refused("m.pt2 is not written: it differs from PyTorch by", folder)
+    monkeypatch.setattr(
+        exporting,
+        "export",
+        lambda module, *more: lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan),
+    )
+    refused("m.pt2 is not written: it differs from PyTorch by nan", folder)
+
+
+def test_a_folder_that_timm_saved(tmp_path):
+    model = made("vit", VIT)
+    config = dict(
+        label_names=["x", "y", "z"], pretrained_cfg=dict(model.pretrained_cfg, crop_pct=0.8, mean=(0.1,), std=(0.2,))
+    )
+    save_for_hf(
+        model, tmp_path, model_config=config, model_args={"head_budget": BUDGET, **VIT}, safe_serialization=True
+    )
+    opened, about = exporting.open_model(str(tmp_path), None)
+    image = torch.randn(1, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(opened(image), model(image))
+    assert about["classes"] == ["x", "y", "z"] and about["mean"] == [0.1] and about["crop_pct"] == 0.8
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model_args"]["checkpoint_path"] = "elsewhere.pt"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="not a classifier that timm has saved .checkpoint_path in its config.json"):
+        exporting.open_model(str(tmp_path), None)
