@@ -518,3 +518,19 @@ def test_a_table_of_a_gpu_run_that_time_ends(tmp_path):
     assert table["rows"]["packed 1"]["to_dense"]["median"] > 0
     with pytest.raises(OutOfTime):
         run.table(dict(form="eager"), {"dense": lambda: int, "late": late}, {})
+
+
+@pytest.mark.slow
+def test_export_benchmark(monkeypatch, capsys):
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'export')")
+    import export as benchmark
+
+    for name, value in dict(SIZE=[3, 32, 32], BATCHES=(1,), ROUNDS=(1, 1)).items():
+        monkeypatch.setattr(benchmark, name, value)
+    for case, arguments in benchmark.CASES.items():
+        monkeypatch.setitem(benchmark.CASES, case, dict(arguments, img_size=32, depth=1))
+    run_main(benchmark)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 1 ")]
+    found = [(runtime, heads) for _, runtime, heads, *_ in rows]
+    onnx = [("onnxruntime", case) for case in benchmark.CASES]
+    assert found == [("PyTorch", case) for case in benchmark.CASES if "masked" not in case] + onnx

@@ -1,0 +1,79 @@
+"""Time of exported ViT-S in onnxruntime beside PyTorch, in one interleaved run of one thread; prints a table.
+
+    python benchmarks/export.py                # about 3 minutes on an idle core
+
+dense: all 6 heads of each layer. token: each token chooses 3 of them. image: each image does, and the graph gathers their weights;
+image, masked: the same in a graph that computes all heads. fixed: the same 3 for all, the others left the graph. Weights are random.
+"""
+
+import tempfile
+from pathlib import Path
+
+import onnxruntime
+import timm
+import torch
+from timing import cell, interleaved, machine, markdown, to_first
+from torch import nn
+
+import moh_vision  # noqa: F401  registers the models
+from moh_vision.attention import attention_layers
+from moh_vision.export import Classifier, export
+from moh_vision.models.fixed_heads import gather_heads, keep_heads
+
+NAME, SIZE = "moh_vit_small_patch16_224", [3, 224, 224]
+HALF = dict(head_budget="uniform:0.5")
+CASES = {
+    "dense": dict(router="dense"),
+    "token": HALF,
+    "image": dict(HALF, scope="sample"),
+    "image, masked": dict(HALF, scope="sample"),
+    "fixed": HALF,
+}
+BATCHES, SECONDS, ROUNDS = (1, 8), 60.0, (9, 15)
+
+
+def model_of(case):
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, **CASES[case]).eval()
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            nn.init.normal_(parameter, std=0.3)
+    if case == "fixed":
+        keep_heads(model, [range(layer.budget.active) for layer in attention_layers(model)])
+    return model
+
+
+def onnx_session(model, folder):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    file = Path(folder, "model.onnx")
+    export(Classifier(model, SIZE), file, "onnx")
+    return onnxruntime.InferenceSession(file.read_bytes(), options)
+
+
+@torch.no_grad()
+def main():
+    torch.set_num_threads(1)
+    models, sessions = {case: model_of(case) for case in CASES}, {}
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            model = model_of(case)
+            if case == "image":
+                gather_heads(model)
+            sessions[case] = onnx_session(model, folder)
+    rows = []
+    for batch in BATCHES:
+        images = torch.randn(batch, *SIZE)
+        steps = {f"PyTorch {case}": lambda m=m, x=images: m(x) for case, m in models.items() if "masked" not in case}
+        for case, session in sessions.items():
+            steps[f"onnxruntime {case}"] = lambda s=session, x=images: s.run(None, {"images": x.numpy()})
+        for name, found in to_first(interleaved(steps, ROUNDS, SECONDS)).items():
+            ratio = cell(found["ratio"], found["quartiles"])
+            rows.append([str(batch), *name.split(" ", 1), f"{found['milliseconds']:.0f}", ratio, str(found["rounds"])])
+    columns = ["batch", "runtime", "heads", "ms", "over dense PyTorch [quartiles]", "rounds"]
+    about = machine()
+    print(markdown(f"{NAME}, {about['cpu']}, torch {about['torch']}, {about['date']}", columns, rows))
+
+
+if __name__ == "__main__":
+    main()
