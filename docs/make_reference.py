@@ -39,7 +39,7 @@ def config_page() -> str:
     """Every key of every script, with type, default and meaning; keys that scripts share stand once."""
     parts = [HEAD, "# Configuration keys\n"]
     parts.append(
-        "A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same. "
+        "A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same.\n"
         "A key that has no effect beside the others is refused by name. An empty default is null.\n"
     )
     seen: Dict[tuple, str] = {}
@@ -97,7 +97,7 @@ def models_page() -> str:
     parts = [HEAD, "# Models\n"]
     parts.append(
         "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention scores of the heads "
-        "that run), counted by `python -m moh_vision.analysis.macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
+        "that run),\ncounted by `python -m moh_vision.analysis.macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
         "are in [results](../README.md).\n"
     )
     papers = yaml.safe_load((PACKAGE / "analysis" / "paper_rows.yaml").read_text(encoding="utf-8"))
@@ -113,8 +113,8 @@ def models_page() -> str:
             macs = (found.macs.linears + found.macs.scores) if found.macs.attention else found.macs.every_head
             share = [_share(name)] if images else []
             numbers = " | ".join([f"{found.parameters / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
-            scored = [_scores(row) for row in papers if row["model"] == name and _scores(row)]
-            lines.append(f"| `{name}` | {numbers} | {scored[0] if scored else ''} |")
+            scored = [_scores(row) for row in papers if row["model"] == name]
+            lines.append(f"| `{name}` | {numbers} | {'; '.join(filter(None, scored))} |")
         parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
     return "\n".join(parts)
 
@@ -128,7 +128,8 @@ def _share(name: str) -> str:
 def _scores(row: dict) -> str:
     names = dict(top1="top-1 {} %", fid="FID {}", bleu="BLEU {}", test_perplexity="perplexity {}")
     words = [text.format(row[key]) for key, text in names.items() if key in row]
-    return f"{', '.join(words)} ({row['data']}; {row['source']})" if words else ""
+    steps = f", {row['steps']} steps" if "steps" in row else ""
+    return f"{row['row']}: {', '.join(words)} ({row['data']}{steps}; {row['source']})" if words else ""
 
 
 def _cell(text: str) -> str:
