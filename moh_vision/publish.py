@@ -247,7 +247,8 @@ def make_card(
     )  # fmt: skip
     model, inputs, named = model_of(run)
     layers = attention_layers(model)
-    steps = f"step {about['step']}" if "step" in about else f"mean of steps {about.get('averaged_steps')}"
+    averaged = ", ".join(map(str, sorted(about.get("averaged_steps", ()))))
+    steps = f"step {about['step']}" if "step" in about else f"mean of steps {averaged}"
     values: Dict[str, Any] = dict(
         title=name.rpartition("/")[2],
         model=run.model,
@@ -270,21 +271,20 @@ def make_card(
 
 
 def datasets_of(run: ScoredRun) -> Optional[List[str]]:
-    """Names of the data for the head of the card, of those that can be names on the hub."""
+    """Data sets of the hub for the head of the card, where their names are links; a folder of that name is another set."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
-    names = []
-    for root in map(str, roots):
-        hub = root.removeprefix(PREFIX).partition(":")[0]
-        names.append(hub if root.startswith(PREFIX) else Path(root).name)
-    return list(dict.fromkeys(name for name in names if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name))) or None
+    named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]
+    return list(dict.fromkeys(named)) or None
 
 
 def data_of(run: ScoredRun) -> str:
     """A sentence about what the run was trained on."""
     text, record = f"`{run.config.get('data.root')}`", run.folder / RECORD
     if run.kind in TEXT.values():
-        pair = [run.config.get(f"data.{key}") for key in ("source", "target")]
-        return f"{text}, split {run.config.get('data.train')}" + (f", {' to '.join(pair)}" if all(pair) else "") + "."
+        mixture = run.config.get("data.mixture") or ()
+        text = ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture) or text
+        pair = f", {run.config.get('data.source')} to {run.config.get('data.target')}" if run.kind == TEXT["mt"] else ""
+        return f"{text}, split {run.config.get('data.train')}{pair}."
     if record.is_file():
         try:
             counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}

@@ -18,12 +18,13 @@ from huggingface_hub import constants
 from PIL import Image
 
 from moh_vision import load_run
+from moh_vision.analysis.table import TEXT, ScoredRun
 from moh_vision.attention import head_budget
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.language import train as train_text
-from moh_vision.publish import main, without_paths
+from moh_vision.publish import data_of, datasets_of, main, without_paths
 
 # Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
 # last bits of a product depend on where a file's tensors lie in memory.
@@ -115,9 +116,7 @@ def test_round_trip_in_a_new_process(runs, published):
 
 def test_card(runs, published):
     head, text = head_and_text(published / "cls")
-    assert head == dict(
-        library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"], datasets=["digits"]
-    )
+    assert head == dict(library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"])
     results = small_runs.results(runs / "cls")
     assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
@@ -138,9 +137,24 @@ def test_card(runs, published):
     assert "8 images against 355 of digits, val split" in text and "sampler ddim, steps 2" in text
     head, text = head_and_text(published / "text")
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "translation")
-    assert "averaged.safetensors, mean of steps [2, 1]" in text and "| BLEU |" in text and "nrefs:1|case:mixed" in text
+    assert "averaged.safetensors, mean of steps 1, 2" in text and "| BLEU |" in text and "nrefs:1|case:mixed" in text
     for kind in ("cls", "dit", "text"):  # folders of this machine are nobody's business
         assert str(runs.parent) not in (published / kind / "README.md").read_text()
+
+
+def test_data_of_a_language_model():
+    """Of the hub's data the name is a link; a folder of a hub data set's name is something else."""
+    sources = [dict(root="hfds/anna/books:de", weight=3), dict(root="wikitext", weight=1.5)]
+    config = {
+        "data.root": "all",
+        "data.train": "train",
+        "data.mixture": sources,
+        "data.source": "en",
+        "data.target": "de",
+    }
+    run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
+    assert datasets_of(run) == ["anna/books"]
+    assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
 
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path):
