@@ -30,9 +30,7 @@ RUN_PAGES = [
     *(f"docs/guides/{n}.md" for n in ("classifier", "diffusion", "data", "scale", "extend")),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
-LAUNCHERS = (
-    r"(?:ACCELERATE_USE_CPU=true )?(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
-)
+LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
 NOT_RUN = {
     "git clone": "needs a network",
     "pip install": "installs packages",

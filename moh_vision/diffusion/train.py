@@ -143,9 +143,6 @@ def train(run: Run) -> None:
         if run.due(config.score.every, at_end=True):
             scores, text = scored.score(drawn, scorer, run.folder, run.done, accelerator)
             run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
-    if not run.stopped:
-        weights = run.folder / ("ema.safetensors" if run.ema else "model.safetensors")
-        run.log.say(f"{run.folder}: {run.done} steps done; weights in {weights}")
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:

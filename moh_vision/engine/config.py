@@ -115,8 +115,6 @@ class ModelConfig:
             value = getattr(self, name)
             check(f"model.{name}", value, value is None or value >= 1, "at least 1")
         self.head_budget = read_head_budget(self.head_budget)
-        if self.head_budget is not None and "head_budget" in (self.convert or {}):
-            raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
         if self.pretrained and self.name != "pretrained":
             raise ValueError(f"model.name {self.name} has no effect with model.pretrained: allowed is pretrained")
         if self.name == "pretrained" and not self.pretrained:

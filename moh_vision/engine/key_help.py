@@ -64,7 +64,7 @@ def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[st
         if not found:
             raise ValueError(f"--help {about}: no such key or section")
         return "\n\n".join(f"--{k.name} {k.default}\n  {k.kind}\n  {k.text}" for k in found)
-    lines = [f"usage: {prog} --config FILE [--KEY VALUE ...]", ""]
+    lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += [
         "FILE is a YAML file, or a configuration of the package such as cls/NAME. A key comes with its default here.",
         "",

@@ -354,6 +354,8 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
         raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
+    if "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each of torchrun's processes would be a run of its own
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.

@@ -43,6 +43,8 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
     for key in m.convert or {}:
         if key not in OPTIONS:
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, OPTIONS)}")
+    if m.head_budget is not None and "head_budget" in (m.convert or {}):
+        raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
     saved = Path(config.output, "model.safetensors")
     if saved.is_file() and not fresh:
         about = read_safetensors(saved, lambda name: False)[1]

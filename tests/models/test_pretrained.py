@@ -86,7 +86,7 @@ def test_without_convert_it_stays_dense(vit, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224"])
-def test_other_vits_of_timm(name, tmp_path):
+def test_other_vits_of_timm(name, tmp_path, capsys):
     torch.manual_seed(0)
     dense = timm.create_model(name, **{**VIT, "img_size": 8, "patch_size": 2, "num_classes": 10}, in_chans=1).eval()
     for p in dense.parameters():  # Eva's head starts near 0
@@ -97,6 +97,8 @@ def test_other_vits_of_timm(name, tmp_path):
     model, x = moh_vision.load_run(tmp_path / "run"), torch.randn(2, 1, 8, 8)
     assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
     torch.testing.assert_close(model(x), dense(x), atol=1e-5, rtol=1e-4)  # the heads in another order
+    train_cls.main(["--validate-only", "--checkpoint", str(tmp_path / "run"), "--model.head_budget", "0.7"])
+    assert "% of all)" in capsys.readouterr().out
 
 
 def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
@@ -123,6 +125,7 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
         (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
         (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
+        (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
         (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out; model.convert"),

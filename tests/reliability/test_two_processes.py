@@ -26,7 +26,7 @@ def launch(processes, script, argv, log):
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    env = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     with open(log, "a") as file:
         return subprocess.Popen([*command, str(script), *argv], cwd=ROOT, env=env, stdout=file, stderr=file)
 
