@@ -247,16 +247,17 @@ def make_card(
     )  # fmt: skip
     model, inputs, named = model_of(run)
     layers = attention_layers(model)
+    architecture = about.get("architecture", run.model)  # of a converted run the latter is "pretrained"
     averaged = ", ".join(map(str, sorted(about.get("averaged_steps", ()))))
     steps = f"step {about['step']}" if "step" in about else f"mean of steps {averaged}"
     values: Dict[str, Any] = dict(
         title=name.rpartition("/")[2],
-        model=run.model,
+        model=architecture,
         share=f", {100 * head_budget(model)['share']:.1f} % of its attention heads active" if layers else "",
         kind=run.kind,
         weights=f"{file.name}, {steps}",
         code=saved.code,
-        size=describe(run.model, model, *inputs, **named) if layers else f"parameters: {count_parameters(model):,}",
+        size=describe(architecture, model, *inputs, **named) if layers else f"parameters: {count_parameters(model):,}",
         data=data_of(run),
         starts=starts_of({run.folder.name: run})[0],
         config=(run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace").rstrip(),
