@@ -178,6 +178,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                 check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
             except ValueError as error:
                 refused.append(f"classifiers refuse this: {error}")
+        elif "" not in sources:
+            refused.append(f"classifiers refuse this: only {''.join(sources)}, where train and val are needed")
         say("\n".join(refused) or "nothing that training would refuse")
 
     return exit_code("check", work) or int(bool(refused))

@@ -1,6 +1,7 @@
 """python -m moh_vision.data.check: what it says of a data set is what training does with it."""
 
 import re
+import shutil
 
 import pytest
 from pictures import encoded, gradient, kinds, write_folder
@@ -78,6 +79,9 @@ def test_a_folder(tmp_path, capsys):
     assert empty == "train: training refuses class folders without images"
     with pytest.raises(ValueError, match="a class folder without images"):
         open_source(str(root), "train")
+    shutil.rmtree(root / "val")
+    assert main([str(root), "--workers", "0"]) == 1
+    assert capsys.readouterr().out.endswith("\nclassifiers refuse this: only train, where train and val are needed\n")
     assert classes.startswith("classifiers refuse this: ") and "train has class 'Cat' and 1 more, which val" in classes
 
 
