@@ -5,7 +5,7 @@ BIN = .venv/bin
 WORKERS ?= 2
 INSTALLED = .venv/.installed
 
-.PHONY: quickstart operators test test-slow reliability benchmark clean
+.PHONY: quickstart operators test test-slow test-lowest types reliability benchmark clean
 
 quickstart: operators
 	$(BIN)/python quickstart.py
@@ -19,8 +19,23 @@ test: operators
 	$(BIN)/ruff format --quiet --check .
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not reliability" --timeout 300
 
-test-slow: $(INSTALLED)
+test-slow: types
 	$(BIN)/python -m pytest -q -m slow --timeout 3600
+
+# mypy reads a file that uses the public names.
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+# The fast tests with the lowest versions that pyproject.toml allows, in .venv-lowest (about 8 GB).
+test-lowest: .venv-lowest/.installed
+	@.venv-lowest/bin/python -m moh_vision.attention.kernels || echo "going on without the C++ operators, in plain PyTorch"
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not reliability" --timeout 600
+
+.venv-lowest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --editable ".[dev]"
+	touch $@
 
 # Faults and hostile files; MOH_VISION_SEED=N repeats a random test.
 reliability: $(INSTALLED)
@@ -42,4 +57,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-lowest .mypy_cache runs

@@ -105,7 +105,7 @@ def resolve_budget(
     if group != 1:
         full = [HeadBudget(h, d, h, 0) for h, d in zip(heads, head_dim)]
 
-        def resolve(spec, wide: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
+        def resolve(spec: BudgetSpec, wide: Sequence[HeadBudget]) -> tuple[HeadBudget, ...]:
             return resolve_budget(spec, depth, [b.heads for b in wide], [b.head_dim for b in wide])
 
         return _in_groups(resolve, spec, full, [group] * depth)
@@ -248,7 +248,7 @@ def _in_groups(
     )
 
 
-def is_searched(spec) -> bool:
+def is_searched(spec: object) -> bool:
     """Whether a budget spec names a file."""
     return isinstance(spec, str) and spec.startswith(SEARCHED)
 
@@ -294,7 +294,7 @@ def spread(kind: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
     return _round_to_total(wanted, total, least, heads)
 
 
-def _per_layer(name: str, value, depth: int) -> list[int]:
+def _per_layer(name: str, value: Union[int, Sequence[int]], depth: int) -> list[int]:
     if isinstance(value, int):
         return [value] * depth
     if len(value) != depth:
@@ -302,7 +302,7 @@ def _per_layer(name: str, value, depth: int) -> list[int]:
     return [int(v) for v in value]
 
 
-def _explicit_pairs(spec, depth: int) -> list[tuple[int, int]]:
+def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
     if len(spec) != depth:
         raise ValueError(f"head_budget lists {len(spec)} layers, the model has {depth}")
     pairs = []
@@ -317,7 +317,7 @@ def _explicit_pairs(spec, depth: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def parse_share(spec) -> tuple[str, float, Optional[float]]:
+def parse_share(spec: object) -> tuple[str, float, Optional[float]]:
     """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None).
 
     Raises:

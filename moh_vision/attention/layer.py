@@ -1,11 +1,12 @@
 """`HeadMixtureAttention`: a router and an executor around one set of projections."""
 
-from typing import Any, List, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Type
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from moh_vision.attention import kernels
 from moh_vision.attention.budget import HeadBudget
@@ -73,8 +74,8 @@ class HeadMixtureAttention(nn.Module):
         route_by: str = "query",
         fused_attn: bool = True,
         rotary_pairs: bool = False,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
     ):
         nn.Module.__init__(self)  # not super(): a subclass may have a second base, whose __init__ takes other arguments
         for what, value, allowed in (
@@ -137,11 +138,11 @@ class HeadMixtureAttention(nn.Module):
         """The router's, which `set_budgets` changes."""
         return self.router.budget
 
-    def add_inputs(self, dim: int, bias: bool, **dd) -> None:
+    def add_inputs(self, dim: int, bias: bool, **dd: Any) -> None:
         """Make the modules that project tokens to queries, keys and values."""
         self.qkv = nn.Linear(dim, self.q_dim + 2 * self.kv_heads * self.head_dim, bias=bias, **dd)
 
-    def add_output(self, dim: int, bias: bool, **dd) -> None:
+    def add_output(self, dim: int, bias: bool, **dd: Any) -> None:
         self.proj = nn.Linear(self.q_dim, dim, bias=bias, **dd)
 
     @torch.jit.unused
@@ -216,6 +217,9 @@ class HeadMixtureAttention(nn.Module):
             y = self.execute(Call(x, routing, context, queries, attn_mask, is_causal, dropout_p, rotary, cache))
         return self.proj_drop(y), routing.stats
 
+    if TYPE_CHECKING:
+        __call__ = forward  # nn.Module's own says nothing of types
+
     @torch.jit.unused
     def execute(self, call: Call, name: Optional[str] = None) -> Tensor:
         """The output [B, N, C] of a call, by the executor of this name; None: `self.executor`, or unfused."""
@@ -263,7 +267,7 @@ class HeadMixtureAttention(nn.Module):
         return kernels.attend_path(call.x.device, product_dtype(call.x), self.head_dim, call.attn_mask, call.dropout_p)
 
     @torch.jit.unused
-    def packed(self, call: Call, *positions) -> Tensor:
+    def packed(self, call: Call, *positions: Any) -> Tensor:
         """The output [B, N, C] of the heads that run, and nothing computed for others. It cannot be differentiated twice.
 
         Heads chosen per token skip their queries, their attention and their part of the output projection; the keys and

@@ -1,10 +1,10 @@
 """Helpers that visit every attention layer of a model."""
 
 from contextlib import ExitStack, contextmanager
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed
 from moh_vision.attention.layer import HeadMixtureAttention
@@ -84,7 +84,7 @@ def head_budget(model: nn.Module) -> dict:
 
 
 @torch.no_grad()
-def token_heads(model: nn.Module, *args, **kwargs) -> List[Routing]:
+def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> List[Routing]:
     """Which heads each token runs, and with what gate, in one call `model(*args, **kwargs)`.
 
     Hooks on the routers read their answers during the call; nothing stays in the model. Call it in eval mode for what a
@@ -111,10 +111,10 @@ def token_heads(model: nn.Module, *args, **kwargs) -> List[Routing]:
     routings: Dict[nn.Module, List[Routing]] = {layer: [] for layer in layers}
     tokens: Dict[nn.Module, Tuple[int, int]] = {}
 
-    def routed(router, _, routing):
+    def routed(router: nn.Module, _: Any, routing: Routing) -> None:
         routings[of_router[router]].append(routing)
 
-    def attended(layer, _, output):
+    def attended(layer: nn.Module, _: Any, output: Tuple[Tensor, Any]) -> None:
         tokens[layer] = (len(output[0]), output[0].shape[1:-1].numel())  # B, N
 
     with ExitStack() as hooks:

@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def run_block(
-    block: nn.Module, x: Tensor, *args, stats: Optional[List[RoutingStats]], checkpoint: Optional[Callable] = None
+    block: nn.Module, x: Tensor, *args: Any, stats: Optional[List[RoutingStats]], checkpoint: Optional[Callable] = None
 ) -> Tensor:
     """Call `block(x, *args, stats=stats)`, under activation checkpointing if asked.
 
@@ -69,7 +69,7 @@ def run_block(
     if checkpoint is None:
         return block(x, *args, stats=stats)
 
-    def flat(x, *args):
+    def flat(x: Tensor, *args: Any) -> Tuple[Tensor, ...]:
         inner: List[RoutingStats] = []
         x = block(x, *args, stats=inner)
         return (x, *(tensor for entry in inner for tensor in entry))

@@ -16,12 +16,12 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
     router.*. The projections are called as modules wherever all heads are projected; only `packed` reads their weights.
     """
 
-    def add_inputs(self, dim: int, bias: bool, **dd) -> None:
+    def add_inputs(self, dim: int, bias: bool, **dd: Any) -> None:
         self.q_proj = nn.Linear(dim, self.q_dim, bias=bias, **dd)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=bias, **dd)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=bias, **dd)
 
-    def add_output(self, dim: int, bias: bool, **dd) -> None:
+    def add_output(self, dim: int, bias: bool, **dd: Any) -> None:
         self.o_proj = nn.Linear(self.q_dim, dim, bias=bias, **dd)
 
     @torch.jit.unused

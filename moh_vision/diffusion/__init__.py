@@ -1,7 +1,12 @@
 """Diffusion: training, objectives, inputs and stored latents, sampling with diffusers' schedulers, the pipeline."""
 
+from typing import TYPE_CHECKING, Any
+
 from moh_vision.diffusion.objectives import FlowMatchingLoss, HybridLoss
 from moh_vision.diffusion.sampling import SAMPLERS, Guidance, make_scheduler, sample_images
+
+if TYPE_CHECKING:
+    from moh_vision.diffusion.pipeline import MoHDiTPipeline
 
 __all__ = [
     "SAMPLERS",
@@ -14,7 +19,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "MoHDiTPipeline":  # its base class takes diffusers, which takes seconds to import
         from moh_vision.diffusion.pipeline import MoHDiTPipeline
 

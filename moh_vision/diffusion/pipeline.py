@@ -4,7 +4,8 @@ diffusers' DiTPipeline cannot serve these models: it takes 1000 for "no class", 
 noise of the steps from nowhere. The path of this class is a promise, saved pipelines name it.
 """
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Self, Sequence, Tuple, Union
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
@@ -87,7 +88,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.image_processor = VaeImageProcessor()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path: Union[str, Path], **kwargs: Any) -> Self:
         """As diffusers' own, from safetensors only."""
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
@@ -115,7 +116,7 @@ class MoHDiTPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
+        class_labels: Union[int, str, Sequence[int], Sequence[str], Tensor],
         guidance_scale: float = 4.0,
         guide_channels: Union[int, str, None] = None,
         guidance_interval: Optional[Tuple[float, float]] = None,
@@ -217,7 +218,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         if unknown:
             raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
 
-    def _checked_labels(self, class_labels, guidance: Guidance) -> Tensor:
+    def _checked_labels(self, class_labels: Any, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes
         several = [class_labels] if isinstance(class_labels, str) else class_labels
         if isinstance(several, (list, tuple)) and any(isinstance(label, str) for label in several):
@@ -246,7 +247,9 @@ def _checked_latents(latents: Tensor, shape: Tuple[int, ...]) -> Tensor:
     return latents.float()
 
 
-def _one_per_image(generator, images: int) -> List[torch.Generator]:
+def _one_per_image(
+    generator: Optional[Union[torch.Generator, List[torch.Generator]]], images: int
+) -> List[torch.Generator]:
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
             raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")

@@ -1,14 +1,19 @@
 """Class-conditional sampling with classifier-free guidance, on diffusers' schedulers, for both objectives."""
 
+from __future__ import annotations
+
 import inspect
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
+
+if TYPE_CHECKING:
+    from diffusers import SchedulerMixin
 
 # Each with the objective of the models that it samples from.
 SAMPLERS = {"ddpm": "noise", "ddim": "noise", "dpm-solver++": "noise", "euler": "flow", "heun": "flow", "sde": "flow"}
@@ -71,13 +76,15 @@ def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str],
     return sampler or default[objective]
 
 
-def objective_of(scheduler) -> str:
+def objective_of(scheduler: SchedulerMixin) -> str:
     """The objective of the models that a scheduler of diffusers samples from: "noise" or "flow"."""
     flow = type(scheduler).__name__.startswith("FlowMatch")
     return "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
 
 
-def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: bool, shift: float = 1.0):
+def make_scheduler(
+    sampler: str, num_steps: int, learned_variance: bool, clip: bool, shift: float = 1.0
+) -> SchedulerMixin:
     """A diffusers scheduler set to `num_steps`.
 
     Args:
@@ -127,7 +134,7 @@ def make_scheduler(sampler: str, num_steps: int, learned_variance: bool, clip: b
     return scheduler
 
 
-def set_steps(scheduler, num_steps: int) -> None:
+def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
     """Set the number of steps, and start over.
 
     Raises:
@@ -152,7 +159,7 @@ def set_steps(scheduler, num_steps: int) -> None:
         )
 
 
-def fit_scheduler(scheduler, learned_variance: bool):
+def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
     """The scheduler, or one in its place without what `from_config` carries over from another class and breaks it.
 
     From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts the prediction to
@@ -177,7 +184,9 @@ def fit_scheduler(scheduler, learned_variance: bool):
     return type(scheduler).from_config(config, **change) if change else scheduler
 
 
-def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], device) -> Tensor:
+def initial_noise(
+    shape: Sequence[int], generators: Sequence[torch.Generator], device: Union[torch.device, str]
+) -> Tensor:
     """One [1, *shape] of every generator -> [B, *shape]."""
     return torch.stack([torch.randn(tuple(shape), generator=g, device=g.device).to(device) for g in generators])
 
@@ -185,7 +194,7 @@ def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], d
 @torch.no_grad()
 def denoise(
     predict: Callable[[Tensor, Tensor, Tensor], Tensor],
-    scheduler,
+    scheduler: SchedulerMixin,
     x: Tensor,
     labels: Tensor,
     generators: List[torch.Generator],
@@ -247,7 +256,7 @@ def denoise(
 
 def sample_images(
     predict: Callable[[Tensor, Tensor, Tensor], Tensor],
-    scheduler,
+    scheduler: SchedulerMixin,
     labels: Tensor,
     shape: Sequence[int],
     seeds: Iterable[int],

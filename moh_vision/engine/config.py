@@ -18,7 +18,7 @@ def config_file(name: str) -> str:
     return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
-def check(name: str, value, ok: bool, allowed: str) -> None:
+def check(name: str, value: object, ok: bool, allowed: str) -> None:
     finite = not isinstance(value, float) or math.isfinite(value)
     if not ok or not finite:
         raise ValueError(f"{name} {value!r} is out of range: {allowed}")
@@ -46,7 +46,7 @@ def read_head_budget(budget: Optional[HeadBudgets], key: str = "model.head_budge
     return budget
 
 
-def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
+def keep_budget(section: Any, pairs: Callable[[], List[List[int]]]) -> bool:
     """Let a run remember the budget itself where a key says `searched:FILE`: the file may change, or go.
 
     Args:
@@ -63,7 +63,7 @@ def keep_budget(section, pairs: Callable[[], List[List[int]]]) -> bool:
     return bool(named)
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -126,7 +126,7 @@ class ModelConfig:
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in other}
         return {**{k: v for k, v in own.items() if v is not None}, **(self.kwargs or {}), **(self.convert or {})}
 
-    def decided(self, **values) -> dict:
+    def decided(self, **values: Any) -> dict:
         """The arguments of the model that the data and other keys decide, such as num_classes.
 
         Raises:

@@ -295,7 +295,7 @@ class LanguageConfig(RunConfig):
                 raise ValueError(f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out")
         return {**sizes, **own}
 
-    def check_model(self, model) -> None:
+    def check_model(self, model: Any) -> None:
         """Raise ValueError for what cannot be had with a model of this transformers config."""
         if self.label_smoothing and getattr(model, "adaptive_cutoffs", None):
             raise ValueError(

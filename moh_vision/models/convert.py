@@ -1,7 +1,7 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
 import re
-from typing import Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 from timm.layers import Attention, AttentionRope
@@ -213,7 +213,7 @@ def join_projections(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
     return joined
 
 
-def routed_attention(attn: nn.Module, budget: HeadBudget, **options) -> HeadMixtureAttention:
+def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> HeadMixtureAttention:
     """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
     qkv = joined_projection(attn)
     layer = HeadMixtureAttention(

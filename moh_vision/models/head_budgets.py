@@ -1,6 +1,6 @@
 """The head budget of a model that exists: changing it, reading it with weights, and recording it for saving."""
 
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 from torch import Tensor, nn
 
@@ -72,7 +72,7 @@ class RecordedArguments:
     which heads are shared in a model that took them from its weights.
     """
 
-    def __get__(self, model: Optional[nn.Module], owner: type):
+    def __get__(self, model: Optional[nn.Module], owner: type) -> Any:
         if model is None:
             return self
         return {**vars(model).get("_model_args", {}), "head_budget": budget_pairs(model)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
 
 import timm
 import torch
@@ -26,7 +26,7 @@ REMADE = ("head.", "head_dist.", "y_embedder.", "pos_embed", "final_layer.linear
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 
 
-def create(name: str, kind: Optional[str], **arguments) -> nn.Module:
+def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
     """timm.create_model for models with head routing; `kind` is "classifier", "diffusion" or None: either.
 
     Raises:
@@ -143,7 +143,7 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         ) from None
 
 
-def _numbers(value, key: str = "") -> Iterator[Tuple[str, float]]:
+def _numbers(value: Any, key: str = "") -> Iterator[Tuple[str, float]]:
     """(argument, number) of all numbers in arguments, with those in lists and mappings."""
     if isinstance(value, dict):
         for k, v in value.items():
@@ -156,7 +156,10 @@ def _numbers(value, key: str = "") -> Iterator[Tuple[str, float]]:
 
 
 def refuse_other_shapes(
-    file, state: Dict[str, Tensor], model: nn.Module, may_lack: Callable[[str], bool] = lambda name: False
+    file: Union[str, Path],
+    state: Dict[str, Tensor],
+    model: nn.Module,
+    may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Raise ValueError, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats.
 

@@ -4,6 +4,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.routers.common import no_logits
@@ -18,7 +19,7 @@ class DenseRouter(nn.Module):
     all_heads = True
     aux_loss = ""
 
-    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None):
+    def __init__(self, dim: int, budget: HeadBudget, device: Device = None, dtype: Optional[torch.dtype] = None):
         super().__init__()
         self.budget = budget
         if budget.shared < budget.heads:

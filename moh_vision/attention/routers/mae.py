@@ -7,6 +7,7 @@ from typing import Optional, Tuple
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.routers.common import GateLinear, causal_mean, masked_mean, no_logits
@@ -70,8 +71,8 @@ class MAERouter(nn.Module):
         pool: str = "sequence",
         dropout: float = 0.1,
         mode: str = "soft",
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
     ):
         super().__init__()
         self.budget = budget

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.route import choose, route
@@ -35,7 +36,13 @@ class MoARouter(TopKRouter):
     shared_share = 0.0
 
     def __init__(
-        self, dim: int, budget: HeadBudget, renormalise: bool = True, noisy: bool = False, device=None, dtype=None
+        self,
+        dim: int,
+        budget: HeadBudget,
+        renormalise: bool = True,
+        noisy: bool = False,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
     ):
         super().__init__(budget)
         if budget.shared:

@@ -4,6 +4,7 @@ from typing import List, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.route import choose, route
@@ -45,8 +46,8 @@ class MoHRouter(TopKRouter):
         budget: HeadBudget,
         gate_scale: str = "released",
         two_stage: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: Optional[torch.dtype] = None,
     ):
         super().__init__(budget)
         if gate_scale not in GATE_SCALES:

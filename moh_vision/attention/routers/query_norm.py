@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 import torch.fx
 from torch import Tensor
+from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget, check_groups
 from moh_vision.attention.kernels.route import active_heads, heads_last, select_top_k, top_k_stats
@@ -42,7 +43,9 @@ class QueryNormRouter(TopKRouter):
     all_heads = False
     aux_loss = "moh"
 
-    def __init__(self, dim: int, budget: HeadBudget, group: int = 1, device=None, dtype=None):
+    def __init__(
+        self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: Optional[torch.dtype] = None
+    ):
         super().__init__(budget)
         check_groups(budget, group)
         self.group = group

@@ -76,7 +76,7 @@ class Inception(Extractor):
         self._spatial: Optional[Tensor] = None
         network.Mixed_6d.branch1x1.register_forward_hook(self._keep)
 
-    def _keep(self, module, inputs, output) -> None:
+    def _keep(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
         self._spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1).float()
 
     def forward(self, images: Tensor) -> Extracted:
@@ -144,7 +144,7 @@ class ModuleExtractor(Extractor):
         return Extracted(features.float())
 
 
-def make_extractor(extractor: Union[str, nn.Module], inception_weights=None) -> Extractor:
+def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional[Union[str, Path]] = None) -> Extractor:
     """The extractor that `score` means.
 
     Args:
@@ -221,7 +221,7 @@ def parameters_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _inception_file(weights) -> Path:
+def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
     cached = Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
     if weights is not None:
         if not Path(weights).is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ def load_statistics(path: Path) -> Statistics:
         raise ValueError(f"{path}: statistics of format {form}, this version reads {FORMAT}")
     _refuse_other_statistics(path, about, tensors)
 
-    def moments(name: str):
+    def moments(name: str) -> Optional[Tuple[Tensor, Tensor]]:
         return (tensors[f"{name}.mean"], tensors[f"{name}.covariance"]) if f"{name}.mean" in tensors else None
 
     return Statistics(
@@ -164,7 +164,7 @@ def _array(path: Path, name: str) -> np.ndarray:
         raise ValueError(f"{path}: {name} is damaged ({error})") from None
 
 
-def open_reference(source):
+def open_reference(source: Any) -> Tuple[Optional[Statistics], Any]:
     """(Statistics or None, images or None) that a reference holds; see `score`."""
     if isinstance(source, Statistics):
         return source, None

@@ -6,11 +6,12 @@ import sys
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Optional, Tuple, Union
+from typing import Any, Iterable, Optional, Tuple, Union
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.types import Device
 from tqdm import tqdm
 
 from moh_vision.engine.io import sha256_of
@@ -20,6 +21,7 @@ from moh_vision.evaluation.fidelity.metrics import frechet_distance, kernel_dist
 from moh_vision.evaluation.fidelity.reference import Statistics, open_reference
 from moh_vision.evaluation.fidelity.statistics import SetStatistics
 
+ImageSet = Union[str, Path, Tensor, Iterable[Tensor]]
 # What the numbers are called when they are not those of Inception with its published weights.
 OTHER_NAMES = dict(
     fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
@@ -27,13 +29,13 @@ OTHER_NAMES = dict(
 
 
 def score(
-    generated,
-    reference,
+    generated: ImageSet,
+    reference: Union[ImageSet, Statistics, Reference],
     *,
     extractor: Union[str, nn.Module] = "inception",
-    inception_weights=None,
+    inception_weights: Optional[Union[str, Path]] = None,
     batch_size: int = 64,
-    device=None,
+    device: Device = None,
     allow_biased: bool = False,
 ) -> dict:
     """FID, sFID, inception score, KID, precision and recall of generated images against a reference.
@@ -99,7 +101,7 @@ class Reference:
         ValueError, FileNotFoundError: for a source that does not exist or is malformed.
     """
 
-    def __init__(self, source):
+    def __init__(self, source: Any):
         self.source = source
         self.statistics, self.images = open_reference(source)
         self.name = self.statistics.source if self.images is None else self.images.name
@@ -134,7 +136,7 @@ class Reference:
                 "depend on their number; use more images, or allow_biased (--allow-biased) to get it labelled with the number"
             )
 
-    def read(self, network: Extractor, batch_size: int, device) -> Statistics:
+    def read(self, network: Extractor, batch_size: int, device: Device) -> Statistics:
         """Its statistics under an extractor, always the same one; every process calls it."""
         _check_same_extractor(self.statistics, network)
         if self.images is not None:
@@ -146,7 +148,7 @@ class Reference:
         return self.statistics
 
 
-def statistics_of(images, network: Extractor, batch_size: int, device, title: str) -> Statistics:
+def statistics_of(images: ImageSet, network: Extractor, batch_size: int, device: Device, title: str) -> Statistics:
     """The `Statistics` of a set, for a reference that is used more than once.
 
     Args:
@@ -161,7 +163,7 @@ def statistics_of(images, network: Extractor, batch_size: int, device, title: st
 
 @torch.no_grad()
 def extract(
-    images, network: Extractor, batch_size: int, device, title: str, keep_features: bool = True
+    images: Any, network: Extractor, batch_size: int, device: Device, title: str, keep_features: bool = True
 ) -> SetStatistics:
     """The statistics of a set of images, on every process.
 
@@ -233,7 +235,7 @@ def _portable(error: Exception) -> Exception:
     return error if isinstance(error, (ValueError, OSError)) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device) -> dict:
+def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device: Device) -> dict:
     generated = of_set(made, network, "generated")
     missing = {}
     values = dict.fromkeys(("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall"))

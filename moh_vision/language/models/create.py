@@ -4,7 +4,7 @@ They need the packages of the extra "text", so that nothing else imports this mo
 """
 
 import re
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -138,7 +138,7 @@ def task_of(preset: str) -> str:
     return preset.partition("_")[0]
 
 
-def create_text_model(preset: str, **overrides) -> PreTrainedModel:
+def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
     """A text model with new weights.
 
     It has `forward_routed` and `routed_loss`, see `moh_vision.language.models.base.TextModel`.
@@ -158,7 +158,7 @@ def create_text_model(preset: str, **overrides) -> PreTrainedModel:
     return MODELS[type(config)](config)
 
 
-def preset_config(preset: str, **overrides) -> PreTrainedConfig:
+def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
     """The config of a preset, with other values for some fields; see `create_text_model`."""
     named = presets()
     kind, _, tail = preset.partition("_moa_")

@@ -1,6 +1,6 @@
 """Encoder-decoder for translation (Vaswani 2017) whose attentions are dense, MAE, MoA or MoH."""
 
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         ids = torch.cat([start, labels[:, :-1]], dim=1)
         return ids.masked_fill(ids == -100, self.config.pad_token_id)
 
-    def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
         """Without a cache too, every token that was generated is a real one."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if inputs.get("past_key_values") is None and inputs.get("decoder_attention_mask") is None:
