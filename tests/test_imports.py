@@ -4,6 +4,7 @@ import ast
 import graphlib
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 
@@ -150,3 +151,10 @@ def test_a_missing_extra_is_named(capsys):
     assert capsys.readouterr().err == "x: error: the package lm_eval is missing: pip install 'moh_vision[lm]'\n"
     with pytest.raises(ModuleNotFoundError), user_errors("x"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+
+def test_the_package_imports_without_diffusers_and_transformers():
+    """They take seconds, and only their own models, pipelines and schedulers need them."""
+    code = "import sys, moh_vision; print([n for n in ('diffusers', 'transformers', 'accelerate') if n in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[]\n", result.stderr
