@@ -207,6 +207,7 @@ def test_logs_what_it_picked_once(path, caplog):
 # ---------------------------------------------------------------- compiled
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["token", "sample"])
 def test_compiled_it_chooses_by_shapes_and_table(path, scope, dtype, caplog):
