@@ -135,6 +135,8 @@ def test_card(runs, published):
     scores = json.loads((runs / "dit" / "scores.json").read_text())
     assert head["library_name"] == "diffusers" and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
     assert "8 images against 355 of digits, val split" in text and "sampler ddim, steps 2" in text
+    sampler = json.loads((published / "dit" / "scheduler" / "scheduler_config.json").read_text())["_class_name"]
+    assert sampler == "DDIMScheduler" and "num_inference_steps=2)" in text
     head, text = head_and_text(published / "text")
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "translation")
     assert "averaged.safetensors, mean of steps 1, 2" in text and "| BLEU |" in text and "nrefs:1|case:mixed" in text

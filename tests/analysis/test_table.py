@@ -103,6 +103,7 @@ def test_diffusion(runs, capsys):
     (row,) = cells(out)  # no paper trains DiT-S with these sizes
     assert code == 0 and row["FD"] == f"{scores['fd']:.2f}" and row["precision"] == f"{scores['precision']:.3f}"
     assert "FID" not in row and scores["label"] in out and "70 images against 355 of digits" in out
+    assert f"sampler {scores['sampling']['sampler']}, steps {scores['sampling']['steps']}" in out
     error = refused(capsys, runs / "unscored")
     assert f"{runs / 'unscored'} has no scores yet: python sample.py" in error
 
