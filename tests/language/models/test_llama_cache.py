@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from llama_tiny import DEPTH, FAMILIES, dense, left_padded, words
+from llama_tiny import DEPTH, FAMILIES, WORDS, dense, left_padded, words
 from transformers import DynamicCache, Qwen2Config
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -110,7 +110,7 @@ def test_gradients_flow_as_through_transformers_own():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_same(family, executor):
     model = moh_vision.convert(dense(family, torch.float64), head_budget=[(3, 2), (2, 1)], executor=executor).eval()
-    for options in ({}, dict(num_beams=3), dict(prompt_lookup_num_tokens=2)):
+    for options in ({}, dict(num_beams=3), dict(prompt_lookup_num_tokens=2, eos_token_id=WORDS)):
         inputs = dict(input_ids=words(1)) if "prompt_lookup_num_tokens" in options else left_padded()
         found = []
         for cache in (GrowingCache(config=model.config), DynamicCache(config=model.config)):

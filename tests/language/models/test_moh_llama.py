@@ -194,6 +194,11 @@ def test_losses_per_token_and_statistics_without_padding():
         assert (entry.probs[1, :3] == 0).all() and (entry.probs[1, 3:].sum(-1) - 1).abs().max() < 1e-6
 
 
+def enable_checkpointing(model, **options):
+    older = model.gradient_checkpointing_enable  # renamed in transformers 5.23
+    getattr(model, "activation_checkpointing_enable", older)(options)
+
+
 def test_activation_checkpointing_keeps_gradients_and_statistics():
     ids, labels = words(), words(seed=2)
 
@@ -208,10 +213,10 @@ def test_activation_checkpointing_keeps_gradients_and_statistics():
     for p in model.parameters():
         p.data.normal_(std=0.2)
     want = gradients(model)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     for got, wanted in zip(gradients(model), want):
         torch.testing.assert_close(got, wanted)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    enable_checkpointing(model, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant=False"):
         model.routed_loss(labels, input_ids=ids)
     model.eval().routed_loss(labels, input_ids=ids)
@@ -219,7 +224,7 @@ def test_activation_checkpointing_keeps_gradients_and_statistics():
 
 def test_a_checkpointed_step_without_backward_leaves_nothing_behind():
     model = routed().train()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     _, _, stats = model.routed_loss(words(), input_ids=words())
     kept = weakref.ref(stats[0].probs)
     del stats, _
@@ -270,7 +275,8 @@ def test_macs_of_table_a_and_the_command(capsys):
         mlp, head = 12 * 3 * N * C * 2048, N * C * V
         router = 0 if active == H else N * C * (8 + 4 + 2)
         attention = 12 * (N * C * D * (2 * active + 2 * H) + router)
-        assert found.linears == mlp + head + attention
+        # Older versions of transformers multiply positions and frequencies as matrices.
+        assert found.linears == pytest.approx(mlp + head + attention, rel=1e-6)
         assert found.scores == 12 * 2 * N * N * active * D
     assert main(["clm_moh_small_75"]) == 0
     assert "12 x moh, 9 of 12 heads of width 64" in capsys.readouterr().out
