@@ -133,7 +133,14 @@ def check(root: str, split: str, source, workers: int) -> List[str]:
         say(f"    {one_line(problem)}")
     if len(bad) > SHOWN:
         say(f"    and {len(bad) - SHOWN} more")
-    return [*_refused(title, source, empty), *_unreadable(title, len(bad), len(source))]
+    refused = []
+    if empty and isinstance(source, ImageFolder):
+        refused.append(f"{title}: training refuses class folders without images")
+    if bad:
+        share = math.ceil(1e6 * len(bad) / len(source)) / 1e6
+        way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""
+        refused.append(f"{title}: {len(bad)} of {len(source)} images cannot be read: training stops{way}")
+    return refused
 
 
 def _range(numbers) -> str:
@@ -142,18 +149,6 @@ def _range(numbers) -> str:
 
 def _looks(source, numbers: List[int]) -> List[Look]:
     return [look(source, number) for number in numbers]
-
-
-def _refused(title: str, source, empty: List[str]) -> Iterator[str]:
-    if empty and isinstance(source, ImageFolder):
-        yield f"{title}: training refuses class folders without images"
-
-
-def _unreadable(title: str, bad: int, total: int) -> Iterator[str]:
-    if bad:
-        share = math.ceil(1e6 * bad / total) / 1e6
-        way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""
-        yield f"{title}: {bad} of {total} images cannot be read: training stops{way}"
 
 
 def main(argv: Optional[List[str]] = None) -> int:
