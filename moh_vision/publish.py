@@ -97,7 +97,8 @@ def scores_of(run: ScoredRun, file: Path, about: dict) -> Optional[ScoredRun]:
     elif (run.folder / "results.json").is_file():
         found = read_json(run.folder / "results.json")
         own = in_run and Path(str(found.get("weights"))).stem == file.stem
-        own = own and about.get("step", found.get("step")) == found.get("step")
+        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends after its best weights
+        own = own and about.get("step", step) == step
         more = "\n".join(form["signature"] for form in found.get("bleu", {}).get("soft", {}).values())
     else:
         own = in_run and file.name == weights_file(str(run.folder)).name and about.get("step") == scored.steps

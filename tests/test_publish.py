@@ -172,6 +172,10 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path):
     assert "No scores of these weights" in scores(runs / "cls" / "model.safetensors", "model")
     assert "No scores of these weights" in scores(runs / "cls" / "checkpoints" / "step_4", "step")
     assert "No scores of these weights" in scores(runs / "dit" / "model.safetensors", "dit")
+    worse = "--eval_every 1 --patience 1 --optim.lr 0.5 --optim.warmup_steps 1".split()
+    train_text.main(small_runs.arguments("text", tmp_path / "patient", 4, 1, *worse))
+    assert small_runs.results(tmp_path / "patient")["best_step"] < small_runs.results(tmp_path / "patient")["step"]
+    assert "| BLEU |" in scores(tmp_path / "patient", "early")
 
 
 class Hub(http.server.ThreadingHTTPServer):
