@@ -2,7 +2,7 @@
 
 from moh_vision.analysis.calls import Conditions
 from moh_vision.analysis.counting import count_macs
-from moh_vision.analysis.describe import describe
+from moh_vision.analysis.describe import describe, in_short
 from moh_vision.analysis.loads import HeadLoad
 
-__all__ = ["Conditions", "HeadLoad", "count_macs", "describe"]
+__all__ = ["Conditions", "HeadLoad", "count_macs", "describe", "in_short"]

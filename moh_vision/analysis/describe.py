@@ -45,6 +45,13 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
     return "\n".join(lines)
 
 
+def in_short(name: str, model: nn.Module) -> str:
+    """One line: parameters and active heads of a model."""
+    budget = head_budget(model)
+    share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
+    return f"{name}: {count_parameters(model):,} parameters, {share}"
+
+
 def module_table(macs: Macs) -> List[str]:
     """Lines of a table of modules, those that are alike in one row, then the totals and what decides what is executed."""
 

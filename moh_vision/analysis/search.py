@@ -239,6 +239,9 @@ def search(opened: Calibration, share: float) -> dict:
             f"{name:10}{active:6d}{100 * active / sum(all_layers):6.1f} %{budget['loss']:9.4f}"
             f"{elsewhere[name]['loss']:17.4f}  {' '.join(map(str, budget['active']))}"
         )
+    best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
+    if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
+        say(f"the {best} budget is better on other {kind}: head_budget={best}:{share:g}")
     return dict(
         share=share,
         active=sum(found.active),

@@ -176,6 +176,10 @@ def change_routed(
         if shared_share is not None:
             raise ValueError(f"head_budget {spec!r}: the shared heads of a model stay; leave out {shared_share}")
         fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
+        if len(fixed) == len(budgets) and target < 1:
+            raise ValueError(
+                f"head_budget {spec!r}: all heads of the model are shared; moh_vision.convert gives it routed ones"
+            )
         if fixed and target < 1:
             layer = fixed[0]
             raise ValueError(

@@ -13,7 +13,7 @@ class ClsDataConfig(DataConfig):
     """The images of a classifier; from `repeats` on: the ImageNet recipe, with timm's transforms.
 
     Args:
-        augment: as above, or "imagenet": random resized crop, mirror, and what the keys below add.
+        augment: "none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror), "flip", or "imagenet": random resized crop, mirror, and what the keys below add.
         repeats: repeated augmentation: copies of an image in an epoch, which covers as much less of the images.
         crop_scale: area of the random crop, as a share of the image's.
         auto_augment: timm's string, such as rand-m9-mstd0.5-inc1.
@@ -186,7 +186,12 @@ class ClsConfig(ImageRunConfig):
             cosine = end = self.max_steps or 1000
         else:
             cosine = max(1, count(o.epochs))
-            end = min(cosine + count(o.cooldown_epochs), self.max_steps or 2**62)
+            end = cosine + count(o.cooldown_epochs)
+            if self.max_steps and self.max_steps > end:
+                raise ValueError(
+                    f"max_steps {self.max_steps} has no effect: optim.epochs {o.epochs:g} of {images} images are {end} steps"
+                )
+            end = self.max_steps or end
         return end, cosine, warmup
 
     def check_micro_batch(self, processes: int) -> None:

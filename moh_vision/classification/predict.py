@@ -140,11 +140,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="RUN", help="run, its checkpoint, or weights for --model.NAME")
     add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
+    add("--top", type=int, default=5, metavar="N", help="classes of each image (5)")
     add("--output", metavar="FILE", help=".json or .csv with what is printed; must not exist")
 
     def work() -> None:
         options, rest = parser.parse_known_args(argv)
         refuse_output("--output", options.output)
+        if options.top < 1:
+            raise ValueError(f"--top {options.top}: expected 1 or more")
         if options.output and not options.output.endswith((".json", ".csv")):
             raise ValueError(f"--output {options.output}: expected a name that ends in .json or .csv")
         files = image_files(options.images)
@@ -161,7 +164,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         images = LabelledImages(Files(files), transform, seed=0, replace=False)
         batches = evaluation_batches(images, slices, d.workers if len(slices) > 1 else 0, unreadable)
         found = []
-        for number, likeliest in predict(model.to(accelerator.device), batches, accelerator):
+        for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):
             found.append((files[number], [(names[c], probability) for c, probability in likeliest]))
             say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in found[-1][1])}")
         if options.output:

@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.analysis import Conditions, HeadLoad, describe
+from moh_vision.analysis import Conditions, HeadLoad, describe, in_short
 from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
 from moh_vision.classification.best import Best
@@ -84,6 +84,10 @@ def train(run: Run) -> None:
     record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
+    accelerator.print(
+        f"{d.root}: {len(source)} training images of {len(source.classes)} classes, {len(val)} for validation; "
+        f"{stop} steps of {o.batch_size} are {stop * o.batch_size / len(source):.3g} epochs"
+    )
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
@@ -103,6 +107,7 @@ def train(run: Run) -> None:
     elastic = elastic_budget(model, config)
     if elastic:
         arguments["head_budget"] = budget_pairs(model)
+    accelerator.print(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
     batches = StepBatches(source.shard_sizes, **order, **run.portion())

@@ -145,7 +145,10 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
         run: the folder.
         say: told of a failure.
     """
-    for name, write in ((FILE, load.save), ("head_usage.png", lambda path: draw_usage(load, str(path)))):
+    writers = [(FILE, load.save)]
+    if any(layer["shared"] + layer["routed"] < layer["heads"] for layer in load.layers):  # else all are on everywhere
+        writers.append(("head_usage.png", lambda path: draw_usage(load, str(path))))
+    for name, write in writers:
         try:
             write(run / name)
         except Exception as error:

@@ -136,8 +136,11 @@ def check(root: str, split: str, source, workers: int) -> List[str]:
     refused = []
     if empty and isinstance(source, ImageFolder):
         refused.append(f"{title}: training refuses class folders without images")
+    if not split:
+        way = f"python -m moh_vision.data.shards --in {title} --out DIR --val-fraction 0.1"
+        refused.append(f"{title}: training needs the classes in train and val; {way} divides them")
     if bad:
-        share = math.ceil(1e6 * len(bad) / len(source)) / 1e6
+        share = min(1.0, math.ceil(1500 * len(bad) / len(source)) / 1000)  # with room: one split may have them all
         way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""
         refused.append(f"{title}: {len(bad)} of {len(source)} images cannot be read: training stops{way}")
     return refused

@@ -15,6 +15,7 @@ from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.sources import Digits, Shards
 from moh_vision.data.stream import ShardStream
+from moh_vision.data.walk import subfolders
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
@@ -55,8 +56,20 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
     if split_folder(root, split) is not None:
         return ImageFolder(root, split)
     if not any(Path(root).glob(f"{split}-*.tar")):
-        raise FileNotFoundError(f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it")
+        raise FileNotFoundError(
+            f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it{_classes_in(root)}"
+        )
     return Shards(root, split, index_dir)
+
+
+def _classes_in(root: str) -> str:
+    """What to do with a folder of classes, for a message; nothing if it is none."""
+    names = subfolders(Path(root))
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    way = f"python -m moh_vision.data.shards --in {root} --out DIR --val-fraction 0.1 divides them"
+    return f"; if its folders ({shown}) are classes, put them into train and val, or {way}"
 
 
 def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:

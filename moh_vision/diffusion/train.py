@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
-from moh_vision.analysis import Conditions, describe
+from moh_vision.analysis import Conditions, describe, in_short
 from moh_vision.attention import settings
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
@@ -90,6 +90,7 @@ def train(run: Run) -> None:
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
+    accelerator.print(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step

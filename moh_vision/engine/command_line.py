@@ -15,7 +15,16 @@ import jsonargparse
 import yaml
 
 from moh_vision.engine.commands import message_of, nearest
-from moh_vision.engine.config import FORMER_DEFAULTS, FREE_KEYS, KEPT_KEYS, LATER_KEYS, Flags, RunConfig, config_file
+from moh_vision.engine.config import (
+    FORMER_DEFAULTS,
+    FREE_KEYS,
+    KEPT_KEYS,
+    LATER_KEYS,
+    Flags,
+    RunConfig,
+    config_file,
+    shipped_configs,
+)
 from moh_vision.engine.effects import VALIDATION_KEYS, idle_keys
 from moh_vision.engine.io import run_of
 from moh_vision.engine.key_help import help_text, key_groups
@@ -182,7 +191,8 @@ def _option_values(name: str, text: str, keys: Dict[str, Any], earlier: dict) ->
 def _file_values(path: str, keys: Dict[str, Any]) -> Dict[str, Any]:
     """Dotted keys and values of a YAML file."""
     if not os.path.isfile(path):
-        raise ValueError(f"--config {path}: no such file")
+        near = nearest(path.removeprefix("configs/").removesuffix(".yaml"), shipped_configs(), 1)
+        raise ValueError(f"--config {path}: no such file{f', did you mean {near[0]}?' if near else ''}")
     if os.path.getsize(path) > MAX_BYTES:
         raise ValueError(f"--config {path}: {os.path.getsize(path)} bytes, a configuration has at most {MAX_BYTES}")
     try:
@@ -317,7 +327,7 @@ def _sections(keys: Iterable[str]) -> Dict[str, None]:
 def _unknown_key(key: str, known: Iterable[str]) -> str:
     # Else a right name under a wrong section, or without its section.
     near = nearest(key, known, 1) or [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    return f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}")
+    return f"unknown key '{key}'{f', did you mean {near[0]!r}?' if near else '; --help lists the known ones'}"
 
 
 def changed_keys(old: dict, new: dict, allowed: List[str]) -> List[str]:

@@ -18,6 +18,13 @@ def config_file(name: str) -> str:
     return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
+def shipped_configs() -> List[str]:
+    """Names of the configurations that ship with the package, such as cls/NAME."""
+    return sorted(
+        f"{file.parent.name}/{file.stem}" for file in (Path(__file__).parents[1] / "configs").glob("*/*.yaml")
+    )
+
+
 def check(name: str, value: object, ok: bool, allowed: str) -> None:
     finite = not isinstance(value, float) or math.isfinite(value)
     if not ok or not finite:

@@ -13,7 +13,7 @@ FILES = {  # in the order of the table; docs/reference/checkpoints.md describes 
     "ema.safetensors": "their moving average",
     "best.safetensors": "weights of the best validation",
     "weights": "weights kept on the way",
-    "checkpoints": "what a longer run goes on from (--max_steps)",
+    "checkpoints": "what the same command goes on from",
     "previews": "samples drawn while training",
     "confusion.json": "counts by true and predicted class",
     "head_usage.png": "heads by layer and class",

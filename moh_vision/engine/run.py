@@ -436,12 +436,14 @@ def open_run(
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
         differences = changed(earlier, config) + (attention.refused if attention else [])
-        if differences:
+        if differences and only_records(folder):
+            accelerator.print(f"{output}: no step was done there; it starts over with {'; '.join(differences)}")
+        elif differences:
             raise ValueError(
                 f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
                 "Take another folder, --allow-change KEY, or --fresh to move that run aside"
             )
-        if data:
+        elif data:
             data.check(folder, accelerator.print)
     elif (
         folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name, EARLIER}
@@ -470,6 +472,13 @@ def open_run(
 
     by_main(write, accelerator)
     return Path(output)
+
+
+def only_records(folder: Path) -> bool:
+    """Whether a run left nothing but records of its start: neither weights nor losses."""
+    records = {CONFIG, EARLIER, LOCK, "attention.json", "data.json", "environment.jsonl"}
+    empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
+    return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
 def claim_outputs(files, folders, overwrite: bool) -> None:

@@ -37,7 +37,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
         model = timm.create_model(name, **arguments)
     except TypeError as error:
         if "unexpected keyword" in str(error):
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"{name}: {error}; look at model.kwargs") from None
         raise
     # Models that others have registered are known by what they can do.
     if not hasattr(model, "forward_routed"):

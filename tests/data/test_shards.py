@@ -49,6 +49,26 @@ def writer(tmp_path):
     return Writer(root, partial(run, root), lambda out: Shards(str(out), "train"), (worker, "encode_sample"))
 
 
+def test_a_folder_of_classes_is_divided(tmp_path, capfd):
+    """Files stay in their split when others are added; the classes are whole in both."""
+    root = write_folder(tmp_path / "images", each=40)
+    assert run(root, tmp_path / "out", "--val-fraction", 0.25) == 0
+    names = {
+        split: set((tmp_path / "out" / f"{split}.files.txt").read_text().splitlines()) for split in ("train", "val")
+    }
+    assert (
+        len(names["train"] | names["val"]) == 120 and not names["train"] & names["val"] and 15 < len(names["val"]) < 50
+    )
+    write_folder(root, each=40, first=40)
+    assert run(root, tmp_path / "more", "--val-fraction", 0.25) == 0
+    more = set((tmp_path / "more" / "val.files.txt").read_text().splitlines())
+    assert names["val"] == more - {name for name in more if int(name[-6:-4]) >= 40}
+    assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
+    assert "leaves class cat without a file in val" in error_line(capfd)
+    assert run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1) == 2
+    assert "--val-fraction has no effect" in error_line(capfd)
+
+
 def test_both_splits_are_written_and_read_by_training(tmp_path):
     root, out = tmp_path / "images", tmp_path / "out"
     write_folder(root / "train")

@@ -130,6 +130,9 @@ def test_open_run(tmp_path):
     run = open_here(tmp_path / "a" / "run", {"lr": 1})
     (run / "weights").write_text("precious")
     assert open_here(run, {"lr": 1}) == run
+    (run / "weights").rename(tmp_path / "weights")
+    assert open_here(run, {"lr": 3}) == open_here(run, {"lr": 1})  # no step was done: another configuration may begin
+    (tmp_path / "weights").rename(run / "weights")
     with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
         open_here(run, {"lr": 2})
     for number in (1, 2):

@@ -15,6 +15,7 @@ def _parse(argv: Optional[List[str]]) -> dict:
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
     add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
+    add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
     add("--size", type=int, help="pixels of the shorter side; without it the bytes are stored unchanged")
     add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
     add("--samples-per-shard", type=int, default=1000, help="at most (1000)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
@@ -74,6 +74,25 @@ def split_folders(root: Path, split: Optional[str] = None) -> Dict[str, Path]:
         if name in with_classes and "val" not in found:
             found["val"] = root / name
     return found
+
+
+def divided(listing: ClassFolders, val_fraction: float) -> Dict[str, ClassFolders]:
+    """Training and validation files of a folder of classes, by a hash of their names: more files leave the others where they are.
+
+    Raises:
+        ValueError: naming a class that would have no file in one of the two.
+    """
+    parts = {"train": [], "val": []}
+    for file in listing.files:
+        number = int.from_bytes(hashlib.sha256(os.fsencode(file.path)).digest()[:8], "big")
+        parts["val" if number < val_fraction * 2**64 else "train"].append(file)
+    for split, files in parts.items():
+        for label in set(range(len(listing.classes))).difference(file.label for file in files):
+            raise ValueError(
+                f"--val-fraction {val_fraction:g} leaves class {listing.classes[label]} without a file in {split}"
+            )
+    (train, val), left_out = parts.values(), listing.left_out
+    return {"train": replace(listing, files=train), "val": replace(listing, files=val, left_out=left_out[:0])}
 
 
 def list_class_folders(root: Path) -> ClassFolders:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Callable, Dict, Optional
 
-from moh_vision.data.shards.class_folders import ClassFolders, list_class_folders, split_folders
+from moh_vision.data.shards.class_folders import ClassFolders, divided, list_class_folders, split_folders
 from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file, write_classes
 from moh_vision.data.shards.record import one_line
 from moh_vision.data.shards.writer import SplitWriter
@@ -18,6 +18,7 @@ def convert(
     out: str,
     *,
     split: Optional[str] = None,
+    val_fraction: Optional[float] = None,
     size: Optional[int] = None,
     quality: int = 95,
     samples_per_shard: int = 1000,
@@ -30,6 +31,7 @@ def convert(
 
     Args:
         source, split: see `class_folders.split_folders`.
+        val_fraction: divide a folder of classes into train and val, see `class_folders.divided`.
         out: folder, made if need be; other files in it are not touched.
         size, quality, samples_per_shard, seed, max_bad_fraction: see `SplitWriter`.
         workers: shards written at a time; default: one a processor.
@@ -47,17 +49,23 @@ def convert(
         raise ValueError(f"--max-bad-fraction {max_bad_fraction:g}: expected 0 to 1")
     if split is not None and not (split.isascii() and split.replace("_", "").isalnum()):
         raise ValueError(f"--split {split!r}: expected letters, digits and _ (training reads train and val)")
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction:g}: expected a share between 0 and 1")
     root, folder = Path(source), Path(out)
     if folder.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
     refuse_file(out)
 
-    listings = {}
-    for name, place in split_folders(root, split).items():
-        listings[name] = listing = list_class_folders(place)
+    places = split_folders(root, split)
+    if val_fraction is not None and (split or places != {"train": root}):
+        raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
+    listings = {name: list_class_folders(place) for name, place in places.items()}
+    if val_fraction is not None:
+        listings = divided(listings["train"], val_fraction)
+    for name, listing in listings.items():
         if size is None:
             _refuse_unreadable_formats(listing)
-        say(f"{name}: {len(listing.files)} images of {len(listing.classes)} classes in {place}")
+        say(f"{name}: {len(listing.files)} images of {len(listing.classes)} classes in {listing.root}")
         if listing.left_out:
             first = one_line(listing.left_out[0])
             say(f"{name}: left out, not images by their names: {len(listing.left_out)}, the first {first}")
