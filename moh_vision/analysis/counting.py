@@ -99,6 +99,13 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, in which parameters that are tied stay so: `to("meta")` makes one of each place."""
+    memo: Dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
+    memo.update((id(p), nn.Parameter(p.to("meta"), p.requires_grad)) for p in model.parameters())
+    return copy.deepcopy(model, memo)
+
+
 def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE, **named: Tensor) -> Macs:
     """Multiply-accumulates of one forward: linear layers, convolutions, both attention products; no biases, norms, softmax.
 
@@ -114,7 +121,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
         conditions: how it is called.
     """
-    shadow = copy.deepcopy(model).to("meta").train(conditions.train)
+    shadow = without_memory(model).train(conditions.train)
     for module in shadow.modules():
         if isinstance(module, _NormBase):  # in training it would ask the other processes for their statistics
             module.eval()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from moh_vision.analysis.calls import ALONE, Conditions
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
 from moh_vision.attention import head_budget
+from moh_vision.attention.routers import MAERouter
+from moh_vision.models.mae import mae_routers
 
 WIDTH = 100  # columns of the text
 
@@ -36,6 +38,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
     single = [n for n, layer in enumerate(budget["layers"]) if layer["routed"] == 1]
     if single:
         lines.append(f"one routed head in layers {single}: only the balance loss trains those routers")
+    lines += dict.fromkeys(map(mae_mixture, mae_routers(model)))
     lines += [
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
@@ -50,6 +53,13 @@ def in_short(name: str, model: nn.Module) -> str:
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     return f"{name}: {count_parameters(model):,} parameters, {share}"
+
+
+def mae_mixture(router: MAERouter) -> str:
+    """What a gate of MAE does with its experts: the columns above it call all heads shared, as every head may run."""
+    experts, heads = router.members.shape
+    gate = "an even mixture takes" if router.out is None else "the soft gate mixes"
+    return f"MAE: {experts} experts of {heads - router.leave_out} heads each; {gate} all of them, so every head runs"
 
 
 def module_table(macs: Macs) -> List[str]:

@@ -23,7 +23,7 @@ import torch
 import yaml
 from torch import nn
 
-from moh_vision.analysis.counting import count_macs, count_parameters
+from moh_vision.analysis.counting import count_macs, count_parameters, without_memory
 from moh_vision.attention import HeadMixtureAttention, head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.models.head_budgets import set_head_budget
@@ -314,7 +314,7 @@ def model_of(run: ScoredRun) -> Tuple[nn.Module, List[torch.Tensor], Dict[str, t
         translates = run.kind == TEXT["mt"]
         ids = torch.zeros(1, WORDS if translates else run.config["data.block"], dtype=torch.long)
         inputs, named = [ids], dict(decoder_input_ids=ids) if translates else {}
-    return model.to("meta"), inputs, named
+    return without_memory(model), inputs, named
 
 
 def _active_share(model: nn.Module) -> float:

@@ -11,6 +11,7 @@ import timm
 import yaml
 from conftest import ROOT
 
+from moh_vision import load_run
 from moh_vision.analysis import macs, table
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
@@ -134,6 +135,11 @@ def test_translation_beside_the_paper(runs, capsys):
     assert paper["model"] == "MAE-7 (Peng 2020, table 3; IWSLT14 DE-EN)" and paper["BLEU"] == "35.5"
     assert paper["runs"] == "paper" and paper["val. perplexity"] == "-"
     assert "BLEU of 40 pairs of val" in out
+    # A tied table counts once, here as in --dry-run.
+    parameters = sum(p.numel() for p in load_run(runs / "text").parameters())
+    assert row["parameters, M"] == f"{parameters / 1e6:.4g}"
+    train_text.main([*small_runs.arguments("text", runs / "text", 2, 100), "--dry-run"])
+    assert f"parameters:   {parameters:,}\n" in capsys.readouterr().out
 
 
 def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, capsys):

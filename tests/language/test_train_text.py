@@ -273,3 +273,8 @@ def test_dry_run(data, tmp_path, capsys):
     train_text.main([*arguments("mt", data, tmp_path / "run", 2, preset="mt_moa_2K4E16D"), "--dry-run"])
     out = capsys.readouterr().out
     assert "parameters:" in out and "active heads: 6 of 12" in out and not (tmp_path / "run").exists()
+    assert "MAE" not in out
+    for preset, gate in (("mt_mae_6", "the soft gate mixes"), ("mt_uni_mae_6", "an even mixture takes")):
+        train_text.main([*arguments("mt", data, tmp_path / "run", 2, preset=preset), "--dry-run"])
+        line = f"MAE: 6 experts of 2 heads each; {gate} all of them, so every head runs\n"
+        assert capsys.readouterr().out.count(line) == 1
