@@ -198,7 +198,11 @@ def save_text(run: ScoredRun, file: Path, folder: Path, scored: Optional[ScoredR
 
 
 def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
-    """A run's tokenizer as AutoTokenizer reads it, which puts around a text what training did; False if there is none."""
+    """A run's tokenizer as AutoTokenizer reads it, which puts around a text what training did; False if there is none.
+
+    As where BLEU is counted, a decoded text does not begin with the blank that byte-level BPE puts before its first word.
+    """
+    from tokenizers.decoders import Sequence, Strip
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -211,12 +215,15 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
         AutoTokenizer.from_pretrained(file.parent).save_pretrained(folder)
         return True
     roles = dict(pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
-    if Vocabulary.load(file).specials > MASK:
+    vocabulary = Vocabulary.load(file)
+    if vocabulary.specials > MASK:
         roles["mask_token"] = MASK
     names = {role: SPECIALS[number] for role, number in roles.items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
     around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=around)
+    if vocabulary.kind == "bpe":
+        tokenizer.backend_tokenizer.decoder = Sequence([tokenizer.backend_tokenizer.decoder, Strip(" ", 1, 0)])
     tokenizer.save_pretrained(folder)
     return True
 
