@@ -187,6 +187,7 @@ class GateReading(NamedTuple):
         layers: their names.
         statistics: of them.
         tokens: those that point to each expert of the first layer.
+        columns: what E1, E2, ... of the table are.
     """
 
     part: str
@@ -194,6 +195,7 @@ class GateReading(NamedTuple):
     layers: List[str]
     statistics: GateStatistics
     tokens: List[List[str]]
+    columns: str
 
 
 def layer_entropies(readings: Sequence[GateReading]) -> Dict[str, float]:
@@ -213,8 +215,10 @@ def reading_text(readings: Sequence[GateReading], title: str) -> str:
     """Markdown: entropy, load and tokens of one model."""
     parts = [title]
     for r in readings:
-        parts += [f"Gates of the {r.part} that read the {r.text}:", gate_table(r.statistics, r.layers)]
         parts += [
+            f"Gates of the {r.part} that read the {r.text}:",
+            gate_table(r.statistics, r.layers),
+            r.columns,
             f"Tokens that point to each expert of {r.layers[0]} (largest PMI, at least 5 times):",
             token_table([[f"`{token}`" for token in tokens] for tokens in r.tokens]),
         ]

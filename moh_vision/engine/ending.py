@@ -9,9 +9,14 @@ from typing import List
 FILES = {  # in the order of the table; docs/reference/checkpoints.md describes them
     "results.json": "scores",
     "scores.json": "scores of samples",
-    "model.safetensors": "weights",
+    "model.safetensors": "last weights",
     "ema.safetensors": "their moving average",
     "best.safetensors": "weights of the best validation",
+    "averaged.safetensors": "mean of the last checkpoints' weights, which was scored",
+    "tokenizer.json": "vocabulary",
+    "translations.txt": "of the pairs that BLEU is of",
+    "gates.md": "entropy and load of the gates, and their tokens",
+    "gate_load.png": "the load as a figure",
     "weights": "weights kept on the way",
     "checkpoints": "what the same command goes on from",
     "previews": "samples drawn while training",
@@ -22,6 +27,7 @@ FILES = {  # in the order of the table; docs/reference/checkpoints.md describes 
     "config.yaml": "every key",
 }
 REPORT = "python -m moh_vision.analysis.report {run} --output report.html"
+GATES = "python -m moh_vision.analysis.gates {run} --output gates.png"  # of a model that has gates
 NEXT = {  # by script
     "train_cls.py": (
         "python -m moh_vision.classification.validate --checkpoint {run}",
@@ -32,7 +38,12 @@ NEXT = {  # by script
         "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 --grid grid.png",
         REPORT,
     ),
-    "train_text.py": (REPORT, "python -m moh_vision.analysis.table {run}"),
+    "train_text.py": (
+        "python -m moh_vision.publish {run} --output FOLDER",
+        REPORT,
+        "python -m moh_vision.analysis.table {run}",
+        GATES,
+    ),
 }
 
 
@@ -44,5 +55,6 @@ def ending(script: str, run: Path) -> List[str]:
         run: the folder.
     """
     made = [f"  {name:18} {what}" for name, what in FILES.items() if (run / name).exists()]
-    following = [f"  {command.format(run=shlex.quote(str(run)))}" for command in NEXT.get(script, ())]
+    commands = [c for c in NEXT.get(script, ()) if c != GATES or (run / "gates.md").exists()]
+    following = [f"  {command.format(run=shlex.quote(str(run)))}" for command in commands]
     return [f"{run} has", *made, "next", *following]

@@ -153,6 +153,10 @@ def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
                 run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
                 scores["by_share"] = found
     results.update(scores)
+    for step, loss in earlier_losses(run.folder / "metrics.jsonl", run.done)[-1:]:
+        if step == run.done and results["weights"] != "model.safetensors":
+            own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
+            run.log.say(f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights")
     run.write_results(dict(results, **patience.about()))
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 

@@ -63,7 +63,7 @@ def test_an_elastic_run_is_saved_with_the_largest_share_and_scored_with_three(da
 
 
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
-def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
+def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     run = tmp_path / "run"
     modes = ["--generate.gate_modes", "[soft, argmax, random]"] if kind == "mt" else []
     lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes)
@@ -84,6 +84,13 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
     report = (run / "gates.md").read_text()
     assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
     assert kind != "mt" or "`_fünf`" in report
+    said = capsys.readouterr().out
+    own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
+    assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
+    made, _, following = said.partition("run has\n")[2].partition("next\n")
+    named = {line.split()[0] for line in made.splitlines()}
+    assert {"averaged.safetensors", "tokenizer.json", "gates.md"} <= named and "analysis.gates" in following
+    assert (kind == "mt") == ("translations.txt" in named) == ("val, as the papers count: BLEU" in said)
     assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
     assert (run / "head_load.json").exists() == (kind == "mlm")  # MAE runs every head
     if kind == "mlm":
@@ -102,6 +109,9 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path):
         assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"])
         assert set(parts) == {"encoder", "decoder"}
         assert "Gates of the encoder that read the source" in report
+        experts = "expert 1 leaves out head 1, expert 2 head 2, and so on."
+        for unit, count in (("sentences", 2), ("tokens", 1)):  # encoder and cross-attention; the decoder's own
+            assert report.count(f"EN is the share of {unit} whose most probable expert is N; {experts}") == count
 
     # The folder of a run is one of transformers' too.
     loaded = dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind].from_pretrained(run).eval()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moh_vision.analysis.gate_figures import draw_gate_load
 from moh_vision.analysis.gates import GateReading, GateStatistics, layer_entropies, part_entropies, reading_text
 from moh_vision.attention import HeadMixtureAttention
+from moh_vision.attention.routers import MAERouter
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
@@ -32,6 +33,7 @@ class Group(NamedTuple):
     names: List[str]
     places: List[int]  # in the list of all layers' statistics
     statistics: GateStatistics
+    columns: str  # what E1, E2, ... are
 
 
 def open_gates(folder: Path, split: str) -> List[GateReading]:
@@ -102,7 +104,7 @@ def read_gates(
     for g in groups:
         text = "target" if g.reads == "decoder_input_ids" else "source" if hasattr(model, "encoder") else "text"
         tokens = [[readable(g.vocabulary, number) for number in top] for top in g.statistics.top_tokens()]
-        readings.append(GateReading(g.part, text, g.names, g.statistics, tokens))
+        readings.append(GateReading(g.part, text, g.names, g.statistics, tokens, g.columns))
     return readings
 
 
@@ -120,13 +122,35 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[G
             part = part_of(name)
             reads = "decoder_input_ids" if part == "decoder" and not layer.by_context else "input_ids"
             found.setdefault((part, reads), []).append(place)
-    groups = []
+    groups, sequence = [], "sentence" if hasattr(model, "encoder") else "block"
     for (part, reads), places in found.items():
         vocabulary = vocabulary_of[reads]
         size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
-        counted = GateStatistics.of([layers[place][1] for place in places], size)
-        groups.append(Group(part, reads, vocabulary, [layers[place][0] for place in places], places, counted))
+        own = [layers[place][1] for place in places]
+        about = " ".join(dict.fromkeys(columns_of(layer, sequence) for layer in own))
+        counted = GateStatistics.of(own, size)
+        groups.append(Group(part, reads, vocabulary, [layers[place][0] for place in places], places, counted, about))
     return groups
+
+
+def columns_of(layer: HeadMixtureAttention, sequence: str) -> str:
+    """A sentence on the columns E1, E2, ... of a layer's gate.
+
+    Args:
+        layer: whose router has a gate.
+        sequence: what a row of the model's input is.
+    """
+    router = layer.router
+    unit = sequence if layer.scope == "sample" or router.reads == "sequence" else "token"
+    if not isinstance(router, MAERouter):
+        return f"EN is the share of choices that fell on expert N; every {unit} chooses {layer.budget.routed}."
+
+    def left_out(expert: int) -> str:
+        heads = (router.members[expert] == 0).nonzero().flatten().tolist()
+        return f"head{'s' * (len(heads) > 1)} {' and '.join(str(head + 1) for head in heads)}"
+
+    experts = f"expert 1 leaves out {left_out(0)}, expert 2 {left_out(1)}, and so on"
+    return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
 
 
 @torch.no_grad()

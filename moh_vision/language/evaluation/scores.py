@@ -25,6 +25,7 @@ from moh_vision.language.evaluation.translation import gate_mode, score_translat
 from moh_vision.language.task import LanguageTask
 
 AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
+FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
@@ -144,9 +145,9 @@ def final_scores(
                 write_whole(run / name, "".join(line + "\n" for line in found))
         results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
-        for form in results["bleu"][mode].values():
+        for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
-            log.say(f"{title}: {bleu.summary(form)}{spread}")
+            log.say(f"{title}, {FORMS[name]}: {bleu.summary(form)}{spread}")
     return results
 
 
