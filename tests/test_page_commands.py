@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import re
 import shlex
+import shutil
 from unittest import mock
 
 import numpy as np
@@ -40,6 +41,7 @@ NOT_RUN = {
     "python -m moh_vision.attention.kernels": "compiles the operators; tests/attention/test_kernels_build.py",
     "python -m moh_vision.attention.tune": "takes minutes; tests/attention/test_tune.py",
     "python -m moh_vision.publish RUN --output FOLDER --push": "uploads; tests/test_publish.py",
+    "python -m moh_vision.publish TEXT_RUN": "of a run of text; tests/test_publish.py",
     "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
     "accelerate launch --config_file configs/accelerate/fsdp2_layers.yaml": "an 8B model",
 }
@@ -118,8 +120,8 @@ def stand_ins(tmp_path_factory):
         ]
     )
     texts = write_pairs(root / "texts")
-    for file in texts.glob("val.*"):
-        file.rename(file.with_name(file.name.replace("val", "valid", 1)))
+    for file in list(texts.glob("val.*")):
+        shutil.copyfile(file, file.with_name(file.name.replace("val", "valid", 1)))  # configurations name either
     places = dict.fromkeys(("IMAGENET", "PHOTOS", "ROOT", "IMAGE_OR_FOLDER"), root / "photos") | {
         "LATENTS": root / "latents"
     }

@@ -75,6 +75,9 @@ text = "eins neun null sieben"
 ids = space["tokenizer"](text).input_ids
 assert ids == [*Vocabulary.load(f"{runs}/text/tokenizer.json").encode([text])[0], EOS]
 assert space["tokenizer"].decode(ids, skip_special_tokens=True) == text
+example = {}
+exec(open("example.py").read(), example)
+assert example["inputs"].input_ids[1, -1] == 0 and len(example["ids"]) == 2  # padded
 ids = torch.tensor([ids])
 same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder_input_ids=ids)
 """
@@ -105,6 +108,9 @@ def head_and_text(folder):
 
 
 def test_round_trip_in_a_new_process(runs, published):
+    guide = (ROOT / "docs/guides/text.md").read_text().partition("## Translate a sentence")[2]
+    example = re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", "text")
+    (published / "example.py").write_text(example)
     Image.effect_noise((20, 30), 60).save(published / "image.png")
     files = sorted(p.relative_to(published).as_posix() for p in published.rglob("*") if p.is_file())
     assert not [file for file in files if file.endswith((".bin", ".pt", ".pth", ".pkl", ".tmp"))]
