@@ -17,7 +17,7 @@ from typing import List, Optional
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
-from moh_vision.analysis import Conditions, describe
+from moh_vision.analysis import Conditions, describe, in_short
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
@@ -73,7 +73,9 @@ def train(run: Run) -> None:
         if fresh:
             accelerator.print(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
-    run.take_model(model, mae_routers(model), elastic_budget(model, config))
+    elastic = elastic_budget(model, config)
+    accelerator.print(in_short(config.model.name, model))
+    run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()
     if accelerator.is_main_process and not checkpoint:

@@ -85,6 +85,8 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
     assert kind != "mt" or "`_fünf`" in report
     said = capsys.readouterr().out
+    parameters = sum(p.numel() for p in moh_vision.load_run(run).parameters())
+    assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
     assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
     made, _, following = said.partition("run has\n")[2].partition("next\n")
