@@ -54,7 +54,7 @@ def ending(script: str, run: Path) -> List[str]:
         script: such as train_cls.py.
         run: the folder.
     """
-    made = [f"  {name:18} {what}" for name, what in FILES.items() if (run / name).exists()]
+    made = [f"  {name:20} {what}" for name, what in FILES.items() if (run / name).exists()]
     commands = [c for c in NEXT.get(script, ()) if c != GATES or (run / "gates.md").exists()]
     following = [f"  {command.format(run=shlex.quote(str(run)))}" for command in commands]
     return [f"{run} has", *made, "next", *following]
