@@ -238,8 +238,12 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         options = parser.parse(argv)
-        check_figure("--output", options.output)
         file = options.load / FILE if options.load.is_dir() else options.load
+        if options.output.with_suffix(".json").resolve() == file.resolve():
+            raise ValueError(
+                f"--output {options.output}: its numbers would go to {file}, which is the input; give another name"
+            )
+        check_figure("--output", options.output)
         if not file.is_file():
             raise ValueError(
                 f"{file}: no such file; a run writes it at its end, and --head-load FILE makes validate.py, sample.py and "

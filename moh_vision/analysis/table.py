@@ -28,7 +28,7 @@ from moh_vision.attention import HeadMixtureAttention, head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.registry import registered
-from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import from_run, load_run
 
 # Numbers of a run, and of a row in paper_rows.yaml: title and digits. The order is that of the columns.
@@ -175,9 +175,9 @@ def _classification(run: ScoredRun) -> ScoredRun:
 def _diffusion(run: ScoredRun) -> ScoredRun:
     folder, config = run.folder, run.config
     entries = read_metrics(folder)
-    steps = entries[-1]["step"] + 1 if entries else 0
     if (folder / "scores.json").is_file():
         found = read_json(folder / "scores.json")
+        steps = found.get("step") or _steps_of_weights(folder) or (entries[-1]["step"] + 1 if entries else 0)
         sampling = found.get("sampling", {})
     else:
         scored = [entry for entry in entries if "error" not in entry.get("scores", {"error": ""})]
@@ -195,6 +195,14 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
     how = [f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}", by]
     text = "; ".join([*map(str, how), ", ".join(drawn)])
     return run._replace(steps=steps, scores=scores, how=text, sampling=sampling)
+
+
+def _steps_of_weights(folder: Path) -> int:
+    """Steps of a run's weights, which metrics.jsonl need not have as a line; 0 if there are none, or they do not say."""
+    try:
+        return int(read_safetensors(weights_file(str(folder)), lambda name: False)[1].get("step", 0))
+    except FileNotFoundError:
+        return 0
 
 
 def _text(run: ScoredRun) -> ScoredRun:
@@ -415,7 +423,7 @@ def make_table(folders: Sequence[Path]) -> Table:
             done = sorted(run.steps for run in group)
             steps = " to ".join(f"{count:,}" for count in sorted({done[0], done[-1]})) if done[-1] else "-"
             rows.append([label, str(len(group)), steps, *cells, *scores])
-            seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')})" for run in group)
+            seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group)
             notes.append(f"{label}: {seeds}; {group[0].how}.")
             comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
@@ -424,6 +432,11 @@ def make_table(folders: Sequence[Path]) -> Table:
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
     notes = [*_general_notes(runs[0].kind, len(groups) < len(runs)), *notes]
     return Table(["model", "runs", "steps", *SIZES.values(), *names], rows, notes)
+
+
+def _of_all_steps(run: ScoredRun) -> str:
+    planned = run.config.get("max_steps")
+    return f", {run.steps:,} of {planned:,} steps" if planned and 0 < run.steps < planned else ""
 
 
 def _general_notes(kind: str, averaged: bool) -> List[str]:

@@ -118,7 +118,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         with user_errors(NAME):  # what fails on one process fails on all
             scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
         if accelerator.is_main_process:
-            scores.update(weights=str(weights), **record)
+            scores.update(weights=str(weights), step=about.get("step"), **record)
             write_json(scores_path, scores)
             print(f"{text}\nscores: {scores_path}")
     if config.counts_heads and accelerator.is_main_process:

@@ -24,6 +24,7 @@ FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 REMADE = ("head.", "head_dist.", "y_embedder.", "pos_embed", "final_layer.linear.")
 # By the modules that timm groups registered names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
+SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py")
 
 
 def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
@@ -50,7 +51,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
 
 def check_name(name: str, kind: Optional[str]) -> None:
     """Raise ValueError for an unknown name, a model without head routing, or another `kind` of model (None: any)."""
-    kinds = {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
+    kinds = _kinds()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
         what = "is not a registered model"
@@ -63,6 +64,11 @@ def check_name(name: str, kind: Optional[str]) -> None:
     sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
     asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
     raise ValueError(f"model.name '{name}' {what}, {closest(asked, fitting)}")
+
+
+def _kinds() -> Dict[str, str]:
+    """The kind of every registered name of ours."""
+    return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
@@ -116,6 +122,9 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
+    actual = _kinds().get(name, kind)
+    if kind not in (None, actual):
+        raise ValueError(f"{file} is of a {actual} model, {name}; give a run of {SCRIPTS[kind]}")
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")

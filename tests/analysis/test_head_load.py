@@ -200,7 +200,7 @@ def test_names_of_layers():
         (["{}/none", "--output", "{}/a.png"], "none: no such file; a run writes it at its end"),
         (["{}/empty", "--output", "{}/a.png"], "empty/head_load.json: no such file"),
         (["{}/head_load.json", "--output", "{}/a.jpg"], "a.jpg: expected a name that ends in .png or .svg"),
-        (["{}", "--output", "{}/head_load.png"], "head_load.json exists; give another path"),
+        (["{}", "--output", "{}/head_load.png"], "head_load.json, which is the input; give another name"),
         (["{}", "--output", "{}/none/a.png"], "none/a.png: no such folder"),
         (["{}", "--output", "{}/a.png", "--by", "timestep"], "--by timestep: only class"),
         (

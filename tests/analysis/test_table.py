@@ -109,6 +109,20 @@ def test_diffusion(runs, capsys):
     assert f"{runs / 'unscored'} has no scores yet: python sample.py" in error
 
 
+def test_steps_are_those_of_the_weights(runs, tmp_path, capsys):
+    """Not those of the last line logged, nor of the plan."""
+    for name, said in dict(old={}, new=dict(step=1)).items():
+        folder = shutil.copytree(runs / "dit", tmp_path / name)
+        (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, **said)))
+        first = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+        (folder / "metrics.jsonl").write_text(first)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(max_steps=5)))
+        out = command(capsys, folder)[1]
+        steps = said.get("step", 2)
+        assert cells(out)[0]["steps"] == str(steps) and f"(seed 0, {steps} of 5 steps)" in out
+
+
 def test_scores_of_sample_py_come_first(runs, tmp_path, capsys):
     shutil.copytree(runs / "dit", tmp_path / "run")
     scores = dict(fid=12.345, kid=0.001234, precision=None, num_generated=50000, num_reference=10000, label="FID-50K")

@@ -276,7 +276,7 @@ def test_sampling_mistakes(runs, tmp_path, capsys):
     assert "no such file" in refused(capsys, sample.main, *drawn, tmp_path / "nothing.safetensors")
     assert "holds no ema.safetensors or model.safetensors" in refused(capsys, sample.main, *drawn, tmp_path)
     error = refused(capsys, sample.main, *drawn, folder / "cls")
-    assert "is a classifier model, a diffusion model is needed" in error
+    assert "is of a classifier model, moh_vit_tiny_patch16_224; give a run of train_dit.py" in error
     (tmp_path / "taken").write_text("precious")
     checkpoint = ["--checkpoint", folder / "dit"]
     taken = ["--out", tmp_path / "taken", "--overwrite", "true"]

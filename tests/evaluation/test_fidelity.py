@@ -297,6 +297,21 @@ def test_bad_files_in_a_folder(tmp_path, name, words):
             open_images(folder, "x")
 
 
+def test_images_in_the_folders_of_a_folder(tmp_path):
+    """They are read where the folder itself has none, and only then."""
+    for name, part in dict(cat=images(20), dog=images(20, 1)).items():
+        (tmp_path / "both").mkdir(exist_ok=True)
+        write_folder(tmp_path / "both" / name, part)
+    together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
+    how = dict(extractor=Tiny(), batch_size=8)
+    assert score(one, tmp_path / "both", **how)["fid"] == pytest.approx(score(one, together, **how)["fid"], rel=1e-9)
+    next((tmp_path / "both" / "cat").iterdir()).rename(tmp_path / "both" / "one.png")
+    assert len(open_images(tmp_path / "both", "x")) == 1
+    (tmp_path / "empty" / "deeper").mkdir(parents=True)
+    with pytest.raises(ValueError, match="empty: holds no images .*, nor do the folders in it"):
+        open_images(tmp_path / "empty", "x")
+
+
 @pytest.mark.parametrize("count, words", [(5, "5 reference images for 12"), (0, "0 images|holds no images")])
 def test_what_cannot_be_compared_is_refused_before_the_work(tmp_path, count, words):
     generated, reference = write_folder(tmp_path / "a", images(40)), write_folder(tmp_path / "b", images(count))

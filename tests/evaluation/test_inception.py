@@ -67,7 +67,10 @@ def test_weights_that_cannot_be_used(weights, tmp_path, kind):
 def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network")))
-    with one_line(f"{PUBLISHED}, are neither at {tmp_path}.*no network.*inception_weights", FileNotFoundError):
+    with one_line(
+        f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN",
+        FileNotFoundError,
+    ):
         make_extractor("inception")
 
 
@@ -96,6 +99,12 @@ def test_a_timm_model_is_named(weights):
     assert result["label"] == "FD-resnet10t@20" and result["fd"] > 0 and len(result["weights_sha256"]) == 64
     again = score(images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
     assert abs(again["fd"]) < 1e-3
+    with torch.no_grad():
+        network, x = TimmExtractor(model, "x"), images(20)
+        p = model(nn.functional.interpolate(x / 255, network.size, mode=network.interpolation, antialias=True).clamp(0, 1)
+                  .sub(network.mean).div(network.std)).softmax(1)  # fmt: skip
+    want = (p * (p / p.mean(0)).log()).sum(1).mean().exp().item()
+    assert 1 < want < 4 and result["class_score"] == pytest.approx(want, rel=1e-5)
 
 
 def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):

@@ -86,7 +86,7 @@ class Inception(Extractor):
 
 
 class TimmExtractor(Extractor):
-    """The penultimate features of a timm model, with the resizing and normalisation of its pretrained_cfg.
+    """The penultimate features of a timm model, and its logits if it has classes, with the resizing and normalisation of its pretrained_cfg.
 
     The whole image is resized, without a crop.
 
@@ -112,6 +112,7 @@ class TimmExtractor(Extractor):
         size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
+        self.classifies = getattr(model, "num_classes", 0) > 0
         self.interpolation = cfg.get("interpolation") or "bicubic"
         for key, default in (("mean", 0.5), ("std", 0.5)):
             values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
@@ -125,7 +126,8 @@ class TimmExtractor(Extractor):
         if tuple(x.shape[2:]) != self.size:
             x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
         hidden = self.model.forward_features((x - self.mean) / self.std)
-        return Extracted(self.model.forward_head(hidden, pre_logits=True).float())
+        logits = self.model.forward_head(hidden).float() if self.classifies else None
+        return Extracted(self.model.forward_head(hidden, pre_logits=True).float(), logits=logits)
 
 
 class ModuleExtractor(Extractor):
@@ -239,7 +241,8 @@ def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
     except (OSError, RuntimeError) as error:  # the latter: another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {cached} nor could they be fetched from "
-            f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path as inception_weights"
+            f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: --inception-weights FILE (train_dit.py: "
+            "--score.inception_weights); or other features: --extractor RUN (a classifier of train_cls.py) or timm:NAME"
         ) from None
     return cached
 

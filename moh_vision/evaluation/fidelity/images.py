@@ -21,7 +21,7 @@ Batch = Tuple[int, Tensor]  # number of the first image in the set, images
 
 
 class ScoredFolder:
-    """The images directly in a folder, in the order of their names.
+    """The images directly in a folder, in the order of their names; if it has none, those of the folders in it.
 
     Args:
         folder: PNG files, all RGB and of one size. JPEG and WebP are read too; compression is part of the score then.
@@ -34,9 +34,10 @@ class ScoredFolder:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
-        self.files: List[Path] = sorted(p for p in folder.iterdir() if p.suffix.lower() in EXTENSIONS)
+        found = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
+        self.files: List[Path] = next(filter(None, found), [])
         if not self.files:
-            raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)})")
+            raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it")
         self.name = str(folder)
         self.size: Optional[Tuple[int, int]] = None  # width, height
         self.mode: Optional[str] = None
