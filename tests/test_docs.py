@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from moh_vision.engine.config import FREE_KEYS
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -85,3 +87,9 @@ def test_the_messages_are_those_of_the_code():
     assert len(messages) > 20
     parts = [part.strip() for message in messages for part in message.split("...") if len(part.strip()) > 3]
     assert [part for part in parts if part not in code] == []
+
+
+def test_keys_that_a_resumed_run_may_change_are_listed():
+    page = (ROOT / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
+    listed = page.split("Accepted keys:")[1].split(";")[0]
+    assert set(re.findall(r"`([\w.]+)`", listed)) == {*FREE_KEYS} - {"output"}

@@ -77,7 +77,13 @@ def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None
 
 
 def draw_image_grid(
-    images: Tensor, columns: int, path: str, cell: int = 48, gap: int = 2, names: Optional[Sequence[str]] = None
+    images: Tensor,
+    columns: int,
+    path: str,
+    cell: int = 48,
+    gap: int = 2,
+    names: Optional[Sequence[str]] = None,
+    above: Optional[Sequence[str]] = None,
 ) -> None:
     """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic).
 
@@ -86,13 +92,19 @@ def draw_image_grid(
         cell: pixels that a small image is enlarged to, about.
         gap: white pixels between images.
         names: one a row, such as its class, to the left of it; long ones take several lines.
+        above: one a column, short.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    image_grid(images, columns, cell, gap, names).save(path, format="PNG")
+    image_grid(images, columns, cell, gap, names, above).save(path, format="PNG")
 
 
 def image_grid(
-    images: Tensor, columns: int, cell: int = 48, gap: int = 2, names: Optional[Sequence[str]] = None
+    images: Tensor,
+    columns: int,
+    cell: int = 48,
+    gap: int = 2,
+    names: Optional[Sequence[str]] = None,
+    above: Optional[Sequence[str]] = None,
 ) -> Image.Image:
     """The picture that `draw_image_grid` writes."""
     n, channels, height, width = images.shape
@@ -102,15 +114,19 @@ def image_grid(
     font = ImageFont.load_default(max(12, min(height // 5, 24)))
     texts = _in_lines([str(name) for name in names or []], height // (sum(font.getmetrics()) + LINE_GAP))
     margin = max((int(font.getlength(line)) + 4 * gap for text in texts for line in text.splitlines()), default=0)
-    size = (margin + columns * (width + gap) + gap, rows * (height + gap) + gap)
+    top = sum(font.getmetrics()) + gap if above else 0
+    size = (margin + columns * (width + gap) + gap, top + rows * (height + gap) + gap)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
         enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
-        canvas.paste(enlarged, (margin + gap + (i % columns) * (width + gap), gap + (i // columns) * (height + gap)))
+        place = (margin + gap + (i % columns) * (width + gap), top + gap + (i // columns) * (height + gap))
+        canvas.paste(enlarged, place)
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
-        middle = (margin - 2 * gap, gap + row * (height + gap) + height // 2)
+        middle = (margin - 2 * gap, top + gap + row * (height + gap) + height // 2)
         draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
+    for column, text in enumerate(above or []):
+        draw.text((margin + gap + column * (width + gap) + width // 2, gap), text, "black", font, anchor="mt")
     return canvas
 
 

@@ -177,7 +177,11 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
     entries = read_metrics(folder)
     if (folder / "scores.json").is_file():
         found = read_json(folder / "scores.json")
-        steps = found.get("step") or _steps_of_weights(folder) or (entries[-1]["step"] + 1 if entries else 0)
+        steps = (
+            number_at(found, ("step",), folder)
+            or _steps_of_weights(folder)
+            or (entries[-1]["step"] + 1 if entries else 0)
+        )
         sampling = found.get("sampling", {})
     else:
         scored = [entry for entry in entries if "error" not in entry.get("scores", {"error": ""})]
@@ -200,9 +204,10 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
 def _steps_of_weights(folder: Path) -> int:
     """Steps of a run's weights, which metrics.jsonl need not have as a line; 0 if there are none, or they do not say."""
     try:
-        return int(read_safetensors(weights_file(str(folder)), lambda name: False)[1].get("step", 0))
+        file = weights_file(str(folder))
     except FileNotFoundError:
         return 0
+    return number_at(read_safetensors(file, lambda name: False)[1], ("step",), file) or 0
 
 
 def _text(run: ScoredRun) -> ScoredRun:

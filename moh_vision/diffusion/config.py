@@ -72,7 +72,7 @@ class PreviewConfig(DrawConfig):
     """Pictures: OUTPUT/previews/step_N.png.
 
     Args:
-        columns: images a row.
+        columns: images a row; with `classes` it is `images` by their number.
         classes: numbers or names of the classes that are drawn, one a row with its name: image i has the class in place
             i modulo their number; left out: all classes, and the images in their order.
     """

@@ -21,13 +21,13 @@ class Denoising:
     """Keeps what a sampler holds after some of its steps: the noisy images, decoded where they are latents.
 
     Args:
-        path: .png: one image a row, its moments from noise to image in columns; .gif: the images side by side, a moment a
-            frame.
+        path: .png: one image a row, its moments from noise to image in columns, with their timesteps; .gif: the images
+            side by side, a moment a frame.
         steps: of the sampler.
     """
 
     def __init__(self, path: str, steps: int):
-        self.path, self.frames = path, []
+        self.path, self.frames, self.times = path, [], []
         count = min(steps, MOMENTS[path[-4:]])
         self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
 
@@ -35,6 +35,8 @@ class Denoising:
         """What a pipeline calls after each step (`callback_on_step_end`)."""
         if step in self.moments:
             self.frames.append(to_uint8(pipe.decode(inputs["latents"][:IMAGES])).cpu())
+            after = pipe.scheduler.timesteps[step + 1 : step + 2].tolist()
+            self.times.append(f"t={after[0]:.0f}" if after else "image")
 
     def save(self, names: Optional[Sequence[str]] = None) -> None:
         """Write the file.
@@ -44,7 +46,7 @@ class Denoising:
         """
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
-            return draw_image_grid(strip, len(self.frames), self.path, names=names)
+            return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)
         pictures = [image_grid(frame, min(4, len(frame))) for frame in self.frames]
         times = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
         Path(self.path).parent.mkdir(parents=True, exist_ok=True)

@@ -100,9 +100,10 @@ class Samples:
                 if c.classes is None:
                     draw_image_grid(images, min(c.columns, c.images), str(path))
                 else:
-                    rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.columns)
+                    rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.images)
                     draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
                 log.pictures(step, "samples", images)
+                log.say(f"preview: {path}")
         except Exception as error:  # whatever it is, the weights are worth more than their picture
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")

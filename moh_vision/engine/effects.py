@@ -89,6 +89,7 @@ NEEDS = (
     ("distill.*", "distill.teacher", some, "distill.teacher"),
     ("repa.*", "repa.teacher", some, "repa.teacher"),
     ("preview.*", "preview.every", some, "preview.every above 0"),
+    ("preview.columns", "preview.classes", lambda classes: not classes, "preview.classes left out"),
     ("score.*", "score.every", some, "score.every above 0"),
     ("guide_channels cfg_interval", "cfg_scale", lambda scale: scale != 1, "a cfg_scale other than 1"),
     ("learn_sigma min_snr_gamma", "objective", lambda objective: objective != "flow", "objective noise"),

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -67,13 +68,14 @@ class RunLog:
 
     def step(self, count: int) -> None:
         """One step of so many images or tokens is done."""
-        self.count += count
+        self.count, self.steps = self.count + count, self.steps + 1
         if self.enabled:
             self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
         """Write a line {"step": step, **values} and show `show`, the rate and peak memory."""
-        rate = self.count / max(time.monotonic() - self.since, 1e-9)
+        seconds = time.monotonic() - self.since
+        rate, left = self.count / max(seconds, 1e-9), (self.total - step - 1) * seconds / max(self.steps, 1)
         memory = peak_memory_mib()
         self.pause()
         if not self.enabled:
@@ -84,7 +86,8 @@ class RunLog:
             loss, _, more = show.partition(", ")
             self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
         else:
-            print(f"{self.title} {step + 1}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB", flush=True)
+            about = f"{show}, {speed}, peak {memory:.0f} MiB, {timedelta(seconds=round(left))} left"
+            print(f"{self.title} {step + 1}/{self.total}: {about}", flush=True)
 
     def event(self, step: int, values: dict, show: str) -> None:
         """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
@@ -121,7 +124,7 @@ class RunLog:
 
     def pause(self) -> None:
         """Start counting and timing anew; call it after work that is not training."""
-        self.count, self.since = 0, time.monotonic()
+        self.count, self.steps, self.since = 0, 0, time.monotonic()
 
     def close(self) -> None:
         if self.enabled:

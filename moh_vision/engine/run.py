@@ -88,6 +88,7 @@ class Run:
                 self.settings = self._take_settings(held)
             self._held = held.pop_all()
         self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
+        self._earlier_stop: Optional[int] = None  # max_steps of the config.yaml that is resumed
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -168,7 +169,12 @@ class Run:
             ValueError: see `open_run`.
         """
         c = self.config
-        changed = partial(changed_keys, allowed=self.flags.allow_change)
+
+        def changed(earlier: dict, new: dict) -> List[str]:
+            differences = changed_keys(earlier, new, self.flags.allow_change)
+            self._earlier_stop = earlier.get("max_steps")
+            return differences
+
         records = dict(data=data, attention=self.settings)
         self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, **records)
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
@@ -217,6 +223,7 @@ class Run:
             with self.errors():
                 load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
+            self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
@@ -307,6 +314,19 @@ class Run:
         if self.accelerator.is_main_process:
             about = self.descent.about() if self.done else {}
             write_json(self.folder / "results.json", dict(results, step=self.done, **about))
+
+    def _say_new_schedule(self, lr: Callable[..., float]) -> None:
+        """Print how another max_steps than before changes the learning rate of the next step; nothing where it does not."""
+        before, now = self._earlier_stop, self.config.max_steps
+        if not isinstance(before, int) or before == now or lr.keywords["max_steps"] != now or self.start == now:
+            return
+        rates = lr(self.start, max_steps=before), lr(self.start)
+        if rates[0] != rates[1]:
+            self.accelerator.print(
+                "max_steps {} -> {}: the learning rate at step {} goes from {:.3g} to {:.3g}".format(
+                    before, now, self.start, *rates
+                )
+            )
 
     def _fetched(self, batches: Iterable[dict]) -> Iterator[dict]:
         with self.errors((BadData,), every_rank=True):

@@ -448,8 +448,10 @@ def test_denoising(tmp_path, monkeypatch, capsys):
     call(run, *more, "--denoising", tmp_path / "strip.png")
     images, _ = drawn(tmp_path / "a.npz")
     with Image.open(tmp_path / "strip.png") as strip:
-        pixels = np.asarray(strip)[:, -(8 * 50 + 2) :]
+        pixels = np.asarray(strip)[-(8 * 50 + 2) :, -(8 * 50 + 2) :]
+        above = np.asarray(strip)[: -(8 * 50 + 2), -(8 * 50 + 2) :]
     assert pixels.shape == (8 * 50 + 2, 8 * 50 + 2, 3)
+    assert all((above[:, 50 * j :][:, :50] < 128).any() for j in range(8))  # a timestep above each column
     cells = [[pixels[2 + 50 * i :, 2 + 50 * j :][:48, :48] for j in range(8)] for i in range(8)]
     for row, image in zip(cells, images):
         assert (row[-1] == np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BICUBIC))).all()

@@ -327,6 +327,7 @@ IDLE = [
         (DitConfig,), {}, {"preview.every": 1},
         "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns preview.classes",
     ),
+    ((DitConfig,), {"preview.every": 1, "preview.classes": ["1"]}, {"preview.every": 1}, "preview.columns"),
     (
         (DitConfig,), {}, {"score.every": 1}, "score.images score.sampler score.steps score.cfg_scale score.seed "
         "score.reference score.split score.extractor score.inception_weights score.allow_biased",

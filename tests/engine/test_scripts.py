@@ -371,9 +371,10 @@ def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, kind):
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
 
 
-def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
+def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     """Weights are those of a run without; the last picture is drawn again, to the bit, from the exported weights."""
-    common = ["--config", "configs/quickstart/dit.yaml", "--max-steps", "4", *SMALL]
+    schedule = ["--optim.schedule", "cosine", "--optim.warmup_steps", "0"]
+    common = ["--config", "configs/quickstart/dit.yaml", "--max-steps", "4", *SMALL, *schedule]
     drawn = ["--preview.every", "2", "--preview.images", "12", "--preview.columns", "6", "--preview.steps", "3"]
     train_dit.main([*common, "--output", str(tmp_path / "plain")])
     train_dit.main([*common, "--output", str(tmp_path / "drawn"), *drawn])
@@ -388,12 +389,16 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path):
     log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
     previews = Samples(config, list("0123456789"), learned_variance=True, clip=True, objective=HybridLoss())
     previews.draw(model, tmp_path / "again.png", log, step=4)
-    ((step, _, images),) = logged
+    (step, _, images), said = logged
+    assert said == f"preview: {tmp_path / 'again.png'}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
     # Pictures are no part of what a run is: others resume it.
     more = "--max-steps 5 --preview.every 5 --preview.steps 1 --preview.classes 7 2 --preview.images 7".split()
+    capsys.readouterr()
     train_dit.main([*common, "--output", str(tmp_path / "drawn"), *more])
+    rate = "max_steps 4 -> 5: the learning rate at step 4 goes from 0 to 0.000191\n"  # 1e-3 (1 + cos(4 pi / 5)) of the peak
+    assert rate in (out := capsys.readouterr().out) and " left\n" in out
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
         assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
 

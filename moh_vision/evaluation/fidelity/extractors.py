@@ -86,9 +86,9 @@ class Inception(Extractor):
 
 
 class TimmExtractor(Extractor):
-    """The penultimate features of a timm model, and its logits if it has classes, with the resizing and normalisation of its pretrained_cfg.
+    """The penultimate features of a timm model, and its logits if it has classes.
 
-    The whole image is resized, without a crop.
+    Images are resized and normalised as its pretrained_cfg says. The whole image is resized, without a crop.
 
     Args:
         model: a classifier of timm's, or of ours.
@@ -112,7 +112,7 @@ class TimmExtractor(Extractor):
         size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
-        self.classifies = getattr(model, "num_classes", 0) > 0
+        self.classifies = bool(getattr(model, "num_classes", 0))
         self.interpolation = cfg.get("interpolation") or "bicubic"
         for key, default in (("mean", 0.5), ("std", 0.5)):
             values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
@@ -241,8 +241,9 @@ def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
     except (OSError, RuntimeError) as error:  # the latter: another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {cached} nor could they be fetched from "
-            f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: --inception-weights FILE (train_dit.py: "
-            "--score.inception_weights); or other features: --extractor RUN (a classifier of train_cls.py) or timm:NAME"
+            f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: "
+            "--inception-weights FILE (train_dit.py: --score.inception_weights); or other features: --extractor RUN (a "
+            "classifier of train_cls.py) or timm:NAME"
         ) from None
     return cached
 
