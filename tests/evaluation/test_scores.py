@@ -19,11 +19,11 @@ def test_accuracy_counts_every_sample_once_over_ranks():
             own = torch.arange(rank, 23, ranks)
             batches = [dict(images=own[i : i + 4], labels=labels[own[i : i + 4]]) for i in range(0, len(own), 4)]
             sums = []
-            evaluate(lambda images, _: logits[images], batches, "cpu", lambda t: sums.append(t) or t)
+            evaluate(lambda images, asked: (logits[images], asked), batches, "cpu", lambda t: sums.append(t) or t)
             return sums[0]
 
         total = sum(part(rank) for rank in range(ranks))
-        return evaluate(lambda images, _: logits[images], [], "cpu", lambda t: total)
+        return evaluate(lambda images, asked: (logits[images], asked), [], "cpu", lambda t: total)
 
     one, three = run(1), run(3)
     for name in ("top1", "top5", "loss", "images"):
