@@ -178,7 +178,7 @@ def change_routed(
         fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
         if len(fixed) == len(budgets) and target < 1:
             raise ValueError(
-                f"head_budget {spec!r}: all heads of the model are shared; moh_vision.convert gives it routed ones"
+                f"head_budget {spec!r}: the model has no routed heads; moh_vision.convert gives a dense one some"
             )
         if fixed and target < 1:
             layer = fixed[0]
