@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from moh_vision.data.decode import UnreadableImage, decode_image, open_image
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.shards.record import one_line
-from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.splits import check_same_classes, dividing, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Parser, Progress, exit_code, say
 
@@ -137,8 +137,7 @@ def check(root: str, split: str, source, workers: int) -> List[str]:
     if empty and isinstance(source, ImageFolder):
         refused.append(f"{title}: training refuses class folders without images")
     if not split:
-        way = f"python -m moh_vision.data.shards --in {title} --out DIR --val-fraction 0.1"
-        refused.append(f"{title}: training needs the classes in train and val; {way} divides them")
+        refused.append(f"{title}: training needs the classes in train and val; {dividing(root)}")
     if bad:
         share = min(1.0, math.ceil(1500 * len(bad) / len(source)) / 1000)  # with room: one split may have them all
         way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""

@@ -68,8 +68,12 @@ def _classes_in(root: str) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    way = f"python -m moh_vision.data.shards --in {root} --out DIR --val-fraction 0.1 divides them"
-    return f"; if its folders ({shown}) are classes, put them into train and val, or {way}"
+    return f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+
+
+def dividing(root: str) -> str:
+    """The command that divides a folder of classes, for a message."""
+    return f"python -m moh_vision.data.shards --in {root} --out DIR --val-fraction 0.1 divides them"
 
 
 def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:

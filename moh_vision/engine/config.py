@@ -11,18 +11,18 @@ from typing import Any, Callable, ClassVar, Dict, List, Literal, Optional, Set, 
 
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value
 
+SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
+
 
 def config_file(name: str) -> str:
     """The file that --config names: a path, or a configuration that ships with the package, as cls/NAME."""
-    shipped = Path(__file__).parents[1] / "configs" / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
+    shipped = SHIPPED / f"{name.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     return str(shipped) if shipped.is_file() and not Path(name).exists() else name
 
 
 def shipped_configs() -> List[str]:
     """Names of the configurations that ship with the package, such as cls/NAME."""
-    return sorted(
-        f"{file.parent.name}/{file.stem}" for file in (Path(__file__).parents[1] / "configs").glob("*/*.yaml")
-    )
+    return sorted(f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml"))
 
 
 def check(name: str, value: object, ok: bool, allowed: str) -> None:
