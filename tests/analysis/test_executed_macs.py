@@ -1,10 +1,12 @@
 """MACs as executed: the executor that the layers take, and the heads that it computes."""
 
+import contextlib
 import copy
 
 import pytest
 import timm
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,8 +44,15 @@ def table(limit):
     return dict({path: {kind: rows for kind in kinds} for path, kinds in KINDS.items()}, about="a test")
 
 
+@contextlib.contextmanager
+def counting():
+    """torch's counter, with attention as two products: its operator for CPUs is known there only of late."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        yield counter
+
+
 def counted(model, *inputs, **named):
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with counting() as counter:
         model(*inputs, **named)
     return counter.get_total_flops() // 2
 
@@ -140,10 +149,10 @@ def test_packed_executes_what_torch_counts_when_it_runs(router, scope, active, d
     model = vit([(0, active)] * 2, router=router, scope=scope, executor="packed").eval()
     images = torch.randn(3, 1, 4, 4)
     autocast = dict(dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-    with torch.no_grad(), torch.autocast("cpu", **autocast), FlopCounterMode(display=False) as counter:
+    with counting() as counter, torch.autocast("cpu", **autocast):
         model(images)
     found = {str(op): n // 2 for op, n in counter.get_flop_counts()["Global"].items()}
-    scores = sum(n for op, n in found.items() if "attention" in op or "bmm" in op)
+    scores = sum(n for op, n in found.items() if "bmm" in op)
     conditions = Conditions(batch=3, dtype=dtype if autocast["enabled"] else None)
     macs = count_macs(model, IMAGE, conditions=conditions)
     rows = [row for row in macs.modules if row.part == "scores"]

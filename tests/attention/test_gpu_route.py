@@ -283,6 +283,7 @@ def test_autocast_does_not_reach_the_router():
     assert grads[0][0].dtype == torch.float32 and all(map(torch.equal, *grads))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: plain PyTorch")
 def test_a_compiled_router_trains():
     router = MoHRouter(16, HeadBudget(8, 2, 2, 3)).to(DEVICE)
     x = torch.randn(2, 9, 16, device=DEVICE)

@@ -279,6 +279,7 @@ def test_autocast_does_not_reach_the_router():
     assert inside.weights.dtype == torch.float32 and torch.equal(inside.weights, router(x).weights)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: plain PyTorch")
 def test_a_compiled_router_calls_the_operator_and_compiles_once():
     router = MoHRouter(16, HeadBudget(8, 2, 2, 3))
     seen = []

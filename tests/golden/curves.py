@@ -108,7 +108,8 @@ def in_float64(batch: dict) -> dict:
 def recorded(double: bool):
     """Records the losses of every step of the runs inside, whose steps are in float64 if asked.
 
-    Weights, augmentation and noise are drawn as in float32, and validation is in float32 as it always is.
+    Weights, augmentation and noise are drawn as in float32, and validation is in float32 as it always is. Truncated
+    normals are drawn again until none is outside, as by torch of today: earlier releases drew others.
     """
     rows, take, steps = [], engine_run.Run.take_model, engine_run.Run.steps
 
@@ -118,6 +119,14 @@ def recorded(double: bool):
             names = [name for name in self.losses[0] if name != "head_runs"]
             rows.append({name: sum(float(v[name]) for v in self.losses) / len(self.losses) for name in names})
             return updated
+
+    def normal(tensor, mean, std, a, b, generator=None):
+        with torch.no_grad():
+            tensor.normal_(mean, std, generator=generator)
+            while (outside := (tensor < a) | (tensor > b)).any():
+                again = torch.empty_like(tensor).normal_(mean, std, generator=generator)
+                tensor.copy_(torch.where(outside, again, tensor))
+            return tensor
 
     def take_double(self, model, *more):
         take(self, model.double(), *more)
@@ -129,6 +138,7 @@ def recorded(double: bool):
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(engine_run, "Step", Recorded))
+        patches.enter_context(patch.object(torch.nn.init, "_no_grad_trunc_normal_", normal))
         if double:
             patches.enter_context(patch.object(engine_run.Run, "take_model", take_double))
             patches.enter_context(patch.object(engine_run.Run, "steps", steps_then_float))
