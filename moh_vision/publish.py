@@ -31,6 +31,7 @@ from moh_vision.analysis.table import (
     open_run,
     read_json,
     read_run,
+    training_call,
 )
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.data.hub import PREFIX
@@ -256,6 +257,9 @@ def make_card(
     model, inputs, named = model_of(run)
     layers = attention_layers(model)
     architecture = about.get("architecture", run.model)  # of a converted run the latter is "pretrained"
+    size = f"parameters: {count_parameters(model):,}"
+    if layers:
+        size = describe(architecture, model, *inputs, conditions=training_call(run), **named)
     averaged = ", ".join(map(str, sorted(about.get("averaged_steps", ()))))
     steps = f"step {about['step']}" if "step" in about else f"mean of steps {averaged}"
     values: Dict[str, Any] = dict(
@@ -265,7 +269,7 @@ def make_card(
         kind=run.kind,
         weights=f"{file.name}, {steps}",
         code=saved.code,
-        size=describe(architecture, model, *inputs, **named) if layers else f"parameters: {count_parameters(model):,}",
+        size=size,
         data=data_of(run),
         starts=starts_of({run.folder.name: run})[0],
         config=(run.folder / "config.yaml").read_text(encoding="utf-8", errors="replace").rstrip(),

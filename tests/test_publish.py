@@ -129,7 +129,7 @@ def test_card(runs, published):
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
         row = (number, layer["heads"], layer["head_dim"], layer["shared"], layer["routed"], layer["active"])
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
-    assert "MACs:" in text and "10 classes, 1,442 images in train, 355 images in val" in text
+    assert "a training step on cpu, batch 8" in text and "10 classes, 1,442 images in train, 355 images in val" in text
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())
     for part in (
         without_paths(start["command"]),

@@ -45,6 +45,7 @@ from moh_vision.analysis.table import (
     read_json,
     read_metrics,
     read_run,
+    training_call,
 )
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.engine.commands import Parser, exit_code, message_of, refuse_output, say
@@ -175,7 +176,7 @@ def _models(runs: Named) -> Tuple[List[Tuple[str, str]], List[Picture], List[str
             continue
         if not attention_layers(model):
             continue
-        models.append((names, describe(run.model, model, *inputs, **named)))
+        models.append((names, describe(run.model, model, *inputs, conditions=training_call(run), **named)))
         layers = head_budget(model)["layers"]
         if any(layer["active"] < layer["heads"] for layer in layers):
             budgets.append(draw_budget(layers, f"{names}: heads of each layer"))

@@ -23,6 +23,7 @@ import torch
 import yaml
 from torch import nn
 
+from moh_vision.analysis.calls import Conditions
 from moh_vision.analysis.counting import count_macs, count_parameters, without_memory
 from moh_vision.attention import HeadMixtureAttention, head_budget
 from moh_vision.engine.commands import Parser, exit_code, reason_of
@@ -330,6 +331,20 @@ def model_of(run: ScoredRun) -> Tuple[nn.Module, List[torch.Tensor], Dict[str, t
     return without_memory(model), inputs, named
 
 
+def training_call(run: ScoredRun) -> Conditions:
+    """How a training step of the run, as one process on a CPU, calls the model: executed MACs are counted as `--dry-run` does.
+
+    A translation's micro-batch is what data.max_tokens allows of WORDS tokens.
+    """
+    get = run.config.get
+    if run.kind == TEXT["mt"]:
+        batch = get("data.max_tokens", WORDS) // WORDS
+    else:
+        batch = get("optim.batch_size", 1) // get("optim.accumulation", 1)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(get("mixed_precision"))
+    return Conditions(max(1, batch), dtype=dtype, train=True, compiled=get("compile", False))
+
+
 def _active_share(model: nn.Module) -> float:
     routed = any(isinstance(module, HeadMixtureAttention) for module in model.modules())
     return head_budget(model)["share"] if routed else 1.0
@@ -449,8 +464,8 @@ def _general_notes(kind: str, averaged: bool) -> List[str]:
     inputs = dict(classification="an image", diffusion="an image")
     inputs[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
     notes = [
-        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone, with "
-        "attention scores; the papers leave these out or count them twice (moh_vision.analysis.macs)."
+        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone (ideal in --dry-run), "
+        "with attention scores; the papers leave these out or count them twice (moh_vision.analysis.macs)."
     ]
     return ["Mean ± standard deviation over runs that differ in nothing but the seed.", *notes] if averaged else notes
 

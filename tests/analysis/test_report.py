@@ -87,7 +87,7 @@ def made(folder, *runs):
     return page
 
 
-def test_runs_of_each_kind(runs, tmp_path):
+def test_runs_of_each_kind(runs, tmp_path, capsys):
     page = made(tmp_path, runs / "cls", runs / "dit", runs / "text")
     for kind in ("cls", "text"):  # the table is that of moh_vision.analysis.table
         table = make_table([runs / kind])
@@ -107,7 +107,12 @@ def test_runs_of_each_kind(runs, tmp_path):
     target = gzip.open(f"{small_runs.pairs()}/val.en.gz", "rt").read().splitlines()
     first = f"de (source) {source[0]} en (reference) {target[0]} text {lines[0]}"
     assert " ".join(first.split()) in page.text
-    assert "input [1, 1, 8, 8]" in page.text and "parameters:" in page.text
+    assert "input [1, 1, 8, 8]" in page.text
+    for kind, script in dict(cls=train_cls, dit=train_dit).items():  # parameters and MACs are those of --dry-run
+        capsys.readouterr()
+        script.main([*small_runs.arguments(kind, runs / kind, 4, 100), "--dry-run"])
+        _, _, described = capsys.readouterr().out.partition("parameters: ")
+        assert "executed: a training step on cpu, batch 8," in " ".join(described.split()) in page.text
     command = json.loads((runs / "cls" / "environment.jsonl").read_text())["command"]
     assert command in page.text and "max_steps: 4" in page.text
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
