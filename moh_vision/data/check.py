@@ -8,7 +8,6 @@ surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT cannot 
 from __future__ import annotations
 
 import io
-import math
 import os
 import warnings
 from collections import defaultdict
@@ -20,7 +19,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from moh_vision.data.decode import UnreadableImage, decode_image, open_image
+from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.shards.record import one_line
 from moh_vision.data.splits import check_same_classes, dividing, open_source
@@ -136,11 +135,13 @@ def check(root: str, split: str, source, workers: int) -> List[str]:
     refused = []
     if empty and isinstance(source, ImageFolder):
         refused.append(f"{title}: training refuses class folders without images")
+    some = 0 < len(bad) < len(source)
     if not split:
-        refused.append(f"{title}: training needs the classes in train and val; {dividing(root)}")
-    if bad:
-        share = min(1.0, math.ceil(1500 * len(bad) / len(source)) / 1000)  # with room: one split may have them all
-        way = f", or leaves them out with --data.max_bad_fraction {share:g}" if share < 1 else ""
+        leave = f" --max-bad-fraction {fraction_for(len(bad), len(source))}" if some else ""
+        and_more = " and leaves out what cannot be read" if some else ""
+        refused.append(f"{title}: training needs the classes in train and val; {dividing(root, leave)}{and_more}")
+    elif bad:
+        way = f", or leaves them out with --data.max_bad_fraction {fraction_for(len(bad), len(source))}" if some else ""
         refused.append(f"{title}: {len(bad)} of {len(source)} images cannot be read: training stops{way}")
     return refused
 

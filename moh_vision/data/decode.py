@@ -88,3 +88,9 @@ def upright(image: Image.Image) -> Image.Image:
 def allowed_bad(fraction: float, total: int) -> int:
     """How many of `total` images may be unreadable; exact, where 0.29 * 100 in floats is less than 29."""
     return math.floor(Fraction(str(fraction)) * total)
+
+
+def fraction_for(bad: int, total: int) -> str:
+    """The smallest fraction that allows `bad` of `total` images, as one types it: 3 decimals, or the first that is not 0."""
+    digits = max(3, math.ceil(math.log10(total / bad)))
+    return f"{math.ceil(Fraction(bad, total) * 10**digits) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")

@@ -71,9 +71,9 @@ def _classes_in(root: str) -> str:
     return f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
 
 
-def dividing(root: str) -> str:
+def dividing(root: str, options: str = "") -> str:
     """The command that divides a folder of classes, for a message."""
-    return f"python -m moh_vision.data.shards --in {root} --out DIR --val-fraction 0.1 divides them"
+    return f"python -m moh_vision.data.shards --in {root} --out DIR --val-fraction 0.1{options} divides them"
 
 
 def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:

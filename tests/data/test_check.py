@@ -63,7 +63,7 @@ def test_a_folder(tmp_path, capsys):
         "unreadable": (len(unreadable), ""),
     }
     assert len(unreadable) == 2 and all(f"    {problem}\n" in out for problem in unreadable)
-    assert out.endswith("training stops, or leaves them out with --data.max_bad_fraction 0.167\n")
+    assert out.endswith("training stops, or leaves them out with --data.max_bad_fraction 0.112\n")
 
     for name in ("torn.jpg", "empty.png"):
         (train / "dog" / name).unlink()
@@ -100,12 +100,13 @@ def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     shard.write_bytes(shard.read_bytes()[:-5000])
     assert main([str(tmp_path / "s")]) == 2 and "train-000000.tar was added or changed" in capsys.readouterr().err
 
+    (root / "val" / "dog" / "torn.jpg").write_bytes((root / "train" / "dog" / "torn.jpg").read_bytes())
     assert main([str(root / "val"), "--workers", "0"]) == 1
     out = capsys.readouterr().out
     assert (
-        f"{root}/val (neither train nor val is in it: its folders are taken as classes): 4 images of 2 classes" in out
+        f"{root}/val (neither train nor val is in it: its folders are taken as classes): 5 images of 2 classes" in out
     )
-    assert "--val-fraction 0.1 divides them" in out
+    assert "--val-fraction 0.1 --max-bad-fraction 0.2 divides them and leaves out what cannot be read\n" in out
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert run(root, tmp_path / "more", "--val-fraction", 0.25) == 0
     more = set((tmp_path / "more" / "val.files.txt").read_text().splitlines())
     assert names["val"] == more - {name for name in more if int(name[-6:-4]) >= 40}
+    # Bad files are counted over both splits, as data.check counts those of the folder, and what is finished is kept.
+    for split in ("train", "val"):
+        (root / min(names[split])).write_bytes(b"")
+    both = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
+    assert both(0.008) == 2 and "2 bad of 240 images" in (line := error_line(capfd))
+    assert "0.009 allows those found so far, and finished shards are kept" in line
+    assert both(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
     assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
     assert "leaves class cat without a file in val" in error_line(capfd)
     assert run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1) == 2

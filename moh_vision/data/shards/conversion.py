@@ -8,7 +8,7 @@ from typing import Callable, Dict, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders, divided, list_class_folders, split_folders
 from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file, write_classes
-from moh_vision.data.shards.record import one_line
+from moh_vision.data.shards.record import BadLimit, one_line
 from moh_vision.data.shards.writer import SplitWriter
 from moh_vision.engine.io import only_one
 
@@ -33,7 +33,8 @@ def convert(
         source, split: see `class_folders.split_folders`.
         val_fraction: divide a folder of classes into train and val, see `class_folders.divided`.
         out: folder, made if need be; other files in it are not touched.
-        size, quality, samples_per_shard, seed, max_bad_fraction: see `SplitWriter`.
+        size, quality, samples_per_shard, seed: see `SplitWriter`.
+        max_bad_fraction: share of the images of all splits that may be bad before it stops.
         workers: shards written at a time; default: one a processor.
         say: takes the lines about what was done.
 
@@ -80,13 +81,12 @@ def convert(
     with only_one(folder, "--out", with_children=True), full_disk_in_one_line(out):
         arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
         # All are checked before anything is written.
-        writers = [
-            SplitWriter(listing, name, folder, max_bad_fraction=max_bad_fraction, **arguments)
-            for name, listing in listings.items()
-        ]
+        limit = BadLimit(max_bad_fraction, sum(len(listing.files) for listing in listings.values()))
+        writers = [SplitWriter(listing, name, folder, limit, **arguments) for name, listing in listings.items()]
         write_classes(folder, next(iter(listings.values())).classes, source)
+        bad = 0
         for writer in writers:
-            writer.write(workers or len(os.sched_getaffinity(0)), say)
+            bad += writer.write(workers or len(os.sched_getaffinity(0)), say, bad)
 
 
 def _refuse_unreadable_formats(listing: ClassFolders) -> None:

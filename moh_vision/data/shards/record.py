@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, TypeVar
 
-from moh_vision.data.decode import allowed_bad
+from moh_vision.data.decode import allowed_bad, fraction_for
 from moh_vision.engine.io import give_name, hidden_path, sha256_of, write_whole
 
 FORMAT = 1
@@ -26,7 +26,8 @@ class BadLimit(NamedTuple):
         """Raise ValueError if `bad` images are more than may be; `latest` says what is wrong with one of them."""
         if bad > allowed_bad(self.share, self.images):
             raise ValueError(
-                f"{latest}; {bad} bad of {self.images} images, more than --max-bad-fraction {self.share:g} allows"
+                f"{latest}; {bad} bad of {self.images} images, more than --max-bad-fraction {self.share:g} allows; "
+                f"{fraction_for(bad, self.images)} allows those found so far, and finished shards are kept"
             )
 
 
