@@ -34,6 +34,20 @@ MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20
 SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by the folder of a configuration
 
+# What other projects call a key, with or without a section before it, and which may be meant: the first one that the configuration has.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "base_lr"), ("optim.lr",)),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), ("optim.epochs", "max_steps")),
+    **dict.fromkeys(("data.batch_size", "train_batch_size", "per_device_train_batch_size"), ("optim.batch_size",)),
+    **dict.fromkeys(("out_dir", "save_dir", "resume"), ("output",)),
+    **dict.fromkeys(("optimizer", "opt"), ("optim.name",)),
+    **dict.fromkeys(("data_path", "dataset", "path"), ("data.root",)),
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), ("optim.clip_norm",)),
+    **dict.fromkeys(("fp16", "bf16", "amp"), ("mixed_precision",)),
+    "wd": ("optim.weight_decay",),
+    "resolution": ("data.img_size",),
+}
+
 # Options that a run does not remember: name, type, default, help.
 RUN_FLAGS = (
     ("dry_run", bool, False, "print model, budget, parameters and MACs, and stop"),
@@ -325,8 +339,10 @@ def _sections(keys: Iterable[str]) -> Dict[str, None]:
 
 
 def _unknown_key(key: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = [k for k in ELSEWHERE.get(key, ELSEWHERE.get(key.partition(".")[2], ())) if k in known]
     # Else a right name under a wrong section, or without its section.
-    near = nearest(key, known, 1) or [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = near or nearest(key, known, 1) or [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     return f"unknown key '{key}'{f', did you mean {near[0]!r}?' if near else '; --help lists the known ones'}"
 
 

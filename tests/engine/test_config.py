@@ -53,6 +53,8 @@ def test_free_form_arguments():
     "argv, words",
     [
         (["--lr", "1"], "unknown key 'lr', did you mean 'optim.lr'"),
+        (["--optim.learning-rate", "1"], "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
+        (["--out_dir", "1"], "unknown key 'out_dir', did you mean 'output'"),
         (["--zebra", "1"], "unknown key 'zebra'; --help lists the known ones"),
         (["--max-steps", "many"], 'key "max_steps": Expected int or null. Got value: many'),
         (["--max-steps", "0"], "max_steps 0 is out of range: at least 1"),
