@@ -67,7 +67,10 @@ def main(argv: Optional[List[str]] = None) -> None:
         files, folders = [config.grid, config.denoising, config.head_usage, config.head_load], [config.save_pipeline]
         files.append(scores_path)
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
-        claim_outputs(files, folders, config.overwrite)
+        judge = f" --extractor {config.extractor}" if config.extractor else ""
+        rescore = f"python -m moh_vision.evaluation.fidelity {config.out} {config.score}{judge} scores what is there"
+        instead = {Path(config.out): rescore} if config.out and config.score else None
+        claim_outputs(files, folders, config.overwrite, instead)
         with accelerator.main_process_first():
             where = dict(index_dir=index_dir(str(run or scores_path)), classes=classes)
             scorer = make_scorer(**config.scoring(), **where) if config.score else None

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Iterator, Optional, Tuple
+from typing import Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
-from moh_vision.data.crop import center_crop
 from moh_vision.data.order import rank_slice
-from moh_vision.data.splits import open_source
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
-from moh_vision.evaluation.fidelity.images import EXTENSIONS
+from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.table import table
 from moh_vision.models.weights import from_run
 
@@ -27,25 +24,22 @@ class ClassifierScores:
     """The share of samples recognised as their class, and the Frechet distance in a classifier's features.
 
     Args:
-        reference: `data.root` to compare with.
+        reference: a data set to compare with.
         extractor: a classification run on the same classes.
         classes: of the diffusion run.
-        index_dir: see `open_source`.
-        split: of the reference.
 
     Raises:
         ValueError, FileNotFoundError: if one of the three has other classes.
     """
 
-    def __init__(self, reference: str, extractor: str, classes: list, index_dir: str, split: str = "val"):
-        self.source = open_source(reference, split, index_dir)
+    def __init__(self, reference: SourceImages, extractor: str, classes: list):
+        self.source, self.reference = reference.source, reference.name
         self.classifier, self.about = from_run(extractor, "classifier")
         if self.about["classes"] != classes or self.source.classes != classes:
             raise ValueError(
-                f"--extractor {extractor} and --score {reference} need the classes of the run: {classes}; without them "
+                f"--extractor {extractor} and --score {self.reference} need the classes of the run: {classes}; without them "
                 "--extractor inception or timm:NAME"
             )
-        self.reference = f"{reference}, {split} split"
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples and their labels [N] -> (scores, text)."""
@@ -112,24 +106,6 @@ class FidelityScores:
         return scores, table(scores, "these samples", name)
 
 
-class SourceImages:
-    """The images of a data set, center-cropped to `size`, read as those of a `fidelity.images.ScoredFolder`."""
-
-    def __init__(self, source, name: str):
-        self.source, self.name, self.size = source, name, None
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Tuple[int, Tensor]]:
-        """(number of the first image, uint8 [B, 3, size, size]) of every world-th batch, from number `rank` on."""
-        rgb = v2.RGB()
-        for first in range(rank * batch_size, len(self), world * batch_size):
-            numbers = range(first, min(first + batch_size, len(self)))
-            crops = [np.asarray(center_crop(rgb(self.source.image(i)), self.size)) for i in numbers]
-            yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
-
-
 def make_scorer(
     *,
     key: str,
@@ -159,23 +135,13 @@ def make_scorer(
     Raises:
         ValueError, FileNotFoundError: naming the option.
     """
-    image_set, of_split = is_image_set(reference), split or default_split
-    if image_set and split is not None:
-        raise ValueError(f"{key} {reference} is no data set, so a split ({split}) has no effect")
-    try:
-        if classes is not None and Path(extractor).exists() and not image_set:
-            for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
-                if value:
-                    raise ValueError(
-                        f"{name} {value} has no effect with a run as extractor and a data set as reference"
-                    )
-            return ClassifierScores(reference, extractor, classes, index_dir, of_split)
-        source = reference
-        if not image_set:
-            source = SourceImages(open_source(reference, of_split, index_dir), f"{reference}, {of_split} split")
+    source = open_set(key, reference, split, default_split, index_dir)
+    if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
         return FidelityScores(source, extractor, inception_weights, allow_biased, num_images)
-    except (ValueError, OSError) as error:
-        raise ValueError(str(error).replace("data.root", key, 1)) from None
+    for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
+        if value:
+            raise ValueError(f"{name} {value} has no effect with a run as extractor and a data set as reference")
+    return ClassifierScores(source, extractor, classes)
 
 
 def record_text(record: dict) -> str:
@@ -185,11 +151,3 @@ def record_text(record: dict) -> str:
         for name, part in record.items()
         if part
     )
-
-
-def is_image_set(path: str) -> bool:
-    """Whether a path is a file, or a folder with images directly in it, and not a data set."""
-    place = Path(path)
-    if place.is_dir():
-        return any(p.suffix.lower() in EXTENSIONS for p in place.iterdir())
-    return path.endswith((".npz", ".safetensors"))

@@ -501,12 +501,13 @@ def only_records(folder: Path) -> bool:
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
-def claim_outputs(files, folders, overwrite: bool) -> None:
+def claim_outputs(files, folders, overwrite: bool, instead: Optional[Dict[Path, str]] = None) -> None:
     """Make the parents of output paths, before any work.
 
     Args:
         files, folders: paths; None and "" are left out.
         overwrite: what is there may be replaced.
+        instead: path -> what to do with what is there, for the message.
 
     Raises:
         ValueError: naming the path, if it is there, is of the other kind, is given twice, or cannot be written.
@@ -520,7 +521,8 @@ def claim_outputs(files, folders, overwrite: bool) -> None:
         if path.is_file() and path in folders:
             raise ValueError(f"{path} is a file, expected a folder")
         if not overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
-            raise ValueError(f"{path} exists; give another path, or --overwrite true")
+            use = f"; {instead[path]}" if instead and path in instead else ""
+            raise ValueError(f"{path} exists; give another path, or --overwrite true{use}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

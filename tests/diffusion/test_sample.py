@@ -25,6 +25,7 @@ from tiny_vae import save_tiny_vae
 from moh_vision.analysis import HeadLoad
 from moh_vision.attention.executors import limits
 from moh_vision.attention.kernels import build as building
+from moh_vision.data.sources import Digits
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
@@ -36,6 +37,7 @@ from moh_vision.engine.io import sha256_of
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
+from moh_vision.evaluation.fidelity.images import SourceImages
 from moh_vision.models.weights import create, from_run
 
 NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
@@ -502,6 +504,9 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
     assert scores["weights_sha256"] == network.weights_sha256
     assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")
+    error = refused(capsys, run, *argv, "--out", tmp_path / "a.npz", "--score-file", tmp_path / "t.json")
+    fidelity = f"fidelity {tmp_path}/a.npz {tmp_path}/ref.npz --extractor {judge} scores what is there"
+    assert f"a.npz exists; give another path, or --overwrite true; python -m moh_vision.evaluation.{fidelity}" in error
     error = refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json")
     assert error.count("allow_biased") == 1
 
@@ -572,7 +577,7 @@ def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channe
     classes, parts = [str(i) for i in range(10)], ImageParts(tmp_path, 30, 30, {})
     exported(tmp_path, JUDGE, classes, img_size=8, patch_size=4, in_chans=channels, **JUDGE_SIZES)
     parts.add(0, torch.randint(0, 256, (30, samples, 8, 8), dtype=torch.uint8))
-    judge = ClassifierScores("digits", str(tmp_path), classes, str(tmp_path))
+    judge = ClassifierScores(SourceImages(Digits("val"), "digits"), str(tmp_path), classes)
     scores, _ = judge(parts, torch.arange(30) % 10, "cpu", 30)
     assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
 
@@ -663,7 +668,7 @@ def references(folder):
     np.savez(folder / "pairs.npz", arr_0=grey)
     np.savez(folder / "few.npz", arr_0=small)
     np.savez(folder / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
-    for name in ("sizes", "colours", "classes/cat"):
+    for name in ("sizes", "colours", "classes/train/cat"):
         (folder / name).mkdir(parents=True)
         for i in range(9):
             mode, size = "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
@@ -686,11 +691,10 @@ def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, ca
         error = refused(capsys, run, "--num-images", 30, "--extractor", judge, "--score", tmp_path / name)
         assert words in error and name in error
         assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
-        # As the fidelity command has it, where data sets are no references.
-        if name != "classes":
-            np.savez(tmp_path / "g.npz", arr_0=np.zeros((30, 4, 4, 3), np.uint8))
-            assert fidelity_command([*map(str, (tmp_path / "g.npz", tmp_path / name, "--extractor", judge))]) == 2
-            assert words in capsys.readouterr().err
+        # As the fidelity command has it.
+        np.savez(tmp_path / "g.npz", arr_0=np.zeros((30, 4, 4, 3), np.uint8))
+        assert fidelity_command([*map(str, (tmp_path / "g.npz", tmp_path / name, "--extractor", judge))]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_mistakes_in_scoring(tmp_path, capsys):

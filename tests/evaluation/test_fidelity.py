@@ -393,6 +393,42 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert words in error and error.count("\n") == 1
 
 
+def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, monkeypatch, capsys):
+    """As sample.py --score reads them; the train split as GENERATED and the val split as REFERENCE unless it is told."""
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+    wide, crops = torch.randint(0, 256, (80, 8, 12, 3), dtype=torch.uint8), {}
+    for split, part in zip(("train", "val"), wide.split(40)):
+        (tmp_path / "data" / split / "cat").mkdir(parents=True)
+        for i, image in enumerate(part):
+            Image.fromarray(image.numpy()).save(tmp_path / "data" / split / "cat" / f"{i:02}.png")
+        crops[split] = part[:, :, 2:10].permute(0, 3, 1, 2)
+    data, folder, out = str(tmp_path / "data"), str(write_folder(tmp_path / "a", images(60))), tmp_path / "s.json"
+    for number, (argv, pair) in enumerate({
+        (data, folder): (crops["train"], images(60)),
+        (folder, data): (images(60), crops["val"]),
+        (folder, data, "--reference-split", "train"): (images(60), crops["train"]),
+        (data, data, "--size", "8"): (crops["train"], crops["val"]),
+    }.items()):  # fmt: skip
+        out = tmp_path / f"{number}.json"
+        assert main([*argv, "--out", str(out), "--batch-size", "16"]) == 0
+        want, result = score(*pair, extractor=Tiny(), batch_size=16), json.loads(out.read_text())
+        assert {k: result[k] for k in want} == want
+        assert result["generated"] == (f"{data}, train split" if argv[0] == data else folder)
+    assert f"40 images of {data}, train split against 40 of {data}, val split" in capsys.readouterr().out
+    statistics = str(tmp_path / "s.safetensors")
+    assert main([data, "--save-statistics", statistics, "--size", "8"]) == 0 == main([folder, statistics])
+    for argv, words in (
+        ([data, data], f"{data}, train split: its images have no one size; --size PIXELS crops them"),
+        ([data, statistics], f"{data}, train split: its images have no one size; --size PIXELS crops them"),
+        ([folder, folder, "--size", "8"], "--size 8 has no effect: there is no data set"),
+        ([data, folder, "--size", "0"], "--size 0: expected 1 or more"),
+        ([folder, folder, "--reference-split", "val"], f"REFERENCE {folder} is no data set, so a split (val) has no"),
+        ([str(tmp_path / "data" / "val"), folder, "--out", str(out)], "exists"),
+        ([folder, str(tmp_path / "none")], "none: no such folder or .npz file"),
+    ):
+        assert main(argv) == 2 and words in capsys.readouterr().err
+
+
 def score_on_a_rank(rank, folder):
     import torch.distributed as dist
 

@@ -37,6 +37,7 @@ from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.manifest import manifest_text
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.evaluation.fidelity import Inception, load_statistics, score
+from moh_vision.evaluation.fidelity.images import open_set
 from moh_vision.models.weights import from_run, init_from, to_validate
 
 
@@ -111,7 +112,7 @@ def doors(tmp_path) -> dict:
         found[f"a folder with {name}"] = tmp_path / "run" / name, lambda f: init_from(classifier(), str(f.parent))
     found["extractor"] = (
         tmp_path / "run" / "model.safetensors",
-        lambda f: ClassifierScores("digits", str(f.parent), [], str(tmp_path)),
+        lambda f: ClassifierScores(open_set("--score", "digits", None, "val"), str(f.parent), []),
     )
     found["Inception"] = tmp_path / "inception.pth", Inception
     found["saved statistics"] = tmp_path / "s.safetensors", load_statistics

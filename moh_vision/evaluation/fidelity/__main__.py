@@ -17,15 +17,31 @@ from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.extractors import make_extractor
+from moh_vision.evaluation.fidelity.images import SourceImages, open_set
+from moh_vision.evaluation.fidelity.reference import open_reference
 from moh_vision.evaluation.fidelity.scoring import score, statistics_of
 from moh_vision.evaluation.fidelity.table import table
+
+SPLITS = dict(generated="train", reference="val")  # of data sets
 
 
 def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = Parser("python -m moh_vision.evaluation.fidelity", fidelity.__doc__)
     add = parser.add_argument
-    add("generated", metavar="GENERATED", help="folder of images, or .npz with arr_0 (uint8 NHWC)")
+    add(
+        "generated",
+        metavar="GENERATED",
+        help="folder of images, .npz with arr_0 (uint8 NHWC), or a data set as data.root",
+    )
     add("reference", metavar="REFERENCE", nargs="?", help="the same, ADM's .npz of statistics, or saved statistics")
+    for name, split in SPLITS.items():
+        add(f"--{name}-split", choices=("train", "val"), help=f"of {name.upper()}, if it is a data set ({split})")
+    add(
+        "--size",
+        type=int,
+        metavar="PIXELS",
+        help="a data set is center-cropped to it (to the size of the other images)",
+    )
     add("--extractor", default="inception", help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)")
     add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
     add("--batch-size", type=int, default=64, help="images at a time (64)")
@@ -36,11 +52,13 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     options = parser.parse(argv)
     if (options.reference is None) == (options.save_statistics is None):
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
-    for name in ("out", "allow_biased"):
+    for name in ("out", "allow_biased", "reference_split"):
         if options.save_statistics and getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --save-statistics, which scores nothing")
-    if options.batch_size < 1:
-        raise ValueError(f"--batch-size {options.batch_size}: expected 1 or more")
+    for name in ("batch_size", "size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
     try:
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
@@ -52,23 +70,51 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return options
 
 
-def _work(options: argparse.Namespace, main_process: bool) -> None:
+def _open_sets(options: argparse.Namespace) -> list:
+    """GENERATED and REFERENCE, if there is one, each as `score` takes it: data sets are opened, and have their size."""
+    sets = []
+    for name, default in SPLITS.items():
+        path, split = (getattr(options, key) for key in (name, f"{name}_split"))
+        if path is not None:
+            sets.append(open_set(name.upper(), path, split, default))
+    data_sets = [one for one in sets if isinstance(one, SourceImages)]
+    if options.size and not data_sets:
+        raise ValueError(f"--size {options.size} has no effect: there is no data set")
+    for one in data_sets:
+        one.size = options.size or next(filter(None, map(_side, sets)), one.size)
+        if one.size is None:
+            raise ValueError(f"{one.name}: its images have no one size; --size PIXELS crops them")
+    return sets
+
+
+def _side(images) -> Optional[int]:
+    """Of a path's images, if they are square; None for a data set, which is cropped, and for statistics."""
+    if isinstance(images, SourceImages):
+        return None
+    images = open_reference(images)[1]
+    height, width = next(images.batches(1))[1].shape[2:] if images else (0, None)
+    return width if height == width else None
+
+
+def _work(options: argparse.Namespace, accelerator) -> None:
+    with accelerator.main_process_first():
+        generated, *reference = _open_sets(options)
     network = make_extractor(options.extractor, options.inception_weights)
     if options.save_statistics:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        statistics = statistics_of(options.generated, network, options.batch_size, device, "images")
-        if main_process:
+        statistics = statistics_of(generated, network, options.batch_size, device, "images")
+        if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
             print(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
         return
     names = ("batch_size", "device", "allow_biased")
     how = {name: getattr(options, name) for name in names}
-    result = score(options.generated, options.reference, extractor=network, **how)
-    if not main_process:
+    result = score(generated, *reference, extractor=network, **how)
+    if not accelerator.is_main_process:
         return
-    print(table(result, options.generated, options.reference))
+    sets = {name: getattr(one, "name", one) for name, one in zip(SPLITS, (generated, *reference))}
+    print(table(result, **sets))
     if options.out:
-        sets = dict(generated=options.generated, reference=options.reference)
         write_json(Path(options.out), dict(result, **sets, versions=versions()))
         print(f"scores: {options.out}")
 
@@ -79,7 +125,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = _parse(argv)
         accelerator = make_accelerator("no")  # one process, or those that accelerate started
-        _work(options, accelerator.is_main_process)
+        _work(options, accelerator)
         finish(accelerator)
 
     return exit_code("fidelity", work)

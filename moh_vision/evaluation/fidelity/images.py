@@ -1,4 +1,4 @@
-"""What can be scored: folders of images, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H, W]."""
+"""What can be scored: folders of images, data sets, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H, W]."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import v2
 
+from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import MAX_PIXELS, open_image
+from moh_vision.data.folder import split_folder
+from moh_vision.data.hub import PREFIX
+from moh_vision.data.splits import open_source
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
@@ -37,7 +42,9 @@ class ScoredFolder:
         found = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
         self.files: List[Path] = next(filter(None, found), [])
         if not self.files:
-            raise ValueError(f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it")
+            raise ValueError(
+                f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
+            )
         self.name = str(folder)
         self.size: Optional[Tuple[int, int]] = None  # width, height
         self.mode: Optional[str] = None
@@ -75,7 +82,8 @@ class ScoredFolder:
         if image.size != self.size:
             raise ValueError(
                 f"{file} has {image.width} x {image.height} pixels, {self.files[0].name} has {self.size[0]} x "
-                f"{self.size[1]}; all images must have one size"
+                f"{self.size[1]}; all images must have one size (those of a data set, shards or folders train and val, are "
+                "cropped to one)"
             )
         return image
 
@@ -89,6 +97,32 @@ class ScoredFolder:
 
 def _collect(first: int, pending: list) -> Batch:
     return first, torch.from_numpy(np.stack([future.result() for future in pending])).permute(0, 3, 1, 2)
+
+
+class SourceImages:
+    """The images of a data set, center-cropped to `size` x `size` pixels; see `ScoredFolder`.
+
+    Args:
+        source: see `splits.open_source`.
+        name: of the set, for messages and results.
+
+    Attributes:
+        size: that of the images, or None where they have no one size: set it before they are read.
+    """
+
+    def __init__(self, source, name: str):
+        self.source, self.name, self.size = source, name, source.img_size
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """As `ScoredFolder.batches`."""
+        rgb = v2.RGB()
+        for first in range(rank * batch_size, len(self), world * batch_size):
+            numbers = range(first, min(first + batch_size, len(self)))
+            crops = [np.asarray(center_crop(rgb(self.source.image(i)), self.size)) for i in numbers]
+            yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
 
 
 class ImageArchive:
@@ -163,16 +197,46 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """ScoredFolder, ImageArchive or ImageTensors around a path, a tensor or an iterator.
+    """ScoredFolder, ImageArchive or ImageTensors around a path, a tensor or an iterator; one of these as it is.
 
     Args:
-        source: path of a folder or an .npz file, a uint8 tensor [N, 3, H, W], or an iterator of such batches.
+        source: path of a folder or an .npz file, a uint8 tensor [N, 3, H, W], an iterator of such batches, or an object
+            with the `name`, `batches` and length of a `ScoredFolder`.
         name: what a tensor or iterator is called in messages.
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
         return ImageArchive(path) if path.suffix == ".npz" else ScoredFolder(path)
-    return ImageTensors(source, name)
+    return source if hasattr(source, "batches") else ImageTensors(source, name)
+
+
+def is_data_set(path: str) -> bool:
+    """Whether a path means a data set, as data.root does, and not a file or a folder of images."""
+    place = Path(path)
+    splits = (split_folder(path, split) for split in ("train", "val"))
+    return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
+
+
+def open_set(key: str, path: str, split: Optional[str], default_split: str, index_dir: Optional[str] = None):
+    """The `SourceImages` of a data set; any other path as it is.
+
+    Args:
+        key: option that named the path, for messages.
+        split: of a data set; None: `default_split`.
+        index_dir: see `open_source`.
+
+    Raises:
+        ValueError: for a data set that cannot be opened, and a split of what is none.
+    """
+    if not is_data_set(path):
+        if split is not None:
+            raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
+        return path
+    split = split or default_split
+    try:
+        return SourceImages(open_source(path, split, index_dir), f"{path}, {split} split")
+    except (ValueError, OSError) as error:
+        raise ValueError(str(error).replace("data.root", key, 1)) from None
 
 
 def archive_members(path: Path) -> List[str]:

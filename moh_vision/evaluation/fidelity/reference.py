@@ -168,8 +168,6 @@ def open_reference(source: Any) -> Tuple[Optional[Statistics], Any]:
     """(Statistics or None, images or None) that a reference holds; see `score`."""
     if isinstance(source, Statistics):
         return source, None
-    if hasattr(source, "batches"):
-        return None, source
     if isinstance(source, (str, Path)):
         path = Path(source)
         if path.suffix == ".safetensors":
