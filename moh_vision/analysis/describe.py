@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from moh_vision.analysis.calls import ALONE, Conditions
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
-from moh_vision.attention import head_budget
+from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import MAERouter
 from moh_vision.models.mae import mae_routers
 
@@ -35,9 +36,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
         lines.append(
             f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  {layer['active']:6d}"
         )
-    single = [n for n, layer in enumerate(budget["layers"]) if layer["routed"] == 1]
-    if single:
-        lines.append(f"one routed head in layers {single}: only the balance loss trains those routers")
+    lines += filter(None, [single_routed(attention_layers(model))])
     lines += dict.fromkeys(map(mae_mixture, mae_routers(model)))
     lines += [
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",

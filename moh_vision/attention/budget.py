@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from dataclasses import dataclass
 from typing import Callable, Optional, Sequence, Union
 
+log = logging.getLogger("moh_vision.attention")
+
 BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
 
 SEARCHED = "searched:"  # begins a spec that names a file
 MAX_BYTES = 2**24  # of such a file
+NEAR = 0.05  # difference between a share and that of whole heads that is not worth a line
 
 # The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
@@ -123,8 +127,10 @@ def resolve_budget(
         for layer, (a, h) in enumerate(zip(active, heads)):
             if a < 1:
                 raise ValueError(
-                    f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run"
+                    f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
+                    f"the smallest share is {_smallest_share(kind, heads, [1] * depth)}"
                 )
+        warn_of_rounding(spec, sum(active), sum(heads))
         pairs = [(s, a - s) for s, a in zip(shared, active)]
 
     budgets = []
@@ -197,13 +203,14 @@ def change_routed(
             if a < low:
                 raise ValueError(
                     f"head_budget {spec!r}: layer {layer} would run {a} of {b.heads} heads, "
-                    f"but {b.shared} are shared and at least 1 is routed"
+                    f"but {b.shared} are shared and at least 1 is routed; the smallest share is "
+                    f"{_smallest_share(kind, heads, least)}"
                 )
         if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
             raise ValueError(
                 f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
-                f"{sum(heads)} already; give the lower budget when the model is made or converted, it then shares fewer "
-                "heads"
+                f"{sum(heads)} already, and the smallest share is {_smallest_share(kind, heads, least)}; give the lower "
+                "budget when the model is made or converted, it then shares fewer heads"
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
@@ -339,6 +346,25 @@ def parse_share(spec: object) -> tuple[str, float, Optional[float]]:
             "a list with one (shared, routed) pair per layer"
         )
     return kind, target, shared if len(numbers) == 2 else None
+
+
+def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
+    """Log, at level WARNING, a share that whole heads miss by more than 5 points; "uniform" rounds in every layer."""
+    if (
+        not isinstance(spec, (list, tuple))
+        and not is_searched(spec)
+        and abs(active / heads - parse_share(spec)[1]) > NEAR
+    ):
+        log.warning(
+            f"head_budget {spec!r} runs {active} of {heads} heads, {100 * active / heads:.1f} %, because a layer runs whole heads"
+        )
+
+
+def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> float:
+    """The smallest share, in thousandths, for which every layer runs at least so many heads."""
+    if kind == "ramp":
+        heads, least = [sum(heads)], [sum(least)]
+    return math.ceil(1000 * max((low - 0.5) / h for low, h in zip(least, heads))) / 1000
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:

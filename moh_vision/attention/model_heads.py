@@ -1,7 +1,7 @@
 """Helpers that visit every attention layer of a model."""
 
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
             router = type(layer.router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
             layer.router = router.train(layer.training)
         layer.router.budget = budget
+
+
+def single_routed(layers: Sequence[HeadMixtureAttention]) -> Optional[str]:
+    """What to tell of layers with one routed head, whose renormalised weight is constant; None where there are none."""
+    found = [n for n, a in enumerate(layers) if a.budget.routed == 1 and any(True for _ in a.router.parameters())]
+    return f"one routed head in layers {found}: only the balance loss trains those routers" if found else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Callable, ContextManager, Dict, List, Optional, Sequence, Tup
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, running
+from moh_vision.attention import HeadBudget, attention_layers, running, set_routed_heads
 from moh_vision.attention.budget import parse_share
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
@@ -47,9 +47,10 @@ class ElasticBudget:
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
                 share = share if kind == "ramp" else f"{kind}:{share}"
-                set_head_budget(model, share)
+                set_routed_heads(model, share)
                 self.budgets[share] = [layer.budget for layer in attention_layers(model)]
             self.smallest, *self.between, self.largest = self.budgets
+            set_head_budget(model, self.largest)
             if self.active_share(self.smallest) == self.active_share(self.largest):
                 raise ValueError("both ends run equally many heads; take them further apart")
         except ValueError as error:

@@ -12,7 +12,8 @@ from moh_vision.attention import (
     set_budgets,
     set_routed_heads,
 )
-from moh_vision.attention.budget import change_routed, is_searched
+from moh_vision.attention.budget import change_routed, is_searched, log, warn_of_rounding
+from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import MoHRouter
 
 
@@ -25,15 +26,26 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
             (shared, routed) pair per layer, or "searched:FILE". The budget, not the file's name, is saved with the model.
 
     Returns:
-        the model.
+        the model. What whole heads make of the share, and layers left with one routed head, are logged at level WARNING
+        of "moh_vision.attention".
 
     Raises:
         ValueError: naming the layer, if it has no routed heads or too few.
     """
     set_routed_heads(model, spec)
+    budgets = [layer.budget for layer in attention_layers(model)]
+    warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
+    warn_of_single_heads(model)
     model.head_budget_spec = spec
     record_head_budget(model)
     return model
+
+
+def warn_of_single_heads(model: nn.Module) -> None:
+    """Log, at level WARNING, what `single_routed` tells of a model."""
+    remark = single_routed(attention_layers(model))
+    if remark:
+        log.warning(remark)
 
 
 def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:

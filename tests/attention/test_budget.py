@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from moh_vision.attention import HeadBudget, resolve_budget
+from moh_vision.attention import HeadBudget, all_heads, resolve_budget
+from moh_vision.attention.budget import change_routed
 
 
 def totals(budgets):
@@ -87,3 +88,27 @@ def test_impossible_specs_name_layer_and_numbers(spec, words):
 def test_budget_is_frozen():
     with pytest.raises(AttributeError):
         HeadBudget(6, 64, 2, 2).shared = 3
+
+
+@pytest.mark.parametrize("kind", ["uniform", "ramp"])
+@pytest.mark.parametrize("heads", [[3] * 12, [6] * 12, [8, 16, 24], [2, 4, 6]])
+def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
+    full = [HeadBudget(h, 64, *pair) for h, pair in zip(heads, all_heads(heads))]
+    ways = (lambda spec: resolve_budget(spec, len(heads), heads, 64)), (lambda spec: change_routed(spec, full))
+    for budget in ways:
+        with pytest.raises(ValueError) as error:
+            budget(f"{kind}:0.01")
+        least = float(re.search(r"the smallest share is (0\.\d+)", str(error.value))[1])
+        budget(f"{kind}:{least}")
+        with pytest.raises(ValueError, match="the smallest share"):
+            budget(f"{kind}:{least - 0.001}")
+
+
+def test_a_share_that_whole_heads_miss_is_logged(caplog):
+    resolve_budget("uniform:0.5", 12, 3, 64)
+    assert caplog.messages == [
+        "head_budget 'uniform:0.5' runs 24 of 36 heads, 66.7 %, because a layer runs whole heads"
+    ]
+    for spec, heads in (("uniform:0.75", 8), (0.6, 3), ("uniform:0.71", 4), ([(1, 1)] * 12, 3)):
+        resolve_budget(spec, 12, heads, 64)
+    assert len(caplog.messages) == 1

@@ -96,10 +96,11 @@ def test_other_numbers_of_heads(size, heads):
         assert torch.equal(moh_vision.convert(model)(x), want)
 
 
-def test_then_the_budget_is_lowered():
+def test_then_the_budget_is_lowered(caplog):
     model, x = moh_vision.convert(dense()), images()
     before = model(x)
     assert moh_vision.set_head_budget(model, 0.5) is model
+    assert caplog.messages == ["one routed head in layers [0, 1, 2]: only the balance loss trains those routers"]
     table = moh_vision.head_budget(model)
     assert table["share"] == 0.5 and [layer["shared"] for layer in table["layers"]] == [2, 2, 2]
     logits, stats = model.train().forward_routed(x)
