@@ -16,12 +16,15 @@ STATE = "model.safetensors"  # accelerate's name for the state of what it wraps
 PREFIX = "model."  # of the model in it; what else is there is left out
 
 
-def average_checkpoints(run: Path, count: int) -> Tuple[Dict[str, Tensor], List[int]]:
+def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str, Tensor], List[int]]:
     """The mean weights of the newest `count` checkpoints, one tensor at a time in float64.
+
+    Where the run was stopped between two saves is left out: it ends with the weights of a run without a stop.
 
     Args:
         run: folder of a run.
         count: how many, or fewer if the run has not kept so many whole ones.
+        every: steps between saves; the others are left out, but for the newest.
 
     Returns:
         (state dict of the model, steps of the checkpoints, newest first). Counters such as batch norm's are the newest's.
@@ -31,7 +34,8 @@ def average_checkpoints(run: Path, count: int) -> Tuple[Dict[str, Tensor], List[
     """
     whole: Dict[int, Path] = {}
     for step, folder in by_age(run / "checkpoints"):
-        if len(whole) < count and step not in whole and damage(folder, step) is None:
+        regular = not whole or step % every == 0
+        if regular and len(whole) < count and step not in whole and damage(folder, step) is None:
             whole[step] = folder
     if not whole:
         raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")

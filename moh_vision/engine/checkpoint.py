@@ -38,7 +38,7 @@ def _nothing(point: str = "") -> None:
 
 
 def save_training(
-    accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int, at=_nothing
+    accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int, at=_nothing, every: int = 1
 ) -> Optional[str]:
     """Save a checkpoint after `step` steps, and the weights for users beside it; all processes call it together.
 
@@ -51,6 +51,7 @@ def save_training(
         metadata: what is needed to build the model again; the step is added.
         keep: checkpoints that stay.
         at: told of every write, flush and rename just after it; a test may end the process there, or raise OSError.
+        every: steps between saves, see `rotate`.
 
     Returns:
         None if everything was saved. Otherwise what went wrong, the same on every process: earlier checkpoints are
@@ -85,7 +86,7 @@ def save_training(
             file.unlink()
         seal.close(step)
         put_in_place(hidden, step, at)
-        seal.meanwhile(rotate, parent, step, keep, at)
+        seal.meanwhile(rotate, parent, step, keep, every, at)
 
     def export():
         tensors = _whole(model, main)

@@ -224,7 +224,7 @@ class Run:
                 load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
-        self.saver = Saver(accelerator, self.folder, c.keep_checkpoints)
+        self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
         main = accelerator.is_main_process

@@ -26,14 +26,15 @@ class Saver:
         accelerator: holds the wrapped model and optimiser.
         run: folder of the run.
         keep: checkpoints that stay.
+        every: steps between saves.
 
     Attributes:
         failed: saves that failed since the process started.
         in_a_row: of these the ones since the last that did not.
     """
 
-    def __init__(self, accelerator, run: Path, keep: int):
-        self.accelerator, self.run, self.keep = accelerator, run, keep
+    def __init__(self, accelerator, run: Path, keep: int, every: int = 1):
+        self.accelerator, self.run, self.keep, self.every = accelerator, run, keep, every
         self.failed = self.in_a_row = 0
 
     def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
@@ -47,7 +48,7 @@ class Saver:
             SaveError: on every process, naming the folder and the system's reason, after three failures in a row or
                 if this one is the last.
         """
-        problem = save_training(self.accelerator, self.run, step, model, ema, metadata, self.keep)
+        problem = save_training(self.accelerator, self.run, step, model, ema, metadata, self.keep, every=self.every)
         if problem is None:
             self.in_a_row = 0
             return True

@@ -58,12 +58,15 @@ def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
     at(f"renamed {hidden.name}")
 
 
-def rotate(parent: Path, step: int, keep: int, at: Callable[[str], None]) -> None:
+def rotate(parent: Path, step: int, keep: int, every: int, at: Callable[[str], None]) -> None:
     """Delete what the checkpoint of `step` makes superfluous.
 
     Only steps up to this one count: newer folders are damaged ones that this run passed over, and take no place.
+    Where a run was stopped between two saves (`every` steps apart), that checkpoint is the first to go, so that the
+    run has in the end those that it would have had without a stop.
     """
-    folders = [path for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
+    named = [(number, path) for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
+    folders = [path for number, path in sorted(named, key=lambda f: f[0] != step and f[0] % every > 0)]
     for old in [*folders[keep:], *parent.glob(".step_*.old")]:
         _discard(old)
         at(f"deleted {old.name}")

@@ -126,11 +126,14 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
-    options = ["--optim.accumulation", 2, "--eval-every", 3]
+    # Stopped between two saves: that checkpoint is none of those that are averaged.
+    options = ["--optim.accumulation", 2, "--eval-every", 3, *"--save-every 3 --average 3 --keep-checkpoints 3".split()]
     train(kind, data, tmp_path / "whole", 8, *options)
     train(kind, data, tmp_path / "run", 5, *options)
     train(kind, data, tmp_path / "run", 8, *options)
-    assert same(tmp_path / "whole/model.safetensors", tmp_path / "run/model.safetensors")
+    for weights in ("model.safetensors", "averaged.safetensors"):
+        assert same(tmp_path / "whole" / weights, tmp_path / "run" / weights)
+    assert results(tmp_path / "run")["averaged_steps"] == [8, 6, 3]
     state = [tmp_path / name / "checkpoints" / "step_8" for name in ("whole", "run")]
     for file in sorted(p.relative_to(state[0]) for p in state[0].rglob("*") if p.suffix != ".json"):
         assert (state[0] / file).read_bytes() == (state[1] / file).read_bytes(), file

@@ -74,7 +74,7 @@ def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadat
     """
     if config.average > 1:
         accelerator.wait_for_everyone()
-        state, steps = average_checkpoints(run, config.average)
+        state, steps = average_checkpoints(run, config.average, config.save_every)
         load_whole(model, state)
         if accelerator.is_main_process:
             export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
