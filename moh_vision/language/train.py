@@ -53,6 +53,9 @@ def train(run: Run) -> None:
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
 
+    if config.max_steps and not checkpoint:  # an earlier run may go on
+        accelerator.print(text.scored_files())
+
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
     model, arguments = build_model(config, text, bool(checkpoint))

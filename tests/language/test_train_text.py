@@ -1,6 +1,7 @@
 """train_text.py as a user runs it, on text that the test writes."""
 
 import math
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,7 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert kind != "mt" or "`_fünf`" in report
     said = capsys.readouterr().out
     parameters = sum(p.numel() for p in moh_vision.load_run(run).parameters())
+    assert f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said  # how data.val was found
     assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
     assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
@@ -226,6 +228,8 @@ def test_mistakes(data, tmp_path, capsys):
     assert "encoder has no gates of MAE" in refused("mt", *modes, preset="mt_transformer_base")
     assert "gate_modes argmax: UNI-MAE has no gate" in refused("mt", *modes, preset="mt_uni_mae_7")
     assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
+    for kind, option, file in (("clm", "--data.train=valid", "valid.txt"), ("mt", "--data.test=train", "train.de")):
+        assert re.search(rf"data[.](val|test) \w+ is .*{file}, which data.train \w+ trains on", refused(kind, option))
     assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
 
 

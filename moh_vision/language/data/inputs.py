@@ -64,6 +64,30 @@ class TextInputs:
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 
+    def sources(self) -> List[Tuple[str, str, float]]:
+        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
+        d = self.data
+        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
+
+    def scored_files(self) -> str:
+        """Name the files of the validation and test set, as they were found for data.val and data.test.
+
+        Raises:
+            ValueError: naming key and file, if one of them is trained on.
+        """
+        d, found = self.data, []
+        trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
+        for key, title in (("val", "validation"), ("test", "test")):
+            split = getattr(d, key)
+            places = self.places(d.root, split) if split else []
+            for place in trained.intersection(places):
+                raise ValueError(
+                    f"data.{key} {split} is {place}, which data.train {d.train} trains on: give another split, "
+                    "for scores of text that the model has not learnt"
+                )
+            found += [f"{title}: {' and '.join(places)}"] if places else []
+        return "; ".join(found)
+
     def record(self, micro_batches: int) -> dict:
         """Record that a resumed run must match: the text, and for translation the micro-batches of a step."""
         return dict(train=self.fingerprint())
@@ -142,6 +166,10 @@ class TranslationInputs(TextInputs):
     def pair(self, split: str) -> ParallelText:
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
+    def places(self, root: str, split: str) -> List[str]:
+        """Names of the files of a split, or of the table on the hub."""
+        return [side.name for side in self.pair(split)]
+
     def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
 
@@ -203,6 +231,10 @@ class BlockInputs(TextInputs):
     first = (0, 0)
     mask = False
 
+    def places(self, root: str, split: str) -> List[str]:
+        """Names of the files of a split, or of the table on the hub."""
+        return [find_lines(root, split).name]
+
     def training_texts(self) -> list:
         """The lines that a vocabulary is made from."""
         return [find_lines(self.data.root, self.data.train)]
@@ -251,10 +283,9 @@ class CausalInputs(BlockInputs):
 
     load = staticmethod(load_vocabulary)
 
-    def sources(self) -> List[Tuple[str, str, float]]:
-        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
-        d = self.data
-        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
+    def places(self, root: str, split: str) -> List[str]:
+        """See `BlockInputs`; of ids the files."""
+        return [str(path) for path in find_tokens(root, split) or ()] or super().places(root, split)
 
     def training_texts(self) -> list:
         roots = [root for _, root, _ in self.sources()]
