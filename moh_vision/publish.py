@@ -131,7 +131,10 @@ def save_classifier(run: ScoredRun, file: Path, folder: Path, scored: Optional[S
     words = ImageNetInfo().label_descriptions(as_dict=True)
     names = about["classes"]
     labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
-    arguments = about["arguments"]
+    arguments = dict(about["arguments"])
+    # The tag after the point names weights; of weights from a folder of one's own timm records it too, and wrongly.
+    if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
+        arguments["base"] = arguments["base"].partition(".")[0]
     timm.models.save_for_hf(model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True)
     colours = "L" if channels == 1 else "RGB"
     code = f"""import moh_vision  # registers the models with timm
@@ -263,7 +266,7 @@ def make_card(
     averaged = ", ".join(map(str, sorted(about.get("averaged_steps", ()))))
     steps = f"step {about['step']}" if "step" in about else f"mean of steps {averaged}"
     values: Dict[str, Any] = dict(
-        title=name.rpartition("/")[2],
+        title=name.rpartition("/")[2] if "/" in name else architecture,
         model=architecture,
         share=f", {100 * head_budget(model)['share']:.1f} % of its attention heads active" if layers else "",
         kind=run.kind,

@@ -124,6 +124,7 @@ def test_round_trip_in_a_new_process(runs, published):
 def test_card(runs, published):
     head, text = head_and_text(published / "cls")
     assert head == dict(library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"])
+    assert "\n# moh_vit_tiny_patch16_224\n" in text, "the name of the folder says nothing of the model"
     results = small_runs.results(runs / "cls")
     assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):

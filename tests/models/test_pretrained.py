@@ -8,9 +8,11 @@ import torch
 from refusals import refused
 
 import moh_vision
+from moh_vision import publish
 from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
+from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
@@ -61,6 +63,12 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     assert moh_vision.head_budget(model)["share"] == 0.5 and model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
     # Two small steps from the weights: fc1 is not reordered.
     assert (model.blocks[0].mlp.fc1.weight - dense.blocks[0].mlp.fc1.weight).abs().max() < 0.01
+
+    # timm's tag of a folder of one's own is that of its default weights, which these are not.
+    assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(".")
+    assert publish.main([str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
+    saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
+    assert saved["base"] == "vit_small_patch16_224" and "\n# moh_vit\n" in (tmp_path / "card" / "README.md").read_text()
 
     at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
     source.rename(tmp_path / "moved")  # a resumed run does not need its source
