@@ -169,8 +169,7 @@ def train(run: Run) -> None:
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
-            balance, accuracy = 100 * v["balance_share"], 100 * v["batch_accuracy"]
-            run.metrics(v, f"loss {v['loss']:.4f}, balance {balance:.1f} % of loss, acc {accuracy:.0f} %")
+            run.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")
         # Before the save, so that a run that goes on from there has its validation.
         if run.due(config.eval_every) and run.done < run.stop:
             evaluate()

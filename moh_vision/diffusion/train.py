@@ -135,8 +135,12 @@ def train(run: Run) -> None:
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
-            show = f"loss {v['loss']:.4f}, mse {v['mse']:.4f}, balance {100 * v['balance_share']:.1f} % of loss"
-            run.metrics(v, show, failed_previews=previews.failed, failed_scores=scored.failed)
+            run.metrics(
+                v,
+                f"loss {v['loss']:.4f}, mse {v['mse']:.4f}",
+                failed_previews=previews.failed,
+                failed_scores=scored.failed,
+            )
         run.save()
         if run.due(config.preview.every, at_end=True):
             previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run.log, step)

@@ -50,6 +50,7 @@ class RunLog:
         self.terminal = sys.stderr.isatty()
         self.title, self.total, self.unit = title, total, unit
         self.pause()
+        self.warm = 0.0  # when the first step of this process was done, which compiles and fills caches
         if not enabled:
             return
         if path.exists():
@@ -69,14 +70,17 @@ class RunLog:
     def step(self, count: int) -> None:
         """One step of so many images or tokens is done."""
         self.count, self.steps = self.count + count, self.steps + 1
+        if not self.warm:
+            self.warm, self.steps = time.monotonic(), 0
         if self.enabled:
             self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
         """Write a line {"step": step, **values} and show `show`, the rate and peak memory."""
         seconds = time.monotonic() - self.since
-        rate, left = self.count / max(seconds, 1e-9), (self.total - step - 1) * seconds / max(self.steps, 1)
-        memory = peak_memory_mib()
+        rate, memory = self.count / max(seconds, 1e-9), peak_memory_mib()
+        left = (self.total - step - 1) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
+        remaining = f", {timedelta(seconds=round(left))} left" if self.steps else ""
         self.pause()
         if not self.enabled:
             return
@@ -86,7 +90,7 @@ class RunLog:
             loss, _, more = show.partition(", ")
             self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
         else:
-            about = f"{show}, {speed}, peak {memory:.0f} MiB, {timedelta(seconds=round(left))} left"
+            about = f"{show}, {speed}, peak {memory:.0f} MiB{remaining}"
             print(f"{self.title} {step + 1}/{self.total}: {about}", flush=True)
 
     def event(self, step: int, values: dict, show: str) -> None:
@@ -180,7 +184,7 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Peak memory of this process: of the GPU if there is one, else resident memory."""
+    """Peak memory of this process: what PyTorch allocated on the GPU if there is one, else resident memory, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

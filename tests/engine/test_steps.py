@@ -104,6 +104,28 @@ def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkeypatch, every):
+    """The first step, of a minute here, compiles and fills caches; the others take a second."""
+    now = 0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
+    for step in range(4):
+        now += 1 if step else 60
+        log.step(8)
+        if (step + 1) % every == 0:
+            log.metrics(step, {}, "loss 2")
+    log.close()
+    shown = capsys.readouterr().out.splitlines()
+    left = [line.partition(" MiB")[2] for line in shown]
+    assert (
+        left
+        == {1: ["", ", 0:00:08 left", ", 0:00:07 left", ", 0:00:06 left"], 2: [", 0:00:08 left", ", 0:00:06 left"]}[
+            every
+        ]
+    )
+
+
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
 
 
