@@ -20,6 +20,7 @@ from moh_vision.classification import validate as validation
 from moh_vision.classification.best import Best
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
@@ -84,10 +85,7 @@ def train(run: Run) -> None:
     record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
-    accelerator.print(
-        f"{d.root}: {len(source)} training images of {len(source.classes)} classes, {len(val)} for validation; "
-        f"{stop} steps of {o.batch_size} are {stop * o.batch_size / len(source):.3g} epochs"
-    )
+    accelerator.print(splits.in_short(d.root, source, stop, o.batch_size, val))
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)

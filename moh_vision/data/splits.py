@@ -103,6 +103,19 @@ def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
     raise ValueError(f"{counts}, in another order")
 
 
+def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
+    """One line: the images of a run, and how often it sees them.
+
+    Args:
+        root: data.root.
+        train, val: see `open_source`.
+        steps, batch_size: of the run.
+    """
+    checked = f", {len(val)} for validation" if val is not None else ""
+    epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
+    return f"{root}: {len(train)} training images of {len(train.classes)} classes{checked}; {epochs}"
+
+
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 

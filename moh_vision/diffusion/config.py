@@ -72,17 +72,18 @@ class PreviewConfig(DrawConfig):
     """Pictures: OUTPUT/previews/step_N.png.
 
     Args:
-        columns: images a row; with `classes` it is `images` by their number.
+        columns: images a row, in their order; left out: of up to ten classes one a row with its name, of more classes ten
+            images a row.
         classes: numbers or names of the classes that are drawn, one a row with its name: image i has the class in place
-            i modulo their number; left out: all classes, and the images in their order.
+            i modulo their number; left out: all classes.
     """
 
-    columns: int = 10
+    columns: Optional[int] = None
     classes: Classes = None
 
     def __post_init__(self):
         super().__post_init__()
-        check("preview.columns", self.columns, self.columns >= 1, "at least 1")
+        check("preview.columns", self.columns, self.columns is None or self.columns >= 1, "at least 1")
         check_classes("preview.classes", self.classes, self.images)
 
 

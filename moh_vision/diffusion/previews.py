@@ -18,6 +18,7 @@ from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time
+ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row of more classes
 
 
 class Samples:
@@ -82,7 +83,7 @@ class Samples:
         finally:
             model.train(mode)
 
-    def draw(self, model: nn.Module, path: Path, log, step: int) -> None:
+    def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
         """Write a PNG grid and hand its images to the log; every process may call it, and the log's own process writes.
 
         A failure is counted and logged. It does not end the training.
@@ -91,19 +92,21 @@ class Samples:
             path: of the PNG.
             log: a `RunLog`.
             step: of the weights.
+            ema: whether the model is an EMA, for the log.
         """
         c = self.config
         starts = range(0, c.images, BATCH)
         try:
             images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
             if log.enabled:
-                if c.classes is None:
-                    draw_image_grid(images, min(c.columns, c.images), str(path))
-                else:
+                if c.classes or (c.columns is None and len(self.names) <= ROWS):
                     rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.images)
                     draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
+                else:
+                    draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
                 log.pictures(step, "samples", images)
-                log.say(f"preview: {path}")
+                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * ema}"
+                log.say(f"preview ({how}): {path}")
         except Exception as error:  # whatever it is, the weights are worth more than their picture
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")

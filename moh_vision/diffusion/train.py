@@ -16,6 +16,7 @@ from torch import nn
 
 from moh_vision.analysis import Conditions, describe, in_short
 from moh_vision.attention import settings
+from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, is_latent_cache
@@ -52,6 +53,7 @@ def train(run: Run) -> None:
         stream = open_stream(d, run.flags.given, accelerator)
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
+    accelerator.print(splits.in_short(d.root, source, config.max_steps, o.batch_size))
 
     # ---------------------------------------------------------------- objective and model
     objective = make_objective(config.tree())
@@ -143,7 +145,8 @@ def train(run: Run) -> None:
             )
         run.save()
         if run.due(config.preview.every, at_end=True):
-            previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run.log, step)
+            picture = run.folder / "previews" / f"step_{run.done}.png"
+            previews.draw(drawn, picture, run.log, step, ema=bool(run.ema))
             run.log.pause()
         if run.due(config.score.every, at_end=True):
             scores, text = scored.score(drawn, scorer, run.folder, run.done, accelerator)

@@ -413,4 +413,4 @@ LATER_KEYS = {
 }
 
 # Defaults of earlier versions: their runs saved them, also where they had no effect.
-FORMER_DEFAULTS = {"preview.sampler": "ddim", "score.sampler": "ddim"}
+FORMER_DEFAULTS = {"preview.sampler": "ddim", "score.sampler": "ddim", "preview.columns": 10}

@@ -180,6 +180,8 @@ class Run:
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
         by_main(lambda: add_environment(*about), self.accelerator)
+        count, device = self.accelerator.num_processes, self.accelerator.device.type
+        self.accelerator.print(f"{count} process{'es' * (count > 1)} on {device}")
         if self.settings:
             self.accelerator.print(self.settings.line)
         self.setting_up = False

@@ -390,7 +390,7 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     previews = Samples(config, list("0123456789"), learned_variance=True, clip=True, objective=HybridLoss())
     previews.draw(model, tmp_path / "again.png", log, step=4)
     (step, _, images), said = logged
-    assert said == f"preview: {tmp_path / 'again.png'}"
+    assert said == f"preview (ddim, 3 steps, guidance 1.5): {tmp_path / 'again.png'}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
     assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
     # Pictures are no part of what a run is: others resume it.
@@ -399,8 +399,14 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     train_dit.main([*common, "--output", str(tmp_path / "drawn"), *more])
     rate = "max_steps 4 -> 5: the learning rate at step 4 goes from 0 to 0.000191\n"  # 1e-3 (1 + cos(4 pi / 5)) of the peak
     assert rate in (out := capsys.readouterr().out) and " left\n" in out
+    assert "digits: 1442 training images of 10 classes; 5 steps of " in out and "\n1 process on cpu\n" in out
+    assert f"preview (ddim, 1 steps, guidance 1.5, EMA): {tmp_path / 'drawn'}" in out
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
         assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
+    config.columns, config.images = None, 20  # ten classes, which is what has rows without `classes`, too
+    previews.draw(model, tmp_path / "rows.png", log, step=4)
+    with Image.open(tmp_path / "rows.png") as picture:
+        assert picture.height == 10 * 50 + 2 and 2 * 50 + 2 < picture.width < 3 * 50
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
