@@ -117,26 +117,20 @@ def save_classifier(run: ScoredRun, file: Path, folder: Path, scored: Optional[S
     import timm
     from timm.data import ImageNetInfo
 
-    from moh_vision.classification.config import ClsConfig
-    from moh_vision.engine.command_line import parse_config
+    from moh_vision.classification.config import prepared_as_trained
 
     model, about = from_run(str(file), "classifier")
-    config, _ = parse_config(ClsConfig, ["--checkpoint", str(file)], "publish", to_validate=True)
-    channels, size = model.in_chans, about["arguments"].get("img_size")
-    cfg = dict(model.pretrained_cfg, num_classes=model.num_classes, **config.data.eval_options(model.pretrained_cfg))
-    cfg.update(mean=cfg["mean"][:channels], std=cfg["std"][:channels])
-    cfg.update(input_size=(channels, size, size) if size else (channels, *cfg["input_size"][1:]))
+    cfg = prepared_as_trained(model, about).pretrained_cfg
+    names = cfg.pop("label_names")
     cfg.update(dict.fromkeys(("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")))
-    model.pretrained_cfg = model.default_cfg = cfg
     words = ImageNetInfo().label_descriptions(as_dict=True)
-    names = about["classes"]
     labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
     arguments = dict(about["arguments"])
     # The tag after the point names weights; of weights from a folder of one's own timm records it too, and wrongly.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
     timm.models.save_for_hf(model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True)
-    colours = "L" if channels == 1 else "RGB"
+    colours = "L" if model.in_chans == 1 else "RGB"
     code = f"""import moh_vision  # registers the models with timm
 import timm
 from PIL import Image

@@ -233,9 +233,9 @@ def test_a_folder_that_timm_saved(tmp_path):
     image = torch.randn(1, 1, 8, 8)
     with torch.no_grad():
         assert torch.equal(opened(image), model(image))
-    assert about["classes"] == ["x", "y", "z"] and about["mean"] == [0.1] and about["crop_pct"] == 0.8
+    assert about["classes"] == ["x", "y", "z"] and about["mean"] == (0.1,) and about["crop_pct"] == 0.8
     config = json.loads((tmp_path / "config.json").read_text())
     config["model_args"]["checkpoint_path"] = "elsewhere.pt"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="not a classifier that timm has saved .checkpoint_path in its config.json"):
+    with pytest.raises(ValueError, match="is of no classifier that is taken .checkpoint_path in its config.json"):
         exporting.open_model(str(tmp_path), None)

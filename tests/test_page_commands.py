@@ -176,20 +176,22 @@ def shell(page, places):
         assert not code, f"{command}\n  as {words}"
 
 
-def python(page):
-    """Run a page's Python blocks one after another, without weights of the hub."""
+def python(page, places):
+    """Run a page's Python blocks one after another, with a run and an image for "RUN" and "IMAGE.jpg", without weights of the hub."""
+    known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": f"{places['PHOTOS']}/val/cat/0.jpg"}
     create = timm.create_model
     names = {}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
         patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
         for block in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S):
+            block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
             exec(compile(block, page, "exec"), names)
 
 
 def test_readme(stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert len(commands(README)) > 8
-    python(README)
+    python(README, stand_ins)
     shell(README, stand_ins)
 
 
@@ -197,7 +199,7 @@ def test_readme(stand_ins, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("page", RUN_PAGES[1:])
 def test_first_pages(page, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    python(page)
+    python(page, stand_ins)
     shell(page, stand_ins)
 
 

@@ -6,8 +6,8 @@ RUN is a run of a classifier, scored on its validation images, of a diffusion mo
 model, scored on its validation text; runs of one kind are lines of one figure. They come first. --data.root and the other
 options of validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py: --score REFERENCE is
 needed, --num-images and --steps say how long it takes. The shared heads of a model stay, so that it cannot run fewer than
-these and one routed head per layer; `set_head_budget` says how a share is spread over the layers. A ring marks the share that
-the run was saved with.
+these and one routed head per layer; `set_head_budget` says how a share is spread over the layers. A dense model is one point
+at 100 %. A ring marks the share that the run was saved with.
 
 Latency is that of one forward pass of a batch, as the model's executor computes it: the median over rounds in which all
 models and shares take turns, with quartiles.
@@ -52,14 +52,16 @@ def budgets_of(model: nn.Module, shares: Optional[Sequence[str]]) -> Dict[float,
     Args:
         shares: each as `set_head_budget` takes it, such as "0.5" or "uniform:0.5". A plain number is spread over the
             layers as the model's own share: uniform where it was made so, else as the papers' ramp. None: those of
-            SHARES that the model allows.
+            SHARES that the model allows. A model that always runs all heads has this share alone.
 
     Raises:
         ValueError: for a model without routed heads, or a share that its shared heads do not allow, naming the least.
     """
     layers = attention_layers(model)
     own = tuple(layer.budget for layer in layers)
-    if any(layer.router.all_heads for layer in layers) or not any(b.candidates for b in own):
+    if all(layer.router.all_heads for layer in layers):
+        return {1.0: own}
+    if not any(b.candidates for b in own):
         raise ValueError(f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some")
     groups = [getattr(layer.router, "group", 1) for layer in layers]
     heads = sum(b.heads for b in own)
@@ -158,9 +160,8 @@ def draw(lines: Sequence[dict]):
         own = line["shares"].index(line["share"])
         y = [scores[key] for scores in line["scores"]]
         low, middle, high = zip(*line["milliseconds"])
-        above.plot(
-            x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {line['scope']} scope"
-        )
+        which = "all heads" if line["shares"] == [1.0] else f"{line['scope']} scope"
+        above.plot(x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}")
         below.plot(x, middle, color=colour, marker="o", markersize=4)
         below.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
         for axes, value in ((above, y[own]), (below, middle[own])):

@@ -157,7 +157,11 @@ def image_parser(command: str, description: str) -> Parser:
     """The options of a command that looks at one image: RUN, --image and --output."""
     parser = Parser(f"python -m moh_vision.analysis.{command}", description)
     add = parser.add_argument
-    add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
+    add(
+        "checkpoint",
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
+    )
     add("--image", required=True, metavar="FILE", help="the image")
     add("--output", required=True, type=Path, metavar="FILE", help="figure, .png or .svg; its numbers are beside it")
     return parser

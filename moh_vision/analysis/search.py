@@ -285,7 +285,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     parser = Parser("python -m moh_vision.analysis.search", __doc__)
     add = parser.add_argument
-    add("checkpoint", metavar="RUN", help="run, its checkpoint, or weights for --model.NAME; it comes first")
+    add(
+        "checkpoint",
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
+    )
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
     add("--output", required=True, metavar="FILE", help="JSON, for head_budget=searched:FILE")
     add(

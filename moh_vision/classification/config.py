@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Optional, Tuple
+from typing import Literal, Optional, Sequence, Tuple
 
+from torch import nn
+
+from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import DataConfig, ImageRunConfig, OptimConfig, check
 
 
@@ -59,6 +62,41 @@ class ClsDataConfig(DataConfig):
                 crop_pct=pretrained_cfg.get("crop_pct", 0.875), crop_mode=pretrained_cfg.get("crop_mode") or "center"
             )
         return dict(crop_pct=self.crop_pct or own["crop_pct"], crop_mode=self.crop_mode or own["crop_mode"])
+
+    def prepare(self, model: nn.Module, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
+        """Let the pretrained_cfg of a classifier say what validation does to an image, as `validation_transform` reads it.
+
+        Args:
+            model: with the pretrained_cfg of its registered name, or of the folder it is from.
+            img_size: side of the images; None: that of its pretrained_cfg.
+            classes: their names, as label_names; None: those of its pretrained_cfg, if it has any.
+        """
+        cfg, channels = dict(model.pretrained_cfg), model.in_chans
+        side = [img_size] * 2 if img_size else cfg["input_size"][1:]
+        cfg.update(num_classes=model.num_classes, input_size=(channels, *side), **self.eval_options(cfg))
+        cfg.update(mean=tuple(cfg["mean"][:channels]), std=tuple(cfg["std"][:channels]))
+        cfg["label_names"] = cfg.get("label_names") if classes is None else list(classes)
+        model.pretrained_cfg = model.default_cfg = cfg
+
+
+def prepared_as_trained(model: nn.Module, about: dict) -> nn.Module:
+    """`ClsDataConfig.prepare` of a run's model, as its validation was when the weights were written.
+
+    Args:
+        about: see `moh_vision.models.weights.from_run`.
+
+    Raises:
+        ValueError: naming the file, if its metadata have other keys or values than a run writes.
+    """
+    try:
+        saved = about.get("config", {}).get("data", {})
+        data = ClsDataConfig(**{key: saved[key] for key in ("augment", "crop_pct", "crop_mode") if key in saved})
+        data.prepare(model, about["arguments"].get("img_size"), about.get("classes"))
+    except (TypeError, ValueError, AttributeError) as error:  # files of others may hold anything
+        raise ValueError(
+            f"{about['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
+        ) from None
+    return model
 
 
 @dataclass

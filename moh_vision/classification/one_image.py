@@ -9,7 +9,7 @@ from moh_vision.analysis.patches import OneImage
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.validate import open_classifier
 from moh_vision.data.decode import decode_image
-from moh_vision.data.imagenet import classification_transforms
+from moh_vision.data.imagenet import validation_transform
 from moh_vision.engine.command_line import parse_config
 
 
@@ -27,10 +27,9 @@ def open_image(argv: List[str], file: str, command: str) -> OneImage:
     found = decode_image(Path(file).read_bytes(), file)
     config, flags = parse_config(ClsConfig, argv, command, to_validate=True)
     model, about = open_classifier(config, flags)
-    cfg, channels = model.pretrained_cfg, model.in_chans
-    _, transform = classification_transforms(config.data, cfg, about["img_size"], channels)
-    image = transform(found)  # [C, h, w]
-    mean, std = (torch.tensor(cfg[key][:channels]).view(-1, 1, 1) for key in ("mean", "std"))
+    cfg = model.pretrained_cfg
+    image = validation_transform(cfg)(found)  # [C, h, w]
+    mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
     seen = (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
     about = dict(weights=about["weights"], model=about["name"], image=file, img_size=about["img_size"])
     return OneImage(model, image, seen, about)

@@ -2,8 +2,8 @@
 
 python -m moh_vision.classification.predict --checkpoint RUN IMAGE_OR_FOLDER ... --output classes.json
 
-RUN is a run of a classifier, or weights with --model.NAME as validate.py takes them; other options of validate.py are taken
-too, after the images. An image that cannot be read is named on stderr; the others go on, and the exit code is 2.
+RUN is a run of a classifier, a folder that moh_vision.publish or timm has saved, or weights with --model.NAME as validate.py
+takes them; other options of validate.py are taken too, after the images. An image that cannot be read is named on stderr; the others go on, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.validate import open_classifier
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.imagenet import classification_transforms, unnamed_classes
+from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.walk import IMAGES, refuse_special, walk
 from moh_vision.engine.command_line import parse_config
@@ -138,7 +138,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake and for images that cannot be read."""
     parser = Parser("python -m moh_vision.classification.predict", __doc__)
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="RUN", help="run, its checkpoint, or weights for --model.NAME")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME",
+    )
     add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
     add("--top", type=int, default=5, metavar="N", help="classes of each image (5)")
     add("--output", metavar="FILE", help=".json or .csv with what is printed; must not exist")
@@ -159,9 +164,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         model, about = open_classifier(config, flags)
         names = class_names(about["classes"], model.num_classes)
         accelerator, d = make_accelerator(config.mixed_precision, config.tf32), config.data
-        _, transform = classification_transforms(d, model.pretrained_cfg, about["img_size"], model.in_chans)
         unreadable, slices = NamedBadSamples(len(files)), rank_slice(len(files), 0, 1, d.eval_batch_size)
-        images = LabelledImages(Files(files), transform, seed=0, replace=False)
+        images = LabelledImages(Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False)
         batches = evaluation_batches(images, slices, d.workers if len(slices) > 1 else 0, unreadable)
         found = []
         for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):

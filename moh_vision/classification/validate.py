@@ -1,11 +1,12 @@
 """Validate a classifier: exact over processes, with the use of its heads.   python validate.py --checkpoint RUN
 
-Also weights of other kinds, with the model as --model.* and --data.root; installed: python -m
-moh_vision.classification.validate.
+Also a folder that moh_vision.publish or timm has saved, with --data.root, and weights of other kinds, with the model as
+--model.* too; installed: python -m moh_vision.classification.validate.
 """
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
@@ -21,11 +22,11 @@ from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.labels import IMAGENET, Labels, SomeClasses, open_labelled, refuse_other_classifier
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
-from moh_vision.data.imagenet import classification_transforms
+from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import BadData, message_of, refuse_output, user_errors
+from moh_vision.engine.commands import BadData, message_of, reason_of, refuse_output, user_errors
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import total_over_processes
@@ -34,6 +35,7 @@ from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import evaluate, likeliest, summary
 from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import to_validate
 
 FLAGS = (
@@ -158,22 +160,31 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
 def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
     """The classifier that --checkpoint means.
 
-    A run brings its model. --model.head_budget then changes how many of its routed heads run (`set_head_budget`); any
-    other option of the model is refused.
+    A run brings its model, and so does a folder that timm or moh_vision.publish has saved, with what is done to its images.
+    --model.head_budget then changes how many routed heads run (`set_head_budget`); any other option of the model is refused.
 
     Args:
         config: a `ClsConfig`.
-        flags: `Flags`; its checkpoint is what `models.weights.to_validate` takes.
+        flags: `Flags`; its checkpoint is such a folder, or what `models.weights.to_validate` takes.
         **arguments: of a model that is not a run's, beside those of the configuration.
 
     Returns:
-        (model in eval mode, what `to_validate` says of it with img_size)
+        (model in eval mode, prepared by `ClsDataConfig.prepare`; what `to_validate` says of it, with img_size)
 
     Raises:
         ValueError, FileNotFoundError: for weights that are not there or do not fit.
     """
-    path, arguments = flags.checkpoint, dict(config.model.arguments(), **arguments)
-    model, about = to_validate(path, config.model.name, arguments, config.data.img_size)
+    path, data = flags.checkpoint, config.data
+    saved = (Path(path) / "config.json").is_file()
+    name, own, cfg = _saved_by_timm(path) if saved else (config.model.name, config.model.arguments(), {})
+    model, about = to_validate(path, name, {**own, **arguments}, data.img_size)
+    if saved:
+        about.update(of_run=True, classes=cfg.get("label_names"))
+        if own["router"] == "dense" and "base" in own:
+            about["name"] = own["base"].split(".")[0]  # the plain ViT that it is
+        model.pretrained_cfg = cfg
+        if "data.augment" not in flags.given:
+            data = replace(data, augment="imagenet")  # crops as the folder says
     if about["of_run"]:
         for key in sorted(flags.given):
             if key.partition(".")[0] == "model" and key != "model.head_budget":
@@ -183,7 +194,23 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
                 )
         if "model.head_budget" in flags.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
-    return model, dict(about, img_size=about["arguments"].get("img_size") or model.pretrained_cfg["input_size"][-1])
+    data.prepare(model, about["arguments"].get("img_size"), about["classes"])
+    return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
+
+
+def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
+    """`of_source` of what `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
+    try:
+        name, arguments, cfg = of_source(folder, "classifier")
+        names = cfg.get("label_names")
+        if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+            raise ValueError("label_names in its config.json is no list of names")
+        return name, arguments, {**cfg, "crop_mode": cfg.get("crop_mode") or "center"}
+    except Exception as error:  # files of others may hold anything
+        reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
+        raise ValueError(
+            f"--checkpoint {folder}: its config.json is of no classifier that is taken ({reason})"
+        ) from None
 
 
 def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
@@ -212,8 +239,7 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
         refuse_other_classifier(model, about["classes"], named, flags.labels)
     else:
         check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
-    _, transform = classification_transforms(config.data, model.pretrained_cfg, about["img_size"], source.channels)
-    return model, about, source, transform
+    return model, about, source, validation_transform(model.pretrained_cfg)
 
 
 def report(config, flags, accelerator) -> None:

@@ -167,6 +167,13 @@ def classification_transforms(data, pretrained_cfg: dict, img_size: int, channel
     return train, imagenet_eval_transform(**size, **normal, interpolation=interpolation, **options)
 
 
+def validation_transform(cfg: dict) -> Callable:
+    """PIL image -> tensor [channels, side, side], as timm's pretrained_cfg says: `imagenet_eval_transform`."""
+    channels, _, side = cfg["input_size"]
+    kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
+    return imagenet_eval_transform(side, channels, cfg["mean"], cfg["std"], **kind)
+
+
 class BatchMixing:
     """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
 

@@ -54,7 +54,7 @@ RUN_FLAGS = (
     ("fresh", bool, False, "move an earlier run in --output aside and start over"),
     ("allow_change", List[str], [], "KEY: resume although it has changed; may be given several times"),
 )
-VALIDATION_FLAGS = (("checkpoint", Optional[str], None, "run, its checkpoint, or weights for model.*"),)
+VALIDATION_FLAGS = (("checkpoint", Optional[str], None, "run, its checkpoint, folder of timm, or weights for model.*"),)
 # What --print_config wrote beside the keys in earlier versions.
 PRINTED = (
     "config", "print_config", "help", "validate_only", "head_load", *(name for name, *_ in RUN_FLAGS + VALIDATION_FLAGS),
@@ -129,7 +129,9 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         print(parser.dump(namespace, skip_validation=True))
         raise SystemExit(0)
     if to_validate and namespace.checkpoint is None:
-        raise ValueError("--checkpoint PATH is needed: a run, its checkpoint, or weights for model.*")
+        raise ValueError(
+            "--checkpoint PATH is needed: a run, its checkpoint, a folder that timm saved, or weights for model.*"
+        )
     found = Flags(**{name: namespace[name] for name, *_ in flags}, given=given)
     for key in found.allow_change:
         if key not in keys and key not in KEPT_KEYS:

@@ -51,10 +51,7 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
         if (about.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
             return about["architecture"], about["arguments"]
     try:
-        name, arguments = (_classifier if kind == "classifier" else _diffusion)(m.pretrained)
-        for key in FETCHING:
-            if key in arguments:
-                raise ValueError(f"{key} in its config.json would read other weights than its own")
+        name, arguments, _ = of_source(m.pretrained, kind)
         routed = arguments.get("router", "dense") != "dense"
     except Exception as error:  # files of others may hold anything
         raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}") from None
@@ -86,10 +83,35 @@ def load_source(model: nn.Module, config, say: Callable[[str], None]) -> None:
         )
 
 
-def _classifier(source: str) -> Tuple[str, dict]:
+def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
+    """(name, arguments, pretrained_cfg) of the model that others have saved or published, for `weights.create`.
+
+    Args:
+        source: see `model.pretrained` in docs/guides/convert.md.
+        kind: "classifier" or "diffusion".
+
+    Returns:
+        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name alone.
+
+    Raises:
+        ValueError: for a model that cannot be converted; files of others may raise anything.
+    """
+    name, arguments, cfg = (_classifier if kind == "classifier" else _diffusion)(source)
+    for key in FETCHING:
+        if key in arguments:
+            raise ValueError(f"{key} in its config.json would read other weights than its own")
+    return name, arguments, cfg
+
+
+def _classifier(source: str) -> Tuple[str, dict, dict]:
     """timm's model of a source, as "moh_vit" with `base`; one of ours as it was saved."""
+    if Path(source).is_file():
+        raise ValueError(
+            "a file of weights does not say of which model it is; --init_from takes it for a --model.name, or give the "
+            "folder that timm.models.save_for_hf writes"
+        )
     place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
-    arguments: dict = {}
+    arguments, cfg = {}, {}
     if place is not None:
         read = load_model_config_from_path if place == "local-dir" else load_model_config_from_hf
         cfg, name, arguments = read(name)
@@ -97,26 +119,27 @@ def _classifier(source: str) -> Tuple[str, dict]:
         if side not in others:
             raise ValueError(f"its images are of {arguments['img_size']}, expected a square")
         arguments = {k: v for k, v in arguments.items() if k != "img_size"} | ({"img_size": side} if side else {})
+        arguments = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0], **arguments}
         if is_model_pretrained(f"{name}.{cfg.get('tag')}"):  # for mean and standard deviation of its images
             name = f"{name}.{cfg['tag']}"
     if not timm.is_model(name):
         raise ValueError("neither a model of timm, hf-hub:OWNER/NAME, nor a folder with a config.json of timm")
     if timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("timm."):
-        arguments = {"base": name, **arguments}
+        arguments = {"base": name, "router": "dense", **arguments}
         with torch.device("meta"):  # what cannot be converted is refused here
-            timm.create_model("moh_vit", **arguments, router="dense")
-        return "moh_vit", arguments
+            timm.create_model("moh_vit", **arguments)
+        return "moh_vit", arguments, cfg
     check_name(name, "classifier")
-    return name, {"router": "moh", **arguments}
+    return name, {"router": "dense" if name.startswith("transnext_") else "moh", **arguments}, cfg
 
 
-def _diffusion(source: str) -> Tuple[str, dict]:
+def _diffusion(source: str) -> Tuple[str, dict, dict]:
     """A registered DiT, or that of a folder of diffusers."""
     if not Path(source).is_dir():
         if source.count("/"):
             raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")
         check_name(source, "diffusion")
-        return source, {} if source.startswith("dit_") else {"router": "moh"}
+        return source, {} if source.startswith("dit_") else {"router": "moh"}, {}
     from diffusers import DiTTransformer2DModel
 
     from moh_vision.models.dit_transformer import settings_of
@@ -138,4 +161,4 @@ def _diffusion(source: str) -> Tuple[str, dict]:
     )
     sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
     arguments = {names.get(k, k): v for k, v in about.items() if k[0] != "_" and k not in sizes}
-    return "dit_small_patch2", arguments
+    return "dit_small_patch2", arguments, {}

@@ -74,6 +74,9 @@ def _kinds() -> Dict[str, str]:
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
     """The model of a run of train_cls.py, train_dit.py or train_text.py, with its weights, in eval mode on the CPU.
 
+    The pretrained_cfg of a classifier says what the run's validation does to an image, for
+    `timm.data.resolve_model_data_config`, and has the names of the classes as label_names.
+
     Args:
         path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
         weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
@@ -87,7 +90,8 @@ def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
         reader = registered("run", key)
         if reader is not None:
             return reader(file)
-    return from_run(str(file), None)[0]
+    model, about = from_run(str(file), None)
+    return registered("prepared", "classifier")(model, about) if hasattr(model, "get_classifier") else model
 
 
 def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
@@ -200,7 +204,7 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
         img_size: another one than the run's; positions are resized.
 
     Returns:
-        (model in eval mode, dict(name, arguments, classes or None, weights: the file, of_run: whether a run wrote it))
+        (model in eval mode, dict(name, arguments, classes or None, weights: the file, of_run: whether it brings its model))
 
     Raises:
         ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.

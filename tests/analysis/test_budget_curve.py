@@ -53,9 +53,10 @@ def test_shares_that_the_shared_heads_do_not_allow():
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
     with pytest.raises(ValueError, match="--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"):
         budgets_of(model, ["0.75", "0.5"])
+    with pytest.raises(ValueError, match="no routed heads to be chosen"):
+        budgets_of(vit([(8, 0)] * 3), None)
     for router in ("dense", "mae"):
-        with pytest.raises(ValueError, match="no routed heads to be chosen"):
-            budgets_of(vit(None, router=router), None)
+        assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
 
 
 def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
@@ -119,8 +120,12 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     assert "nowhere" in error("nowhere", *new)
     dense = str(tmp_path / "dense")
     train_cls.main(arguments("cls", dense, 1, 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null"))
-    assert f"{dense}: MoHVisionTransformer has no routed heads" in error(runs[0], dense, *new)
     assert not (tmp_path / "new.svg").exists()
+    assert main([runs[0], dense, *new, "--shares", "0.75"]) == 0
+    token, dense = json.loads((tmp_path / "new.json").read_text())["lines"]
+    assert (token["shares"], dense["shares"]) == ([0.75], [1.0]) and "dense, all heads" in (
+        tmp_path / "new.svg"
+    ).read_text()
 
 
 def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):

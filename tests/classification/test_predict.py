@@ -5,14 +5,18 @@ import json
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from refusals import refused
 from sklearn.datasets import load_digits
-from small_runs import arguments
+from small_runs import arguments, results
+from timm.data import create_transform, resolve_model_data_config
 
-from moh_vision import load_run
-from moh_vision.classification import predict
+from moh_vision import load_run, publish
+from moh_vision.classification import predict, validate
 from moh_vision.classification import train as train_cls
+from moh_vision.data.sources import Digits
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,64 @@ def test_the_probabilities_are_the_models(folder, capsys):
     assert [int(row["rank"]) for row in rows] == [1, 2, 3, 4, 5] and {row["image"] for row in rows} == {names[3]}
     last = dict((name, probability) for name, probability in written["images"][3]["classes"])
     assert {row["class"]: float(row["probability"]) for row in rows} == pytest.approx(last, abs=1e-6)
+
+
+def as_timm(model, image):
+    """Probabilities [10] of an image, prepared as timm does it by the model's pretrained_cfg."""
+    transform = create_transform(**resolve_model_data_config(model))
+    with torch.no_grad():
+        return model(transform(image)[None]).softmax(-1)[0]
+
+
+def test_a_published_run_and_load_run_are_the_run(folder, capsys):
+    odd, published = folder / "odd.png", folder / "published"
+    Image.effect_noise((13, 20), 90).save(odd)
+    assert publish.main([str(folder / "run"), "--output", str(published)]) == 0
+
+    def said(source, command):
+        capsys.readouterr()
+        command(["--checkpoint", str(folder / source)])
+        return capsys.readouterr().out
+
+    first = said("run", lambda argv: predict.main([*argv, str(odd)]))
+    assert said("published", lambda argv: predict.main([*argv, str(odd)])) == first
+    model = load_run(folder / "run")
+    probabilities = as_timm(model, Image.open(odd))
+    best = probabilities.argmax()
+    assert f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | " in first
+    assert f"top-1 {results(folder / 'run')['top1']:.2f} %" in said("published", validate.main)
+    error = refused(capsys, validate.main, "--checkpoint", published, "--model.depth", 3)
+    assert f"model.depth has no effect: --checkpoint {published} brings its model, moh_vit_tiny_patch16_224" in error
+
+
+def test_a_plain_vit_that_timm_saved(folder, capsys):
+    torch.manual_seed(0)
+    sizes = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, in_chans=1, num_classes=10)
+    vit = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    for parameter in vit.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    prepared = dict(input_size=(1, 8, 8), crop_pct=0.6, crop_mode="center", mean=(0.2,), std=(0.3,))
+    vit.pretrained_cfg = dict(vit.pretrained_cfg, **prepared)
+    timm.models.save_for_hf(vit, folder / "vit", safe_serialization=True)
+    image, given = folder / "other.png", ["--checkpoint", str(folder / "vit")]
+    assert predict.main([*given, str(image)]) == 0
+    values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
+    assert (
+        f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
+        in capsys.readouterr().out
+    )
+    digits = Digits("val")
+    right = sum(int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits)))
+    validate.main(given)
+    shown = capsys.readouterr().out
+    assert (
+        f"(vit_tiny_patch16_224, 8 px): top-1 {100 * right / len(digits):.2f} %" in shown
+        and "3 (100.0 % of all)" in shown
+    )
+    for text, words in (('{"model_type": "llama"}', "no 'architecture' in it"), ("{", "Expecting property name")):
+        (folder / "empty" / "config.json").write_text(text)
+        error = refused(capsys, validate.main, "--checkpoint", folder / "empty")
+        assert "its config.json is of no classifier that is taken" in error and words in error
 
 
 def test_names_of_imagenet():

@@ -132,6 +132,7 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
         (train_cls, "--model.pretrained swin_tiny_patch4_window7_224", "swin.*: convert takes .*not SwinTransformer: it attends inside shifted"),
         (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
         (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
+        (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init_from takes it .* timm.models.save_for_hf"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
