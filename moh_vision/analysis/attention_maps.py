@@ -10,7 +10,6 @@ the top left. Maps of heads that do not run for the token are grey: what they wo
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
@@ -96,7 +95,7 @@ def draw_attention_maps(maps: AttentionMaps, seen: np.ndarray, title: str):
         title: above the figure.
     """
     rows, columns = cell_grid(len(maps.gates))
-    figure = plt.figure(figsize=(max(columns * CELL, 5.0), (CELL + 0.42) * rows + 0.3), layout="constrained")
+    figure = plt.figure(figsize=(max(columns * CELL, 5.0), (CELL + 0.42) * rows + 0.65), layout="constrained")
     figure.suptitle(title, fontsize=9)
     cells = draw_cells(figure, rows, columns, seen)
     for head, (cell, attention, gate, active) in enumerate(zip(cells, maps.attention, maps.gates, maps.active)):
@@ -140,7 +139,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         layer = len(attention_layers(opened.model)) - 1 if options.layer is None else options.layer
         maps = attention_maps(opened.model, opened.image, layer, token)
         of = "the class token" if maps.token == "cls" else f"patch {maps.token[0]},{maps.token[1]}"
-        title = f"{opened.about['model']}, {Path(options.image).name}: layer {layer}, attention of {of}"
+        title = f"{opened.title()}\nlayer {layer}, attention of {of}"
         numbers = dict(
             opened.about,
             layer=layer,

@@ -28,12 +28,15 @@ from moh_vision.engine.commands import Parser, closest, exit_code, nearest, say
 
 SHOWN = 3  # groups of bars, unless they are named
 NAME = 0.15  # inches that a head's number or a group's name needs
+ALWAYS = "0.75"  # colour of heads that every token runs
 LEGEND = 12  # curves that a legend can name; of more the colour tells the depth
 Drawn = Tuple[object, dict]  # a figure of matplotlib, and the numbers it shows
 
 
 def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
     """Draw a column a head, layer by layer, and a row a group; the colour is the share of tokens that ran the head.
+
+    Heads that every token runs are grey: the shared ones, and all of a layer that leaves none out.
 
     The PNG has at most 2,600 x 2,080 pixels, whatever the numbers of heads and groups. Where it has no room for the numbers
     of all heads, the shared ones are left out. Where it has none for the names of all groups, groups of similar loads stand
@@ -62,16 +65,19 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         order = leaves_list(linkage(torch.cat(parts, 1).numpy(), "ward")).tolist()
         parts, groups = [part[order] for part in parts], [groups[row] for row in order]
         about = f"{by} (similar ones side by side, 1 of {nth} is named)"
-    gap = np.full((rows, 1), np.nan)
-    grid = np.concatenate([part for values in parts for part in (values.numpy(), gap)][:-1], axis=1)
     widths = [part.shape[1] for part in parts]
+    gap, cells = np.full((rows, 1), np.nan), []
+    for layer, start, part in zip(layers, first, parts):
+        always = load.layers[layer]["shared" if layer in choosing else "heads"] - start
+        cells += [np.full((rows, always), -1.0), part[:, always:].numpy(), gap]  # -1 is below the scale
+    grid = np.concatenate(cells[:-1], axis=1)
     starts = list(itertools.accumulate((width + 1 for width in widths[:-1]), initial=0))
     inches = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     titles = short_names([about["name"] for about in abouts], layers)
     wordy = max(map(len, titles)) > 3
     height = min(height + wordy, 16.0)
     figure, axes = plt.subplots(figsize=(inches, height), layout="constrained")
-    colours = plt.get_cmap("viridis").with_extremes(bad="white")
+    colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     names = [load.groups[by][group] for group in groups]
     axes.set_yticks(range(0, rows, nth), [shortened(name) for name in names[::nth]], fontsize=8)
@@ -80,7 +86,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         ticks = [start + head for start, width in zip(starts, widths) for head in range(width)]
         heads = ["s" if h < about["shared"] else str(h) for about in abouts for h in range(about["heads"])]
         axes.set_xticks(ticks, heads, fontsize=7)
-        axes.set_xlabel("head (s: shared, always on)")
+        axes.set_xlabel("head (grey: runs for every token; s: shared)")
     else:
         axes.set_xticks([])
         axes.set_xlabel("routed heads of each layer; those that are always on are left out")
@@ -113,10 +119,10 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
         len(groups), figsize=(width, 0.9 + 1.5 * len(groups)), sharex=True, squeeze=False, layout="constrained"
     )
     for axes, group, level in zip(panels[:, 0], groups, even.tolist()):
-        colours = ["0.75"] * shared + ["C0"] * (heads - shared)
+        colours = [ALWAYS] * shared + ["C0"] * (heads - shared)
         axes.bar(range(heads), share[group].numpy(), color=colours, width=0.8)
         axes.axhline(level, color="black", linestyle="--", linewidth=0.8)
-        axes.set_title(shortened(load.groups[by][group], 60), fontsize=9, loc="left")
+        axes.set_title(shortened(f"{by} {load.groups[by][group]}", 60), fontsize=9, loc="left")
         axes.set_ylim(0, 105)
         axes.set_ylabel("% of tokens", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -215,8 +221,12 @@ def shortened(name: str, most: int = 24) -> str:
 
 def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     """What was counted, in lines for a figure so many inches wide."""
-    texts = [str(load.of[key]) for key in ("model", "data", "split") if load.of.get(key)]
-    return textwrap.fill(", ".join([*texts, *([more] if more else [])]), int(11 * width))
+    heads = [(layer["shared"] + layer["routed"], layer["heads"]) for layer in load.layers]
+    active, candidates = map(sum, zip(*heads))
+    texts = [load.of.get("run"), f"{100 * active / candidates:.3g} % of the heads"]
+    texts += [*(load.of.get(key) for key in ("model", "data", "split")), more]
+    title = textwrap.fill(", ".join(str(text) for text in texts if text), int(11 * width))
+    return title.replace("$", r"\$")  # no formulas
 
 
 def rounded(values: Tensor, digits: int = 4) -> list:
@@ -250,6 +260,9 @@ def main(argv: Optional[List[str]] = None) -> int:
                 "moh_vision.language.evaluation.lm write one"
             )
         load = HeadLoad.read(file)
+        if not load.choosing():
+            raise ValueError(f"{file}: every token ran every head, so there is nothing to draw")
+        load.of["run"] = file.resolve().parent.name if file.name == FILE else file.stem
         figure, numbers = draw(load, options.kind, options.by, options.groups, options.layer)
         write_figure(figure, options.output, dict(file=str(file), of=load.of, **numbers))
         say(f"{options.output}: {options.kind} by {numbers['by']}")

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from moh_vision.analysis.figures import check_figure, plt, write_figure
+from moh_vision.analysis.head_load import shortened
 from moh_vision.analysis.search import kind_of
 from moh_vision.attention import head_budget, token_heads
 from moh_vision.engine.commands import Parser, exit_code, say
@@ -34,7 +35,15 @@ class OneImage(NamedTuple):
     model: nn.Module  # in eval mode
     image: Tensor  # [C, h, w] as the model takes it
     seen: np.ndarray  # [h, w, 3] the same to look at, 0 to 1
-    about: dict  # weights, model, image, img_size
+    about: dict  # run, weights, model, image, img_size; predicted class, its probability, true class or None
+
+    def title(self) -> str:
+        """Two lines about a figure: run, active heads and image; what the model takes it for, and what it is."""
+        a, share = self.about, head_budget(self.model)["share"]
+        predicted = f"predicted class {shortened(a['predicted'])} ({100 * a['probability']:.1f} %)"
+        true = f", true class {shortened(a['true'])}" if a["true"] is not None else ""
+        title = f"{a['run']}, {100 * share:.3g} % of the heads: {Path(a['image']).name}\n{predicted}{true}"
+        return title.replace("$", r"\$")  # no formulas
 
 
 class PatchHeads(NamedTuple):
@@ -107,7 +116,7 @@ def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray,
     grids = [cell_grid(len(heads.active)) for _, heads in layers]
     sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
     columns = max(columns for _, columns in grids)
-    figure = plt.figure(figsize=(max(columns * CELL + 0.9, 5.0), sum(sizes) + 0.3), layout="constrained")
+    figure = plt.figure(figsize=(max(columns * CELL + 0.9, 5.0), sum(sizes) + 0.45), layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     parts = figure.subfigures(len(layers), 1, height_ratios=sizes, squeeze=False)[:, 0]
@@ -177,8 +186,12 @@ def main(argv: Optional[List[str]] = None) -> int:
         check_figure("--output", options.output)
         opened = open_with_image(options.checkpoint, options.image, rest, "patches")
         found = patch_heads(opened.model, opened.image)
+        if all((heads.gates == 1).all() for heads in found):
+            raise ValueError(
+                f"{options.checkpoint}: every patch runs every head with gate 1, so there is nothing to draw"
+            )
         layers = [(number, found[number]) for number in chosen_layers(options.layer, len(found))]
-        figure = draw_patch_heads(layers, opened.seen, f"{opened.about['model']}, {Path(options.image).name}")
+        figure = draw_patch_heads(layers, opened.seen, opened.title())
         numbers = [
             dict(
                 layer=number,

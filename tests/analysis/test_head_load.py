@@ -126,7 +126,7 @@ def test_every_kind_is_drawn(tmp_path, kind, end, capsys):
     else:
         assert "made up" in out.read_text() and "</svg>" in out.read_text()
     numbers = json.loads((tmp_path / "figure.json").read_text())
-    assert numbers["of"]["model"] == "made up" and numbers["by"] == "class"
+    assert numbers["of"]["run"] == tmp_path.name and numbers["of"]["model"] == "made up" and numbers["by"] == "class"
 
 
 def test_bars_are_of_the_layer_and_groups_asked_for(tmp_path):
@@ -137,6 +137,24 @@ def test_bars_are_of_the_layer_and_groups_asked_for(tmp_path):
     assert draw(load, "bars")[1]["layer"]["name"] == "blocks.1.attn"
     full = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
     assert draw(full, "bars")[1]["layer"]["name"] == "blocks.0.attn" and full.choosing() == [0]
+
+
+def test_a_map_has_colours_for_heads_that_are_chosen(tmp_path):
+    """Shared heads and layers that leave none out are grey; the title says which run it is, and how many heads it runs."""
+    load = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))
+    load.of["run"] = "$run$ {1}"
+    figure = draw(load, "map")[0]
+    assert figure.axes[0].get_title() == r"\$run\$ {1}, 87.5 % of the heads, made up, nothing, val"
+    (image,) = figure.axes[0].images
+    figure.canvas.draw()
+    shown = image.to_rgba(image.get_array(), bytes=True)  # [groups, 8 + 1 + 8 + 1 + 8, 4]
+    coloured = (np.ptp(shown[..., :3].astype(int), axis=-1) > 0).all(0)
+    assert coloured.nonzero()[0].tolist() == [2, 3, 4, 5, 6, 7] and (shown[:, 10, :3] == 191).all()
+
+
+def test_panels_say_what_kind_of_group_they_are(tmp_path):
+    figure = draw(made(by="timestep"), "bars", names=["3"])[0]
+    assert figure.axes[0].get_title(loc="left") == "timestep 3"
 
 
 def test_groups_that_differ_most():
@@ -209,11 +227,13 @@ def test_names_of_layers():
         ),
         (["{}", "--output", "{}/a.png", "--layer", "2"], "--layer 2: expected 0 to 1"),
         (["{}", "--output", "{}/a.png", "--kind", "pie"], "invalid choice: 'pie'"),
+        (["{}/dense.json", "--output", "{}/a.png"], "dense.json: every token ran every head"),
         (["{}/bad.json", "--output", "{}/a.png"], "bad.json: not a file of head loads"),
     ],
 )
 def test_mistakes(tmp_path, capsys, argv, words):
     made().save(tmp_path / "head_load.json")
+    made(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     assert main([a.format(tmp_path) for a in argv]) == 2

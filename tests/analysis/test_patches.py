@@ -10,6 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from small_runs import arguments
 
+from moh_vision import load_run
 from moh_vision.analysis import attention_maps, patches
 from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
@@ -102,7 +103,10 @@ def run(tmp_path_factory):
     """A run of one step on digits, 4 x 4 patches; an image; and what tells a run of a language model."""
     folder = tmp_path_factory.mktemp("patches")
     train_cls.main(arguments("cls", folder / "run", 1, 1, "--model.head_budget", "uniform:0.5"))
-    Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / "zero.png")
+    (folder / "0").mkdir()  # a class
+    for name in ("zero.png", "0/zero.png"):
+        Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
+    train_cls.main(arguments("cls", folder / "dense", 1, 1, "--model.head_budget", "null", "--model.router", "dense"))
     (folder / "text").mkdir()
     write_tensors(folder / "text" / "model.safetensors", {}, dict(vocabularies={}))
     return folder
@@ -125,6 +129,14 @@ def test_the_commands(run, capsys):
     assert np.array(maps["attention"]).shape == (8, 4, 4) and maps["token"] == [3, 0]
 
 
+def test_a_title_says_what_the_model_takes_the_image_for(run):
+    opened = patches.open_with_image(str(run / "run"), str(run / "0" / "zero.png"), [], "patches")
+    likely = load_run(run / "run").eval()(opened.image[None])[0].softmax(-1)
+    predicted = f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %)"
+    assert opened.title() == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
+    assert patches.open_with_image(str(run / "run"), str(run / "zero.png"), [], "patches").about["true"] is None
+
+
 @pytest.mark.parametrize(
     "module, argv, words",
     [
@@ -133,6 +145,7 @@ def test_the_commands(run, capsys):
             ["TEXT", "--image", "IMAGE"],
             "text is a text model; expected a classifier",
         ),
+        (patches, ["DENSE", "--image", "IMAGE"], "dense: every patch runs every head with gate 1, so there is nothing"),
         (patches, ["RUN", "--image", "none.png"], "none.png: No such file or directory"),
         (patches, ["RUN", "--image", "RUN/config.yaml"], "config.yaml: cannot identify the image format"),
         (patches, ["RUN", "--image", "IMAGE", "--layer", "0", "2"], "--layer 2: expected 0 to 1"),
@@ -167,7 +180,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(run, capsys, module, argv,
     before = sorted(run.iterdir())
     capsys.readouterr()
     argv = [a.replace("RUN/", f"{run}/run/").replace("IMAGE", f"{run}/zero.png") for a in argv]
-    argv = [dict(RUN=f"{run}/run", TEXT=f"{run}/text").get(a, a) for a in argv]
+    argv = [dict(RUN=f"{run}/run", DENSE=f"{run}/dense", TEXT=f"{run}/text").get(a, a) for a in argv]
     argv += [] if "--output" in argv else ["--output", str(run / "new.png")]
     assert module.main(argv) == 2
     error = capsys.readouterr().err
