@@ -91,15 +91,15 @@ def train(run: Run) -> None:
     torch.manual_seed(config.seed)
     model, arguments = new_model(config, source, name, arguments)
     img_size = arguments["img_size"]
+    checkpoint = run.take_up(stop)
+    if checkpoint:
+        keep_shared_heads(model, checkpoint)
+    elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
+        load_source(model, config, accelerator.print)
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         example, conditions = torch.zeros(1, source.channels, img_size, img_size), Conditions(**run.conditions())
         return print(describe(name, model, example, conditions=conditions))
-    checkpoint = run.take_up(stop)
-    if checkpoint:
-        keep_shared_heads(model, checkpoint)
-    else:
-        load_source(model, config, accelerator.print)
     train_only(model, config.train_only)
     model.set_grad_checkpointing(config.checkpointing)
     elastic = elastic_budget(model, config)

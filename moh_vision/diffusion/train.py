@@ -66,6 +66,15 @@ def train(run: Run) -> None:
     model = create(name, "diffusion", **arguments)
     if keep_budget(config.model, lambda: budget_pairs(model)):
         arguments["head_budget"] = budget_pairs(model)
+    checkpoint = run.take_up(config.max_steps)
+    if checkpoint:
+        keep_shared_heads(model, checkpoint)
+    elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
+        load_source(model, config, accelerator.print)
+        origin = config.model.pretrained or config.init_from
+        before = trained_objective(origin) if origin else objective.name
+        if before != objective.name:
+            accelerator.print(f"{origin} was trained with objective {before}, this run with {objective.name}")
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
@@ -73,15 +82,6 @@ def train(run: Run) -> None:
         conditions = Conditions(**run.conditions())
         print(describe(name, model, example, zeros, zeros, conditions=conditions))
         return print(inputs.describe_vae(), end="")
-    checkpoint = run.take_up(config.max_steps)
-    if checkpoint:
-        keep_shared_heads(model, checkpoint)
-    else:
-        load_source(model, config, accelerator.print)
-        origin = config.model.pretrained or config.init_from
-        before = trained_objective(origin) if origin else objective.name
-        if before != objective.name:
-            accelerator.print(f"{origin} was trained with objective {before}, this run with {objective.name}")
     train_only(model, config.train_only)
     if config.checkpointing:
         model.enable_gradient_checkpointing()

@@ -264,12 +264,16 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print,
     state = _translated(f"{key} {source}", state, model)
     if kernel in own and kernel in state and state[kernel].ndim == 4 and state[kernel].shape[1] == 3:
         state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])  # colours are summed or repeated
-    for name, tensor in state.items():
-        if before.get(name, list(tensor.shape)) != list(tensor.shape):
-            say(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
+    changes = [
+        f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}"
+        for name, tensor in state.items()
+        if before.get(name, list(tensor.shape)) != list(tensor.shape)
+    ]
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
-        say(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
+        changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
     refuse_other_shapes(f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
+    for change in changes:  # only of weights that fit
+        say(change)
     dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
     routers = sum(".router." in name and name not in state for name in own)

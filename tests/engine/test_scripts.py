@@ -308,6 +308,22 @@ def test_init_from_a_run_remakes_the_head_and_names_it(runs, tmp_path, capsys):
         init_from(other(embed_dim=128), str(runs[0] / "cls"))
 
 
+@pytest.mark.parametrize("main, kind", [(train_cls.main, "cls"), (train_dit.main, "dit")])
+def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, capsys, main, kind):
+    given = (
+        f"--config={ROOT}/configs/quickstart/{kind}.yaml --output={tmp_path}/run --dry-run --init-from {runs[0]}/{kind}"
+    )
+    main([*given.split(), "--model.depth=2", "--data.img_size=16"])
+    out = capsys.readouterr().out
+    assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        main([*given.split(), "--model.depth=2", "--data.img_size=16", "--model.embed_dim=32"])
+    out, error = capsys.readouterr()
+    assert " has shape [" in error and ", the model needs [" in error and error.count("\n") == 1
+    assert "init_from" not in out and not (tmp_path / "run").exists()
+
+
 def same_weights(model, file, prefix=""):
     state, saved = model.state_dict(), load_file(file)
     return all(torch.equal(state[name], saved[prefix + name]) for name in state)
