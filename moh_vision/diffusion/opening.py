@@ -16,7 +16,7 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import budget_pairs, set_head_budget
@@ -37,8 +37,8 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         model, vae, about = _published(config)
     elif (Path(config.checkpoint) / "model_index.json").is_file():
         model, vae, about = _saved(config)
-    elif (
-        Path(config.checkpoint).suffix in (".pt", ".pth", ".bin") or (Path(config.checkpoint) / "config.json").is_file()
+    elif Path(config.checkpoint).suffix in (".pt", ".pth", ".bin") or (
+        Path(config.checkpoint, "config.json").is_file() and not Path(config.checkpoint, "config.yaml").is_file()
     ):
         raise ValueError(
             f"{config.checkpoint} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
@@ -89,8 +89,7 @@ def published_model(path: str, name: str) -> nn.Module:
     Raises:
         ValueError, FileNotFoundError: naming the option or file, and a model that the weights fit.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"--checkpoint {path}: no such file or folder")
+    refuse_missing("--checkpoint", path)
     try:
         check_name(name, "diffusion")
     except ValueError as error:

@@ -29,7 +29,7 @@ from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import Progress, user_errors
+from moh_vision.engine.commands import Progress, refuse_missing, user_errors
 from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
@@ -52,6 +52,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     with user_errors(NAME):
         config, _ = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
+        refuse_missing("--checkpoint", config.checkpoint)
         if accelerator.is_main_process:
             print(f"loading {config.checkpoint}", flush=True)
         pipe, about = open_pipeline(config)
@@ -97,7 +98,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         vae=pipe.vae and pipe.vae.config.get("_name_or_path"), **{f"{k}_sha256": v for k, v in hashes.items()}
     )
     record = dict(protocol=config.protocol, sampling=record, versions=versions())
-    if config.score or config.protocol:
+    if config.protocol and not config.score:
         accelerator.print(record_text(record))
 
     # ---------------------------------------------------------------- sample
@@ -123,7 +124,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         if accelerator.is_main_process:
             scores.update(weights=str(weights), step=about.get("step"), **record)
             write_json(scores_path, scores)
-            print(f"{text}\nscores: {scores_path}")
+            print(f"{text}\n{record_text(record)}\nscores: {scores_path}")
     if config.counts_heads and accelerator.is_main_process:
         load.sums = parts.sums()
         load.of = dict(

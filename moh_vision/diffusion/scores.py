@@ -145,9 +145,15 @@ def make_scorer(
 
 
 def record_text(record: dict) -> str:
-    """How images were drawn, one line a part: `dict(protocol, sampling: dict, versions: dict)`, as scores.json has it."""
-    return "\n".join(
-        f"{name}: " + (", ".join(f"{k} {v}" for k, v in part.items()) if isinstance(part, dict) else str(part))
-        for name, part in record.items()
-        if part
-    )
+    """How images were drawn, one line a part: `dict(protocol, sampling: dict, versions: dict)`, as scores.json has it.
+
+    Of a sha256 the first digits are shown, and what is None is left out.
+    """
+    lines = []
+    for name, part in record.items():
+        if isinstance(part, dict):
+            shown = {k: v[:12] if k.endswith("_sha256") else v for k, v in part.items() if v is not None}
+            part = ", ".join(f"{k} {v}" for k, v in shown.items())
+        if part:
+            lines.append(f"{name}: {part}")
+    return "\n".join(lines)

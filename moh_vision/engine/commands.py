@@ -82,6 +82,16 @@ def refuse_output(option: str, path: Optional[str]) -> None:
         raise ValueError(f"{option} {path}: no such folder")
 
 
+def refuse_missing(option: str, path: str) -> None:
+    """Raise FileNotFoundError for a path that is not there, naming a folder beside it that has nearly the same name."""
+    if os.path.exists(path):
+        return
+    folder, name = os.path.split(os.path.normpath(path))
+    beside = [e.name for e in os.scandir(folder or ".") if e.is_dir()] if os.path.isdir(folder or ".") else []
+    near = [os.path.join(folder, other) for other in nearest(name, beside, 1)]
+    raise FileNotFoundError(f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}")
+
+
 def say(text: str) -> None:
     """Print a line that is read at once, also through a pipe."""
     print(text, flush=True)

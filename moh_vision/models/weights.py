@@ -24,7 +24,7 @@ FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 REMADE = ("head.", "head_dist.", "y_embedder.", "pos_embed", "final_layer.linear.")
 # By the modules that timm groups registered names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
-SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py")
+SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py", text="train_text.py")
 
 
 def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
@@ -126,9 +126,9 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
-    actual = _kinds().get(name, kind)
+    actual = "text" if "vocabularies" in metadata else _kinds().get(name, kind)
     if kind not in (None, actual):
-        raise ValueError(f"{file} is of a {actual} model, {name}; give a run of {SCRIPTS[kind]}")
+        raise ValueError(f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}")
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")

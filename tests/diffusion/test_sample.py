@@ -500,7 +500,9 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
     want = score(images, reference, extractor=network)
     assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6) and scores["precision"] == want["precision"]
-    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}" and f"{want['fd']:.4f}" in out
+    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}"
+    assert out.index(f"{want['fd']:.4f}") < out.index("sampling: sampler ddpm, steps 4, ")  # the numbers come first
+    assert "None" not in out and f"weights_sha256 {sha256_of(run / 'ema.safetensors')[:12]}\n" in out
     assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
     assert scores["weights_sha256"] == network.weights_sha256
     assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")

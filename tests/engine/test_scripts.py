@@ -27,6 +27,7 @@ from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Samples
+from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.manifest import damage
 from moh_vision.models.weights import from_run
@@ -276,7 +277,16 @@ def test_sampling_mistakes(runs, tmp_path, capsys):
     assert "no such file" in refused(capsys, sample.main, *drawn, tmp_path / "nothing.safetensors")
     assert "holds no ema.safetensors or model.safetensors" in refused(capsys, sample.main, *drawn, tmp_path)
     error = refused(capsys, sample.main, *drawn, folder / "cls")
-    assert "is of a classifier model, moh_vit_tiny_patch16_224; give a run of train_dit.py" in error
+    assert "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit.py" in error
+    error = refused(capsys, sample.main, *drawn, folder / "ditt")
+    assert f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?" in error
+    assert "loading" not in capsys.readouterr().out
+    text = dict(architecture="mt_transformer_base", arguments={}, vocabularies=["a", "a"])
+    export_weights(torch.nn.Linear(2, 2), tmp_path / "text" / "model.safetensors", text)
+    for name in ("config.json", "config.yaml"):
+        (tmp_path / "text" / name).write_text("{}")
+    error = refused(capsys, sample.main, *drawn, tmp_path / "text")
+    assert "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py" in error
     (tmp_path / "taken").write_text("precious")
     checkpoint = ["--checkpoint", folder / "dit"]
     taken = ["--out", tmp_path / "taken", "--overwrite", "true"]
