@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import Dict, Iterable, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from moh_vision.analysis.figures import add_legend, plt, save_figure
 MOST_LABELLED = 16  # experts whose cells have room for a number
 
 
-def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, title: str) -> None:
+def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, title: str, note: str = "") -> None:
     """Write a PNG: one row a layer, one column an expert, colour the share of attributions (Peng 2020, table 8).
 
     Args:
@@ -22,6 +23,7 @@ def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, titl
         names: of the layers.
         path: of the PNG.
         title: above the figure.
+        note: below it: what E1, E2, ... are.
     """
     most = max(len(shares) for shares in load)
     grid = np.full((len(load), most), np.nan)
@@ -38,13 +40,14 @@ def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, titl
                 colour = "black" if value > 0.6 * top else "white"
                 axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
     step = 1 if numbered else 4
-    axes.set_xticks(range(0, most, step), range(1, most + 1, step), fontsize=8)
+    axes.set_xticks(range(0, most, step), [f"E{n}" for n in range(1, most + 1, step)], fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xlabel("expert")
+    lines = [textwrap.fill(line, int(13 * figure.get_figwidth())) for line in note.splitlines()]
+    axes.set_xlabel("\n".join(lines), fontsize=8)
     axes.set_title(title, fontsize=10)
     for side in axes.spines.values():
         side.set_visible(False)
-    figure.colorbar(image, ax=axes, label="% of attributions")
+    figure.colorbar(image, ax=axes, label="% (a row adds up to 100)")
     save_figure(figure, path)
 
 
@@ -62,9 +65,11 @@ def draw_gate_entropy(entropies: Dict[str, Dict[str, Sequence[float]]], experts:
     figure, axes = plt.subplots(figsize=(max(5.6, 2.5 + 0.5 * len(layers)), 4.0), layout="constrained")
     for number, (name, values) in enumerate(entropies.items()):
         shift = 0.06 * (number - (len(entropies) - 1) / 2)  # bars of the same layer stand side by side
-        places = [layers.index(layer) + shift for layer in values]
-        spread = [np.std(found, ddof=1) if len(found) > 1 else 0.0 for found in values.values()]
-        axes.errorbar(places, [np.mean(found) for found in values.values()], spread, marker="o", capsize=3, label=name)
+        ordered = sorted(values, key=layers.index)  # models name their layers in other orders
+        places = [layers.index(layer) + shift for layer in ordered]
+        several = any(len(found) > 1 for found in values.values())
+        spread = [np.std(values[n], ddof=1) if len(values[n]) > 1 else 0.0 for n in ordered] if several else None
+        axes.errorbar(places, [np.mean(values[n]) for n in ordered], spread, marker="o", capsize=3, label=name)
     experts = sorted(set(experts))
     for number in experts:
         text = f"uniform (ln {number} = {math.log(number):.2f})"

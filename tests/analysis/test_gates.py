@@ -18,6 +18,7 @@ from moh_vision.analysis.gates import GateStatistics, gate_table, token_table
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
 from moh_vision.classification import train as train_cls
 from moh_vision.language import train as train_text
+from moh_vision.language.evaluation.gate_report import columns_of
 
 V = 30
 
@@ -111,6 +112,15 @@ def test_against_slow_counting(kind):
         often = [t for t in token if token[t] >= 3 * k and (t, e) in pmi]
         want = sorted(often, key=lambda t: (-round(pmi[t, e], 9), -token[t], t))[:4]
         assert [round(pmi[t, e], 9) for t in best] == [round(pmi[t, e], 9) for t in want], e
+
+
+def test_columns_say_which_heads_are_shared():
+    layers = [HeadMixtureAttention(16, HeadBudget(8, 4, shared, 4 - shared), router="moh") for shared in (1, 2)]
+    told = "EN is the share of choices that fell on expert N; every token chooses {}."
+    shared = " The first {} heads are shared: they always run, and E1 is the next."
+    assert columns_of(layers[1], layers[1:], "sentence") == told.format(2) + shared.format(2)
+    assert columns_of(layers[0], layers, "sentence") == told.format("2 to 3") + shared.format("1 to 2")
+    assert columns_of(moa(), [moa()], "sentence") == told.format(2)
 
 
 @torch.no_grad()
@@ -245,14 +255,14 @@ def written(path):
 def test_load_figure(E, numbered, drawn, tmp_path):
     load = [torch.rand(E).softmax(0) for _ in range(6)]
     names = [f"encoder {i + 1}" for i in range(6)]
-    draw_gate_load(load, names, str(tmp_path / "new" / "load.png"), "MAE-7: load of experts, Multi30k val")
+    draw_gate_load(load, names, str(tmp_path / "new" / "load.png"), "MAE-7: load of experts, Multi30k val", "EN is N.")
     written(tmp_path / "new" / "load.png")
     axes = drawn[0].axes[0]
     cells = axes.images[0].get_array()
     assert cells.shape == (6, E)
     np.testing.assert_allclose(cells[2], 100 * load[2].numpy(), rtol=1e-6)
     assert [t.get_text() for t in axes.get_yticklabels()] == names
-    assert len(axes.texts) == (6 * E if numbered else 0)
+    assert len(axes.texts) == (6 * E if numbered else 0) and axes.get_xlabel() == "EN is N."
     if numbered:
         assert axes.texts[E + 3].get_text() == f"{100 * load[1][3]:.1f}"
 
@@ -266,15 +276,16 @@ def test_load_figure_of_layers_with_different_experts(drawn, tmp_path):
 def test_entropy_figure(tmp_path):
     entropies = {
         "MAE-7": {"encoder.layers.0.self_attn": [1.9, 1.7], "decoder.layers.0.cross_attn": [1.8, 1.8]},
-        "NoBCD": {"decoder.layers.0.cross_attn": [2.05]},
+        "NoBCD": {"decoder.layers.0.cross_attn": [2.05], "encoder.layers.0.self_attn": [2.0]},
     }
     figure = draw_gate_entropy(entropies, [8, 8, 4], "gate entropy")
     axes = figure.axes[0]
-    (mae, _, (bars,)), (other, *_) = (container.lines for container in axes.containers)
-    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8]) and list(other.get_ydata()) == [2.05]
+    (mae, _, (bars,)), (other, _, none) = (container.lines for container in axes.containers)
+    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8]) and not none  # one seed has no bars
+    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right
     assert np.diff(bars.get_segments()[0][:, 1]) == pytest.approx(2 * np.std([1.9, 1.7], ddof=1))
     assert np.diff(bars.get_segments()[1][:, 1]) == pytest.approx(0)
-    assert round(other.get_xdata()[0]) == 1  # the layer's place, not the model's first
+    assert [round(place) for place in other.get_xdata()] == [0, 1]  # the layers' places, not the model's order
     assert [t.get_text() for t in axes.get_xticklabels()] == ["encoder 0 self", "decoder 0 cross"]
     labels = {t.get_text() for t in axes.get_legend().get_texts()}
     assert labels == {"MAE-7", "NoBCD", "uniform (ln 4 = 1.39)", "uniform (ln 8 = 2.08)"}

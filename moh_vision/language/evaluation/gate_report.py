@@ -80,7 +80,11 @@ def report_gates(
     entropies = layer_entropies(readings)
     if accelerator.is_main_process:
         load = [shares for reading in readings for shares in reading.statistics.load()]
-        draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}")
+        read: Dict[str, List[str]] = {}
+        for r in readings:
+            read.setdefault(r.columns, []).append(f"{r.part}, {r.text}")
+        note = "\n".join(f"{'; '.join(by)}: {columns}" if len(read) > 1 else columns for columns, by in read.items())
+        draw_gate_load(load, list(entropies), str(run / "gate_load.png"), f"load of the experts, {split}", note)
         write_whole(run / "gates.md", reading_text(readings, f"# What the gates do with {split}"))
     found = dict(gate_entropy=entropies, mean_gate_entropy=part_entropies(readings))
     return {key: {name: round(value, 4) for name, value in values.items()} for key, values in found.items()}
@@ -127,23 +131,31 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[G
         vocabulary = vocabulary_of[reads]
         size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
         own = [layers[place][1] for place in places]
-        about = " ".join(dict.fromkeys(columns_of(layer, sequence) for layer in own))
+        about = " ".join(dict.fromkeys(columns_of(layer, own, sequence) for layer in own))
         counted = GateStatistics.of(own, size)
         groups.append(Group(part, reads, vocabulary, [layers[place][0] for place in places], places, counted, about))
     return groups
 
 
-def columns_of(layer: HeadMixtureAttention, sequence: str) -> str:
+def columns_of(layer: HeadMixtureAttention, layers: List[HeadMixtureAttention], sequence: str) -> str:
     """A sentence on the columns E1, E2, ... of a layer's gate.
 
     Args:
         layer: whose router has a gate.
+        layers: of its group, for numbers that differ among them.
         sequence: what a row of the model's input is.
     """
     router = layer.router
     unit = sequence if layer.scope == "sample" or router.reads == "sequence" else "token"
     if not isinstance(router, MAERouter):
-        return f"EN is the share of choices that fell on expert N; every {unit} chooses {layer.budget.routed}."
+        alike = [other.budget for other in layers if type(other.router) is type(router)]
+        routed, shared = (span([getattr(b, kind) for b in alike]) for kind in ("routed", "shared"))
+        told = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
+        return (
+            told
+            if shared == "0"
+            else f"{told} The first {shared} heads are shared: they always run, and E1 is the next."
+        )
 
     def left_out(expert: int) -> str:
         heads = (router.members[expert] == 0).nonzero().flatten().tolist()
@@ -151,6 +163,11 @@ def columns_of(layer: HeadMixtureAttention, sequence: str) -> str:
 
     experts = f"expert 1 leaves out {left_out(0)}, expert 2 {left_out(1)}, and so on"
     return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
+
+
+def span(numbers: List[int]) -> str:
+    """The smallest and the largest of some numbers, "2 to 5", or the one that all of them are."""
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
 
 
 @torch.no_grad()
