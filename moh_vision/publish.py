@@ -37,7 +37,7 @@ from moh_vision.attention import attention_layers, head_budget
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
-from moh_vision.engine.io import __version__, give_name, hidden_path, run_of, sha256_of, step_of, write_whole
+from moh_vision.engine.io import __version__, give_name, hidden_path, run_of, sha256_of, step_of
 from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import from_run, load_run
 
@@ -154,7 +154,6 @@ def save_pipeline(run: ScoredRun, file: Path, folder: Path, scored: Optional[Sco
     if pipe.vae is not None:
         pipe.vae.register_to_config(_name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or ""))
     pipe.save_pretrained(folder)
-    write_whole(folder / "pipeline.py", "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n")
     code = f"""from moh_vision.diffusion import MoHDiTPipeline
 
 pipe = MoHDiTPipeline.from_pretrained("{name}")

@@ -24,6 +24,7 @@ from moh_vision.diffusion.sampling import (
     set_steps,
 )
 from moh_vision.engine.commands import nearest
+from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -91,6 +92,12 @@ class MoHDiTPipeline(DiffusionPipeline):
     def from_pretrained(cls, pretrained_model_name_or_path: Union[str, Path], **kwargs: Any) -> Self:
         """As diffusers' own, from safetensors only."""
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
+
+    def save_pretrained(self, save_directory: Union[str, Path], *args: Any, **kwargs: Any) -> None:
+        """As diffusers' own, with the pipeline.py by which `DiffusionPipeline.from_pretrained` finds this class."""
+        code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
+        write_whole(Path(save_directory, "pipeline.py"), code)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
     def labels(self) -> Dict[str, int]:

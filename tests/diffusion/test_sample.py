@@ -14,7 +14,7 @@ import refusals
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
 from processes import on_two_ranks
 from refusals import one_line
@@ -92,12 +92,16 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
     assert np.abs(drawn - images[:3]).max() <= 1
 
 
-def test_only_the_pipeline(tmp_path, capsys):
+def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
     sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
     assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {tmp_path}/pipe\n"
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
     assert pipe([0], num_inference_steps=2).images[0].mode == "L"
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = str(tmp_path / "pipe")
+    found = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    assert type(found) is MoHDiTPipeline
     assert "pipe exists; give another path" in refused(capsys, tmp_path, "--save-pipeline", tmp_path / "pipe")
 
 
