@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 import jsonargparse
 import yaml
 
-from moh_vision.engine.commands import message_of, nearest
+from moh_vision.engine.commands import message_of, nearest, say
 from moh_vision.engine.config import (
     FORMER_DEFAULTS,
     FREE_KEYS,
@@ -90,7 +90,7 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
         groups = key_groups(
             _parser(kind, prog, flags), lambda key: not to_validate or key in switches or _read_by_validation(key)
         )
-        print(help_text(prog, groups, "" if about == "true" else about.removeprefix("--").replace("-", "_")))
+        say(help_text(prog, groups, "" if about == "true" else about.removeprefix("--").replace("-", "_")))
         raise SystemExit(0)
     given = {next((key for key in FREE_FORM if name.startswith(key + ".")), name) for name, _ in options}
     if to_validate:
@@ -126,7 +126,7 @@ def parse_config(kind, argv: Optional[List[str]], prog: str, to_validate: bool =
     if any(name == "print_config" for name, _ in options):
         for name in ("config", *(name for name, *_ in flags)):
             namespace.pop(name, None)
-        print(parser.dump(namespace, skip_validation=True))
+        say(parser.dump(namespace, skip_validation=True))
         raise SystemExit(0)
     if to_validate and namespace.checkpoint is None:
         raise ValueError(

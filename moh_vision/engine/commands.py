@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import sys
 import time
 from difflib import get_close_matches
@@ -41,6 +42,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise ValueError(message)
+
+    def print_help(self, file=None) -> None:
+        say(self.format_help().rstrip())
 
     def parse(self, argv: Optional[List[str]] = None) -> argparse.Namespace:
         """The options in `argv`; None: those of this process.
@@ -93,8 +97,12 @@ def refuse_missing(option: str, path: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line that is read at once, also through a pipe."""
-    print(text, flush=True)
+    """Print a line that is read at once, also through a pipe; end the process where nobody reads it any more, as after `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 class Progress:

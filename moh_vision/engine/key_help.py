@@ -1,16 +1,17 @@
-"""What a script's keys are, for `--help` (one line a key, in groups) and for docs/reference/config.md."""
+"""What a script's keys are, for `--help` (a line or two a key, in groups) and for docs/reference/config.md."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+import textwrap
 import typing
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import jsonargparse
 
-KEY_WIDTH = 32  # of the column of keys and defaults; a longer one has its text on the next line
+KEY_WIDTH = 32  # of the column of keys and defaults; behind a longer one the text begins on the next line
 
 
 class Key(NamedTuple):
@@ -47,7 +48,7 @@ def key_groups(
 
 
 def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[str], width: Optional[int] = None) -> str:
-    """The text of `--help`: one line a key. With `about`, the whole text of the keys whose names begin with it.
+    """The text of `--help`: at most two lines of text a key. With `about`, the whole text of the keys whose names begin with it.
 
     Args:
         prog: name of the script.
@@ -66,24 +67,28 @@ def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[st
         return "\n\n".join(f"--{k.name} {k.default}\n  {k.kind}\n  {k.text}" for k in found)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += [
-        "FILE is a YAML file, or a configuration of the package such as cls/NAME. A key comes with its default here.",
+        "FILE is a YAML file, or a configuration of the package such as cls/NAME.",
+        "A key comes with its default here. In names - and _ are the same.",
         "",
     ]
     for title, keys in groups:
-        lines += [f"{title}:", *(_line(key, width) for key in keys), ""]
+        lines += [f"{title}:", *(line for key in keys for line in _lines(key, width)), ""]
     return "\n".join(
-        [*lines, f"The whole text of a key or section: {prog} --help KEY; of all: docs/reference/config.md"]
+        [*lines, f"The whole text of a key or section: {prog} --help KEY", "of all keys: docs/reference/config.md"]
     )
 
 
-def _line(key: Key, width: int) -> str:
-    name = f"  --{key.name} {key.default}"
-    name = name if len(name) <= KEY_WIDTH else f"  --{key.name}"
+def _lines(key: Key, width: int) -> List[str]:
+    """The key with its default, then what it is, and what it does where it is left out."""
+    name = f"  --{key.name} {key.default}".rstrip()
     text = re.split(r"(?<=[^.])[.;] |[:;]? *$", key.text)[0].rstrip(".:;")
-    room = width - max(KEY_WIDTH, len(name)) - 2
-    if len(text) > room:
-        text = text[: room - 3].rsplit(" ", 1)[0].rstrip(" ,(") + "..."
-    return f"{name:{KEY_WIDTH}}  {text}"
+    left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", key.text)
+    if left_out:
+        text += f"; {left_out[1]}"
+    lines = textwrap.wrap(text, width - KEY_WIDTH - 2, max_lines=2, placeholder="...", break_on_hyphens=False)
+    if len(name) > KEY_WIDTH:
+        lines.insert(0, "")
+    return [f"{name if number == 0 else '':{KEY_WIDTH}}  {line}".rstrip() for number, line in enumerate(lines)]
 
 
 def _kind(hint: Any) -> str:

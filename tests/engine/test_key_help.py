@@ -1,4 +1,7 @@
-"""--help: every key in one line of 80 columns, its whole text on demand."""
+"""--help: every key with its default, in 80 columns; its whole text on demand."""
+
+import os
+import sys
 
 import pytest
 
@@ -15,12 +18,29 @@ def helped(kind, argv, capsys, **options):
 
 
 @pytest.mark.parametrize("kind", [ClsConfig, DitConfig, LanguageConfig, SampleConfig])
-def test_every_key_has_one_line(kind, capsys, monkeypatch):
+def test_every_key_and_its_default_are_shown(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = [line for line in helped(kind, ["--help"], capsys).splitlines() if line.startswith("  --")]
-    assert [line for line in lines if len(line) > 80] == []
+    every = helped(kind, ["--help"], capsys).splitlines()
+    lines = [line for line in every if line.startswith("  --")]
+    assert [line for line in every if line.startswith("  ") and len(line) > 80] == []
     named = [line.split()[0][2:] for line in lines]
     assert len(named) == len(set(named)) and set(_leaf_keys(kind)) <= set(named)
+    if kind is DitConfig:
+        text = " ".join(" ".join(every).split())
+        assert "--model.name moh_dit_small_patch2_75 model name in timm's registry" in text
+        assert (
+            '--preview.sampler as in sample.py; left out: "ddim", or with objective flow "euler" --preview.steps 50'
+            in text
+        )
+
+
+def test_nobody_reads_the_help_to_its_end(monkeypatch):
+    """As after `| head`: no line about a broken pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out, pytest.raises(SystemExit, match="141"):
+        monkeypatch.setattr(sys, "stdout", out)
+        parse_config(ClsConfig, ["--help"], "script.py")
 
 
 def test_the_whole_text_of_a_key_and_of_a_section(capsys):
