@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.head_load import draw_usage
 from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig
@@ -147,9 +146,17 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
         run: the folder.
         say: told of a failure.
     """
+
+    def draw(path: Path) -> None:
+        from moh_vision.analysis.head_load import (
+            draw_usage,
+        )  # its imports take a second, which --help need not wait for
+
+        draw_usage(load, str(path))
+
     writers = [(FILE, load.save)]
     if any(layer["shared"] + layer["routed"] < layer["heads"] for layer in load.layers):  # else all are on everywhere
-        writers.append(("head_usage.png", lambda path: draw_usage(load, str(path))))
+        writers.append(("head_usage.png", draw))
     for name, write in writers:
         try:
             write(run / name)

@@ -22,7 +22,7 @@ FILES = {  # in the order of the table; docs/reference/checkpoints.md describes 
     "previews": "samples drawn while training",
     "confusion.json": "counts by true and predicted class",
     "head_usage.png": "heads by layer and class",
-    "head_load.json": "the same as numbers",
+    "head_load.json": "which heads ran, as numbers",
     "metrics.jsonl": "losses and speed",
     "config.yaml": "every key",
 }

@@ -176,7 +176,9 @@ class Run:
             return differences
 
         records = dict(data=data, attention=self.settings)
-        self.folder = open_run(c.output, c.tree(), changed, self.flags.fresh, self.accelerator, self._held, **records)
+        about = (changed, self.flags.fresh, self.accelerator, self._held, bool(self.checkpoint))
+        self.folder = open_run(c.output, c.tree(), *about, **records)
+        self._records = records.values()
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
         by_main(lambda: add_environment(*about), self.accelerator)
@@ -224,6 +226,7 @@ class Run:
         if self.checkpoint:
             with self.errors():
                 load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
+            by_main(lambda: write_records(self.folder, c.tree(), *self._records), accelerator)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
@@ -428,6 +431,7 @@ def open_run(
     fresh: bool,
     accelerator,
     held: contextlib.ExitStack,
+    goes_on: bool = False,
     data=None,
     attention: Optional[AttentionRecord] = None,
 ) -> Path:
@@ -440,6 +444,7 @@ def open_run(
         fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
         accelerator: its main process writes, the others wait.
         held: releases the lock on the folder when it is closed.
+        goes_on: there is a checkpoint, which may not fit an allowed change: `write_records` is called once it is loaded.
         data: a `DataRecord`, compared with that of the run and written beside config.yaml.
         attention: of the run; what it refuses counts as changed, and it is written there too.
 
@@ -488,12 +493,18 @@ def open_run(
             held.enter_context(only_one(folder, "--output"))
             if saved.exists():
                 raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
-        write_whole(saved, yaml.safe_dump(config, sort_keys=False))
-        for record in filter(None, (data, attention)):
-            record.save(folder)
+        if not goes_on:
+            write_records(folder, config, data, attention)
 
     by_main(write, accelerator)
     return Path(output)
+
+
+def write_records(folder: Path, config: dict, *records) -> None:
+    """Write config.yaml and what else a run is compared with when it goes on; None among the records is left out."""
+    write_whole(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    for record in filter(None, records):
+        record.save(folder)
 
 
 def only_records(folder: Path) -> bool:

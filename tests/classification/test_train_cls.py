@@ -262,7 +262,7 @@ def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, cap
         assert (tmp_path / "run" / "results.json").exists()
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moh_vision.classification.validate.draw_usage", fail)
+    monkeypatch.setattr("moh_vision.analysis.head_load.draw_usage", fail)
     train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
     assert f"{tmp_path}/run/head_usage.png could not be written: no room" in capsys.readouterr().out
     assert (tmp_path / "run" / "head_load.json").exists()

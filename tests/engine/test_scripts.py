@@ -132,6 +132,10 @@ def test_a_changed_configuration_is_refused(runs, capsys):
     argv = ["--config", config, "--output", runs[0] / "cls", *SMALL, "--optim.lr", "0.5"]
     error = refused(capsys, train_cls.main, *argv)
     assert "another configuration" in error and "optim.lr: 0.003 -> 0.5" in error and "--allow-change" in error
+    config = runs[0] / "cls" / "config.yaml"
+    before, argv = config.read_text(), ["--config", config, "--model.depth", 3, "--allow-change", "model.depth"]
+    assert "cannot be loaded into this model" in refused(capsys, train_cls.main, *argv)
+    assert config.read_text() == before, "the run's own command still goes on"
 
 
 @pytest.mark.parametrize(
