@@ -67,6 +67,8 @@ class ClassifierScores:
             f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
             f"Frechet distance: {shown}; {scores['num_features']} features, {scores['feature_space']}"
         )
+        if on_real < 50:
+            text += f"\n{about['weights']} misses most of the real images: a weak judge, whose numbers say little"
         return scores, text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import List
+from typing import List, Optional
 
 FILES = {  # in the order of the table; docs/reference/checkpoints.md describes them
     "results.json": "scores",
@@ -28,6 +28,7 @@ FILES = {  # in the order of the table; docs/reference/checkpoints.md describes 
 }
 REPORT = "python -m moh_vision.analysis.report {run} --output report.html"
 GATES = "python -m moh_vision.analysis.gates {run} --output gates.png"  # of a model that has gates
+FEW_STEPS = dict(noise=" --sampler dpm-solver++ --steps 20", flow=" --sampler heun --steps 20")  # by objective
 NEXT = {  # by script
     "train_cls.py": (
         "python -m moh_vision.classification.validate --checkpoint {run}",
@@ -35,7 +36,7 @@ NEXT = {  # by script
         REPORT,
     ),
     "train_dit.py": (
-        "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 --grid grid.png",
+        "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100{few_steps} --grid grid.png",
         REPORT,
     ),
     "train_text.py": (
@@ -47,14 +48,16 @@ NEXT = {  # by script
 }
 
 
-def ending(script: str, run: Path) -> List[str]:
+def ending(script: str, run: Path, objective: Optional[str] = None) -> List[str]:
     """Lines of the table: files of the run that are there, and what to type next.
 
     Args:
         script: such as train_cls.py.
         run: the folder.
+        objective: of a diffusion run on a CPU, where the default's 250 steps would take minutes; None: any other run.
     """
     made = [f"  {name:20} {what}" for name, what in FILES.items() if (run / name).exists()]
     commands = [c for c in NEXT.get(script, ()) if c != GATES or (run / "gates.md").exists()]
-    following = [f"  {command.format(run=shlex.quote(str(run)))}" for command in commands]
+    names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
+    following = [f"  {command.format(**names)}" for command in commands]
     return [f"{run} has", *made, "next", *following]

@@ -351,7 +351,9 @@ class Run:
     def _finish(self) -> None:
         if self.log:
             if not self.stopped:
-                self.log.say("\n".join(ending(self.name, self.folder)))
+                on_cpu = self.accelerator.device.type == "cpu"
+                objective = getattr(self.config, "objective", None) if on_cpu else None
+                self.log.say("\n".join(ending(self.name, self.folder, objective)))
             self.log.close()
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)

@@ -8,7 +8,10 @@ import shlex
 import pytest
 from small_runs import arguments
 
-from moh_vision.engine.ending import NEXT
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.sampling import SAMPLERS
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.ending import NEXT, ending
 
 
 @pytest.mark.parametrize("command", sorted({command for commands in NEXT.values() for command in commands}))
@@ -29,3 +32,11 @@ def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
     assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
     assert all((tmp_path / "run" / name).exists() for name in named) and "best.safetensors" not in named
     assert shlex.split(following.splitlines()[0])[-1] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("objective", ["noise", "flow"])
+def test_a_diffusion_run_on_a_cpu_suggests_few_steps(tmp_path, objective):
+    command = next(line for line in ending("train_dit.py", tmp_path, objective) if "diffusion.sample" in line)
+    config, _ = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
+    assert SAMPLERS[config.sampler] == objective and config.steps == 20
+    assert "--steps" not in "".join(ending("train_dit.py", tmp_path))
