@@ -1,4 +1,4 @@
-"""Learning curves of runs over epochs, and their last scores over a key of the configuration.
+"""Learning curves of runs over epochs or steps, and their last scores over a key of the configuration.
 
 python -m moh_vision.analysis.learning_curves RUN RUN ... --output curves.png
 python -m moh_vision.analysis.learning_curves RUN RUN ... --over data.share --output share.png
@@ -7,9 +7,10 @@ RUN is the folder of a run of train_cls.py, train_dit.py or train_text.py. Runs 
 the mean, solid ones in a band of one standard deviation (of n - 1).
 
 The first form draws training losses (dotted) and validation losses (solid), as Peng 2020 (MAE), figure 3: of language models
-both in nats a token without smoothed labels. A run need not have ended. Epochs follow from the log; if a run has not begun its
-second, all are drawn over steps. The second form draws the first score of analysis.table that the finished runs have, as Peng
-2020, figure 2: BLEU over the share of the training pairs. NAME.json beside the figure has the numbers.
+both in nats a token without smoothed labels. A run need not have ended. Only runs of text log epochs: with a run of images, or
+one that has not begun its second epoch, all are drawn over steps. The second form draws the first score of analysis.table
+that the finished runs have, as Peng 2020, figure 2: BLEU over the share of the training pairs. NAME.json beside the figure has
+the numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Curves(NamedTuple):
         train: (steps done, loss): without smoothed labels and auxiliary losses where the log has it so (nll), which is what
             validation measures.
         validation: (steps done, loss); empty if there was none.
-        steps_an_epoch: None before the second epoch.
+        steps_an_epoch: None before the second epoch, and of images, whose runs log no epochs.
     """
 
     train: Points
@@ -109,7 +110,7 @@ def learning_curves(groups: Sequence[Tuple[str, Sequence[Curves]]], window: int 
     lengths = [curves.steps_an_epoch for _, group in groups for curves in group]
     over_epochs = None not in lengths
     if first_epoch and not over_epochs:
-        raise ValueError(f"--first-epoch {first_epoch:g}: a run has not begun its second epoch, so steps are drawn")
+        raise ValueError(f"--first-epoch {first_epoch:g}: a run has no second epoch in its log, so steps are drawn")
     lines = []
     for name, group in groups:
         # Seeds have batches of slightly different numbers: one length of an epoch keeps their steps together.
@@ -180,7 +181,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; NAME.json has the numbers")
     add("--over", metavar="KEY", help="last scores over this key of the configuration, such as data.share")
     add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
-    add("--first-epoch", type=float, default=0.0, metavar="E", help="leave out what lies before (%(default)s)")
+    add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
 
     def work() -> None:
         options = parser.parse(argv)

@@ -82,7 +82,7 @@ def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, capsys):
     lines = lines_of(tmp_path / "curves.json")
     assert list(lines) == ["mt_mae_7, training"] and lines["mt_mae_7, training"]["x"] == [1, 11, 21]
     error = command(capsys, run, "--first-epoch", 1, "--output", tmp_path / "other.png")[2]
-    assert "--first-epoch 1: a run has not begun its second epoch" in error
+    assert "--first-epoch 1: a run has no second epoch in its log" in error
 
 
 def test_scores_over_a_share_of_the_data(tmp_path, capsys):
