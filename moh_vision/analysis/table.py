@@ -46,6 +46,7 @@ COLUMNS = {
 }  # fmt: skip
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
+FEW = 10  # classes, of which top-5 says little
 WORDS = 10  # of the source and of the target whose translation is counted, as in Zhang 2022, table 1
 # Keys, or sections, of a configuration that change neither the weights nor how they are scored. How samples were scored is
 # compared by what the scores say.
@@ -70,6 +71,7 @@ class ScoredRun(NamedTuple):
         suites: names of the suites among them.
         sampling: how the images that they are of were drawn: sampler, steps, cfg_scale, and head_budget where that is not
             the run's own.
+        error: of the scores of this run alone, as a note says it.
     """
 
     folder: Path
@@ -80,6 +82,7 @@ class ScoredRun(NamedTuple):
     how: str
     suites: Tuple[str, ...] = ()
     sampling: Dict[str, Any] = {}
+    error: str = ""
 
     @property
     def model(self) -> str:
@@ -168,9 +171,13 @@ def read_metrics(folder: Path) -> List[dict]:
 
 def _classification(run: ScoredRun) -> ScoredRun:
     results = _results(run.folder)
-    scores = {key: number_at(results, (key,), run.folder) for key in ("top1", "top5")}
+    keys = ("top1",) if 0 < len(results.get("top1_by_class", ())) <= FEW else ("top1", "top5")
+    scores = {key: number_at(results, (key,), run.folder) for key in keys}
     how = f"{results.get('images')} validation images of {run.config.get('data.root')}"
-    return run._replace(steps=results["step"], scores=scores, how=how)
+    top1, images, error = scores["top1"], number_at(results, ("images",), run.folder), ""
+    if images and 0 < (top1 or 0) < 100:
+        error = f"; one standard error of top-1 over these images is {(top1 * (100 - top1) / images) ** 0.5:.2g} points"
+    return run._replace(steps=results["step"], scores=scores, how=how, error=error)
 
 
 def _diffusion(run: ScoredRun) -> ScoredRun:
@@ -444,7 +451,7 @@ def make_table(folders: Sequence[Path]) -> Table:
             steps = " to ".join(f"{count:,}" for count in sorted({done[0], done[-1]})) if done[-1] else "-"
             rows.append([label, str(len(group)), steps, *cells, *scores])
             seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group)
-            notes.append(f"{label}: {seeds}; {group[0].how}.")
+            notes.append(f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}.")
             comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
         for row in printed:

@@ -75,6 +75,11 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, capsys):
     train_cls.main([*small_runs.arguments("cls", runs / "cls0", 3, 100), "--dry-run"])
     counted = capsys.readouterr().out.split("parameters:")[1].split()[0].replace(",", "")
     assert first["parameters, M"] == f"{int(counted) / 1e6:.4g}"
+    # One seed has the binomial error of its images instead of a deviation.
+    p = small_runs.results(runs / "half")["top1"] / 100
+    error = f"355 validation images of digits; one standard error of top-1 over these images is {100 * (p * (1 - p) / 355) ** 0.5:.2g} points."
+    assert out.count("standard error") == 1 and error in out.splitlines()[-1]
+    assert "top-5" not in out  # of 10 classes
     assert "BLEU" not in out and "FID" not in out and f"{runs / 'cls2'} (seed 2)" in out
 
 
@@ -188,7 +193,7 @@ def test_suites(runs, tmp_path, capsys):
 def test_latex(runs, tmp_path, capsys):
     out = command(capsys, "--latex", runs / "cls0", runs / "cls1")[1]
     tabular = out.split("\n% ")[0]
-    assert tabular.startswith("\\begin{tabular}{lrrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
+    assert tabular.startswith("\\begin{tabular}{lrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
     assert "moh\\_vit\\_tiny\\_patch16\\_224 & 2 & 3 & " in tabular and " $\\pm$ " in tabular
     assert tabular.endswith("\\bottomrule\n\\end{tabular}") and "top-1, \\%" in tabular
     if shutil.which("pdflatex"):
