@@ -122,8 +122,14 @@ class Progress:
     def __enter__(self):
         off = not (self.enabled and self.terminal)
         self.bar = tqdm(
-            total=self.total, initial=self.first, desc=self.title, unit=self.unit, disable=off, dynamic_ncols=True
-        )
+            total=self.total,
+            initial=self.first,
+            desc=self.title,
+            unit=self.unit,
+            disable=off,
+            dynamic_ncols=True,
+            leave=None,
+        )  # leave: unless it stands below the bar of a run
         return self
 
     def __exit__(self, *_) -> None:

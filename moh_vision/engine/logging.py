@@ -15,6 +15,7 @@ from typing import List, Optional, Tuple
 import torch
 from tqdm import tqdm
 
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.tracking import Tracker, open_tracker
 
@@ -123,8 +124,11 @@ class RunLog:
             sys.stdout.flush()
 
     def progress(self, batches, title: str):
-        """`batches` behind a bar of its own, for work beside training."""
-        return tqdm(batches, desc=title, disable=not (self.enabled and self.terminal), leave=False, dynamic_ncols=True)
+        """`batches` with a `Progress` of their own, for work beside training."""
+        with Progress(title, len(batches), "step", enabled=self.enabled) as progress:
+            for batch in batches:
+                yield batch
+                progress.add()
 
     def pause(self) -> None:
         """Start counting and timing anew; call it after work that is not training."""

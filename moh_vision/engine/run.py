@@ -246,6 +246,8 @@ class Run:
         self.stopped = self._step.stop_after_all()
         if self.stopped:
             self.log.stopped(self.done, self.stopped)
+        else:
+            self.signals.done = self.done
 
     def step(self, batches: Iterable[dict], epoch: int, count: int, **more) -> None:
         """Do the next step, see `Step`; the EMA follows.

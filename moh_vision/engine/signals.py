@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Optional
 
 # A launcher passes on what the terminal or the scheduler sent to every process already: that is no second signal.
 SAME_SECONDS = 1.0
@@ -15,11 +16,13 @@ class StopSignals:
 
     Before `begin` a signal ends the process with exit code 128 + its number: there is nothing to save. After it the first
     one is only noted, as `received`; another one, more than `SAME_SECONDS` later, leaves at once without cleaning up, which
-    might wait for processes that are gone. A signal that was ignored before, as SIGINT by nohup, stays ignored.
+    might wait for processes that are gone. Once `done` says how many steps a run has done, all of them, a signal ends the
+    process again, and says that they are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
     """
 
     def __init__(self):
         self.received = 0
+        self.done: Optional[int] = None
         self._begun, self._since, self._before = False, 0.0, {}
 
     def __enter__(self) -> StopSignals:
@@ -43,6 +46,9 @@ class StopSignals:
     def _note(self, number: int, frame) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         if not self._begun:
+            if self.done is not None:
+                told = f"{name}: stopped after all {self.done} steps, which are saved; the same command goes on with what follows\n"
+                os.write(2, told.encode())
             raise SystemExit(128 + number)
         if not self.received:
             self.received, self._since = number, now

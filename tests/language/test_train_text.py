@@ -1,7 +1,9 @@
 """train_text.py as a user runs it, on text that the test writes."""
 
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -15,6 +17,7 @@ from small_text import write_pairs, write_plain
 
 import moh_vision
 from moh_vision.analysis import HeadLoad
+from moh_vision.engine import commands
 from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
@@ -144,6 +147,19 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
         for run in (tmp_path / "whole", tmp_path / "run")
     ]
     assert [e for e in logs[0] if "validation" not in e] == [e for e in logs[1] if "validation" not in e]
+
+
+def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(data, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(commands, "LINE_EVERY", 0)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(TranslationModel, "generate", lambda *_, **options: os.kill(os.getpid(), signal.SIGTERM))
+        train("mt", data, tmp_path / "run", 2)
+    assert ended.value.code == 143 and not (tmp_path / "run" / "results.json").exists()
+    assert "SIGTERM: stopped after all 2 steps, which are saved; the same command goes on" in capfd.readouterr().err
+    train("mt", data, tmp_path / "run", 2)
+    said = capfd.readouterr().out
+    assert "val: translating 40 sentences\n" in said and "translating: 1 of 1 steps, " in said
+    assert results(tmp_path / "run")["step"] == 2
 
 
 def test_stops_early_and_stays_stopped(data, tmp_path, capsys):

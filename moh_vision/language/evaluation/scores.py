@@ -135,16 +135,17 @@ def final_scores(
     references = text.references(split, pairs)
     results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), left_out=pairs.left_out)
     for mode in config.generate.gate_modes:
-        draws = []
+        title, draws = split if mode == "soft" else f"{split}, gates of the encoder {mode}", []
         for draw in range(RANDOM_DRAWS if mode == "random" else 1):
             with gate_mode(model, mode):
+                number = f", draw {draw + 1} of {RANDOM_DRAWS}" if mode == "random" else ""
+                log.say(f"{title}: translating {len(references)} sentences{number}")
                 found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress, draw)
             draws.append(score_translations(found, references, config.generate))
             if accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run / name, "".join(line + "\n" for line in found))
         results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
-        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
         for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
             log.say(f"{title}, {FORMS[name]}: {bleu.summary(form)}{spread}")
