@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -130,7 +131,7 @@ def resolve_budget(
                     f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
                     f"the smallest share is {_smallest_share(kind, heads, [1] * depth)}"
                 )
-        warn_of_rounding(spec, sum(active), sum(heads))
+        _warn_once_of_rounding(spec, sum(active), sum(heads))
         pairs = [(s, a - s) for s, a in zip(shared, active)]
 
     budgets = []
@@ -358,6 +359,9 @@ def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
         log.warning(
             f"head_budget {spec!r} runs {active} of {heads} heads, {100 * active / heads:.1f} %, because a layer runs whole heads"
         )
+
+
+_warn_once_of_rounding = functools.lru_cache(warn_of_rounding)  # a run is opened by making its model again
 
 
 def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> float:

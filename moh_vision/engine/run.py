@@ -226,7 +226,7 @@ class Run:
         if self.checkpoint:
             with self.errors():
                 load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
-            by_main(lambda: write_records(self.folder, c.tree(), *self._records), accelerator)
+                by_main(lambda: write_records(self.folder, c.tree(), *self._records), accelerator)
             accelerator.print(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)

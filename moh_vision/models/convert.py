@@ -21,7 +21,7 @@ from moh_vision.attention import (
     runs_all_heads,
 )
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
-from moh_vision.models.head_budgets import record_head_budget, warn_of_single_heads
+from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import registered
 
@@ -132,7 +132,6 @@ def route_heads(
         update_model_args(model, **{name: value for name, value in options.items() if value is not None})
     model.head_budget_spec = spec
     record_head_budget(model)
-    warn_of_single_heads(model)
     return model
 
 

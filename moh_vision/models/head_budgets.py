@@ -33,19 +33,13 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
         ValueError: naming the layer, if it has no routed heads or too few.
     """
     set_routed_heads(model, spec)
-    budgets = [layer.budget for layer in attention_layers(model)]
-    warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
-    warn_of_single_heads(model)
+    layers = attention_layers(model)
+    warn_of_rounding(spec, sum(a.budget.active for a in layers), sum(a.budget.heads for a in layers))
+    if remark := single_routed(layers):
+        log.warning(remark)
     model.head_budget_spec = spec
     record_head_budget(model)
     return model
-
-
-def warn_of_single_heads(model: nn.Module) -> None:
-    """Log, at level WARNING, what `single_routed` tells of a model."""
-    remark = single_routed(attention_layers(model))
-    if remark:
-        log.warning(remark)
 
 
 def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
