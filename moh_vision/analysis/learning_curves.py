@@ -24,7 +24,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from moh_vision.analysis.figures import add_legend, check_figure, plt, write_figure
-from moh_vision.analysis.table import COLUMNS, TEXT, ScoredRun, grouped, number_at, open_run, read_metrics, read_runs
+from moh_vision.analysis.table import (
+    COLUMNS,
+    NAMES,
+    TEXT,
+    ScoredRun,
+    grouped,
+    number_at,
+    open_run,
+    read_metrics,
+    read_runs,
+)
 from moh_vision.engine.commands import Parser, closest, exit_code, say
 
 Points = List[Tuple[float, float]]  # (x, value), in the order of x
@@ -128,7 +138,7 @@ def learning_curves(groups: Sequence[Tuple[str, Sequence[Curves]]], window: int 
     return lines, "epochs" if over_epochs else "steps"
 
 
-def scores_over(runs: Sequence[ScoredRun], key: str) -> Tuple[List[Line], str]:
+def scores_over(runs: Sequence[ScoredRun], key: str, names: Optional[Sequence[str]] = None) -> Tuple[List[Line], str]:
     """(lines, label of y): the first score of `COLUMNS` that the runs have, over the numbers at a key of their configurations.
 
     Raises:
@@ -144,7 +154,7 @@ def scores_over(runs: Sequence[ScoredRun], key: str) -> Tuple[List[Line], str]:
     if score is None:
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
     lines = []
-    for name, group in grouped(runs, over=key):
+    for name, group in grouped(runs, key, names):
         values: Dict[float, List[float]] = {}
         for run in sorted(group, key=lambda run: run.config[key]):
             values.setdefault(run.config[key], []).append(run.scores[score])
@@ -180,6 +190,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; NAME.json has the numbers")
     add("--over", metavar="KEY", help="last scores over this key of the configuration, such as data.share")
+    add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
     add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
 
@@ -189,11 +200,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         if options.window < 1:
             raise ValueError(f"--window {options.window}: expected 1 or more")
         if options.over:
-            lines, y = scores_over(read_runs(options.runs), options.over)
+            lines, y = scores_over(read_runs(options.runs), options.over, options.names)
             x = options.over
         else:
             runs = [open_run(folder) for folder in options.runs]
-            groups = [(name, [read_curves(run.folder) for run in group]) for name, group in grouped(runs)]
+            groups = [
+                (name, [read_curves(run.folder) for run in group]) for name, group in grouped(runs, names=options.names)
+            ]
             lines, x = learning_curves(groups, options.window, options.first_epoch)
             y = "loss, nats per token" if all(run.kind in TEXT.values() for run in runs) else "loss"
         numbers = dict(

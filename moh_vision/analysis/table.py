@@ -46,6 +46,7 @@ COLUMNS = {
 }  # fmt: skip
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
+NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
 FEW = 10  # classes, of which top-5 says little
 WORDS = 10  # of the source and of the target whose translation is counted, as in Zhang 2022, table 1
 # Keys, or sections, of a configuration that change neither the weights nor how they are scored. How samples were scored is
@@ -398,17 +399,23 @@ def read_runs(folders: Sequence[Path]) -> List[ScoredRun]:
     return runs
 
 
-def grouped(runs: Sequence[ScoredRun], over: Optional[str] = None) -> List[Tuple[str, List[ScoredRun]]]:
+def grouped(
+    runs: Sequence[ScoredRun], over: Optional[str] = None, names: Optional[Sequence[str]] = None
+) -> List[Tuple[str, List[ScoredRun]]]:
     """Runs that differ in nothing but the seed, with a name: the model's, and what tells their settings from others of it.
 
     Groups of a model stand together.
 
     Args:
         over: key of the configuration in which the runs of a group may differ too.
+        names: instead, one for each run; a group has that of its first.
 
     Raises:
-        ValueError: for a run that is there twice.
+        ValueError: for a run that is there twice, and for another number of names.
     """
+    if names and len(names) != len(runs):
+        raise ValueError(f"--names: {len(names)} for {len(runs)} runs; expected one for each RUN")
+    given = {run.folder: name for run, name in zip(runs, names or ())}
     groups: Dict[str, List[ScoredRun]] = {}
     for run in runs:
         group = groups.setdefault(run.identity(over), [])
@@ -420,24 +427,30 @@ def grouped(runs: Sequence[ScoredRun], over: Optional[str] = None) -> List[Tuple
     named = []
     for model in dict.fromkeys(run.model for run in runs):
         own = [group for group in groups.values() if group[0].model == model]
-        named += [(model + _difference(group[0], [other[0] for other in own], over), group) for group in own]
+        for group in own:
+            label = model + _difference(group[0], [other[0] for other in own], over)
+            named.append((given.get(group[0].folder, label), group))
     return named
 
 
-def make_table(folders: Sequence[Path]) -> Table:
+def make_table(folders: Sequence[Path], names: Optional[Sequence[str]] = None) -> Table:
     """The table of some runs; a column that no run has is left out, a missing number is a dash.
+
+    Args:
+        folders: of the runs.
+        names: of their rows, see `grouped`.
 
     Raises:
         ValueError, FileNotFoundError: one line, for what `read_run` refuses, runs of different kinds, and a run that is
             given twice.
     """
     runs = read_runs(folders)
-    groups = grouped(runs)
+    groups = grouped(runs, names=names)
     suites = registered("suites", "text")
     tasks = [title for n, suite in suites.items() for title in [*(row.title for row in suite.rows), f"average of {n}"]]
     digits = {key: places for key, (_, places) in COLUMNS.items()} | dict.fromkeys(tasks, 2)
     shown = [key for key in digits if any(run.scores.get(key) is not None for run in runs)]
-    names = [COLUMNS[key][0] if key in COLUMNS else key for key in shown]
+    scored = [COLUMNS[key][0] if key in COLUMNS else key for key in shown]
     rows, notes = [], []
     for model in dict.fromkeys(run.model for run in runs):
         printed: List[Dict[str, str]] = []
@@ -458,7 +471,7 @@ def make_table(folders: Sequence[Path]) -> Table:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
     notes = [*_general_notes(runs[0].kind, len(groups) < len(runs)), *notes]
-    return Table(["model", "runs", "steps", *SIZES.values(), *names], rows, notes)
+    return Table(["model", "runs", "steps", *SIZES.values(), *scored], rows, notes)
 
 
 def _of_all_steps(run: ScoredRun) -> str:
@@ -526,11 +539,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     parser = Parser("python -m moh_vision.analysis.table", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help=NAMES)
     parser.add_argument("--latex", action="store_true", help="print LaTeX instead of Markdown")
 
     def work() -> None:
         options = parser.parse(argv)
-        table = make_table(options.runs)
+        table = make_table(options.runs, options.names)
         print(latex(table) if options.latex else markdown(table))
 
     return exit_code("table", work)

@@ -68,11 +68,11 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
 
 def test_window_and_first_epoch(tmp_path, capsys):
     run = write_run(tmp_path / "a", losses=[5, 4, 3.5, 3, 1], dev=[4.5, 2.5])
-    options = ["--window", 2, "--first-epoch", 1.2, "--output", tmp_path / "curves.svg"]
+    options = ["--window", 2, "--first-epoch", 1.2, "--names", "MAE", "--output", tmp_path / "curves.svg"]
     assert command(capsys, run, *options)[0] == 0
     lines = lines_of(tmp_path / "curves.json")
-    assert lines["mt_mae_7, training"]["mean"] == pytest.approx([3.25, 2])  # of what comes before too
-    assert lines["mt_mae_7, validation"]["mean"] == [2.5]
+    assert lines["MAE, training"]["mean"] == pytest.approx([3.25, 2])  # of what comes before too
+    assert lines["MAE, validation"]["mean"] == [2.5]
 
 
 def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, capsys):

@@ -83,6 +83,14 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, capsys):
     assert "BLEU" not in out and "FID" not in out and f"{runs / 'cls2'} (seed 2)" in out
 
 
+def test_rows_have_the_names_given(runs, capsys):
+    folders = [runs / "cls0", runs / "half", runs / "cls1"]
+    out = command(capsys, *folders, "--names", "three quarters", "half | 50", "other seed")[1]
+    assert [row["model"] for row in cells(out.replace("\\|", "/"))] == ["three quarters", "half / 50"]
+    assert f"- half | 50: {runs / 'half'} (seed 0)" in out
+    assert "--names: 1 for 3 runs; expected one for each RUN" in refused(capsys, *folders, "--names", "one")
+
+
 def test_other_numbers_of_steps_and_cadences(runs, tmp_path, capsys):
     """The steps that were done tell runs apart, how often they were logged does not."""
     for name, keys in dict(slow=dict(log_every=7, seed=5), long=dict(max_steps=4, seed=6)).items():
