@@ -78,6 +78,8 @@ def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabe
     if labels == "real":
         found = _real_labels(root, source)
         numbers = [n for n, right in enumerate(found) if right]
+        if not numbers:
+            raise ValueError(f"data.root {root}: none of its {len(source)} images has a label in ReaL")
         most = max(map(len, found))
         rows = [(found[n] + found[n][:1] * most)[:most] for n in numbers]
         return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
@@ -115,7 +117,13 @@ def refuse_other_classifier(model: nn.Module, classes: Optional[Sequence[str]], 
 def _real_labels(root: str, source) -> List[List[int]]:
     """All right classes of each image, none for some."""
     of_file = RealLabelsImagenet(range(50_000)).real_labels
-    names = [Path(name).stem + ".JPEG" for name in _file_names(root, source)]
+    files = file_names(root, source)
+    if files is None:
+        raise ValueError(
+            f"data.root {root}: --labels real needs the names of the files: class folders, or shards with the "
+            "val.files.txt that python -m moh_vision.data.shards writes"
+        )
+    names = [Path(name).stem + ".JPEG" for name in files]
     strange = next((name for name in names if name not in of_file), None)
     if strange is not None:
         raise ValueError(
@@ -125,16 +133,26 @@ def _real_labels(root: str, source) -> List[List[int]]:
     return [of_file[name] for name in names]
 
 
-def _file_names(root: str, source) -> List[str]:
-    """The file of each sample."""
+def image_names(root: str, source) -> List[str]:
+    """The file of each sample that is validated; where it is not known the place in its shard, or the sample's number."""
+    if isinstance(source, Relabelled):
+        names = image_names(root, source.source)
+        return [names[n] for n in source.numbers]
+    where = getattr(source, "where", str)
+    return file_names(root, source) or [where(n) for n in range(len(source))]
+
+
+def file_names(root: str, source) -> Optional[List[str]]:
+    """The file of each sample of the val split, None where they are not known.
+
+    Raises:
+        ValueError: naming the val.files.txt of shards, if it is of other shards.
+    """
     if isinstance(source, ImageFolder):
-        return [os.fsdecode(bytes(name)) for name in source.files]
+        return [source.where(n) for n in range(len(source))]
     listing = Path(root) / "val.files.txt"
     if not isinstance(source, Shards) or not listing.is_file():
-        raise ValueError(
-            f"data.root {root}: --labels real needs the names of the files: class folders, or shards with the "
-            "val.files.txt that python -m moh_vision.data.shards writes"
-        )
+        return None
     names = listing.read_text("utf-8").splitlines()
     if len(names) != len(source):
         raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")

@@ -140,7 +140,7 @@ def train(run: Run) -> None:
             return validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
 
     def evaluate() -> Tuple[dict, HeadLoad, torch.Tensor]:
-        scores, load, confusion = validate()
+        scores, load, predictions = validate()
         show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
         run.event({"validation": scores, "weights": weights}, show)
         if config.eval_every:  # else the only validation is that of model.safetensors
@@ -148,7 +148,7 @@ def train(run: Run) -> None:
             problem = best(run.done, scores["top1"], judged, run.metadata, accelerator.is_main_process)
             if problem:
                 run.log.say(problem)
-        return scores, load, confusion
+        return scores, load, validation.confusion_of(predictions)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:

@@ -4,6 +4,8 @@ Also a folder that moh_vision.publish or timm has saved, with --data.root, and w
 --model.* too; installed: python -m moh_vision.classification.validate.
 """
 
+import csv
+import io
 import json
 import time
 from dataclasses import replace
@@ -18,7 +20,14 @@ from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig
-from moh_vision.classification.labels import IMAGENET, Labels, SomeClasses, open_labelled, refuse_other_classifier
+from moh_vision.classification.labels import (
+    IMAGENET,
+    Labels,
+    SomeClasses,
+    image_names,
+    open_labelled,
+    refuse_other_classifier,
+)
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.imagenet import validation_transform
@@ -40,6 +49,7 @@ from moh_vision.models.weights import to_validate
 FLAGS = (
     ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
     ("labels", Optional[Labels], None, "ImageNet's ReaL, V2, A, R or Sketch (docs/guides/validation.md)"),
+    ("predictions", Optional[str], None, "CSV, each image with its class and the predicted one; must not exist"),
     ("score_file", Optional[str], None, "JSON with the scores; must not exist"),
 )
 
@@ -64,8 +74,8 @@ def validate(
 
     Returns:
         (dict(top1, top5 in percent, loss, images, images_per_s, peak_memory_mib, unreadable, active_heads per layer:
-        heads that a token runs, on average, active_share of all heads), the use of heads by class, the confusion matrix's
-        entries that are not 0: [n, 3] class, predicted class, images)
+        heads that a token runs, on average, active_share of all heads), the use of heads by class, predictions of the
+        readable images in order: [n, 5] number in the source, class, predicted class, probabilities of both, float64)
 
     Raises:
         UnreadableImage: beyond data.max_bad_fraction.
@@ -74,7 +84,7 @@ def validate(
     slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
     load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
-    predicted: List[Tensor] = []  # [B, 2] of each batch
+    predicted: List[Tensor] = []  # [B, 4] of each batch
 
     @torch.no_grad()
     def predict(images, labels):
@@ -82,7 +92,9 @@ def validate(
             logits, stats = task(images)
         labels = likeliest(logits, labels)
         load.add(stats, labels)
-        predicted.append(torch.stack([labels, logits.argmax(-1)], 1).cpu())
+        classes = torch.stack([labels, logits.argmax(-1)], 1)  # [B, 2]
+        probabilities = logits.float().softmax(-1).gather(1, classes)
+        predicted.append(torch.cat([classes.cpu().double(), probabilities.cpu().double()], 1))
         return logits, labels
 
     total = total_over_processes(accelerator)
@@ -101,15 +113,45 @@ def validate(
         active_heads=[round(heads, 3) for heads in active],
         active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
-    pairs, images = torch.cat(gather_object(predicted)).unique(dim=0, return_counts=True)
-    return scores, load, torch.cat([pairs, images[:, None]], 1)
+    read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
+    rows = torch.cat([torch.tensor(read).double()[:, None], torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
+    predictions = torch.cat(gather_object([rows]))  # [n, 5]
+    return scores, load, predictions[predictions[:, 0].argsort()]
+
+
+def confusion_of(predictions: Tensor) -> Tensor:
+    """The confusion matrix's entries that are not 0: [n, 3] class, predicted class, images.
+
+    Args:
+        predictions: of `validate`.
+    """
+    pairs, images = predictions[:, 1:3].long().unique(dim=0, return_counts=True)
+    return torch.cat([pairs, images[:, None]], 1)
+
+
+def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
+    """Write each image's name, class, predicted class and their probabilities as CSV.
+
+    Args:
+        path: of the file.
+        predictions: of `validate`.
+        names: of the images in the source.
+        classes: their names.
+    """
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(("image", "class", "predicted", "probability_of_class", "probability_of_predicted"))
+    for number, label, found, *probabilities in predictions.tolist():
+        shown = (round(p, 6) for p in probabilities)
+        writer.writerow((names[int(number)], classes[int(label)], classes[int(found)], *shown))
+    write_whole(path, table.getvalue())
 
 
 def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
     """(name, top-1 in percent) of each class in order; None where it has no images.
 
     Args:
-        confusion: of `validate`.
+        confusion: see `confusion_of`.
         classes: their names.
     """
     labels, predicted, images = confusion.T
@@ -132,7 +174,7 @@ def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> No
     """Write a confusion matrix as JSON: dict(classes, counts: [class, predicted class, images] of what is not 0).
 
     Args:
-        confusion: of `validate`.
+        confusion: see `confusion_of`.
         classes, path: names of the classes, and of the file.
     """
     write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")
@@ -252,8 +294,8 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
 def report(config, flags, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
-    With --labels the scores are of that data set, see `open_labelled`. --score-file FILE gets them too, and --head-load FILE
-    the use of heads by class, see `HeadLoad.save`.
+    With --labels the scores are of that data set, see `open_labelled`. --score-file FILE gets them too, --head-load FILE
+    the use of heads by class, see `HeadLoad.save`, and --predictions FILE what `write_predictions` writes.
 
     Args, raises: as `open_model`.
 
@@ -261,9 +303,10 @@ def report(config, flags, accelerator) -> None:
         UnreadableImage: beyond data.max_bad_fraction.
     """
     model, about, val, transform = open_model(config, flags, accelerator, "val")
+    names = image_names(config.data.root, val) if flags.predictions else []
     task = SomeClasses(model, val.columns) if flags.labels else ClassificationTask(model, 0.0)
     task = accelerator.prepare_model(task, evaluation_mode=True)
-    scores, load, confusion = validate(task, val, transform, config.data, accelerator)
+    scores, load, predictions = validate(task, val, transform, config.data, accelerator)
     split = flags.labels or "val"
     of = f"{about['name']}, {about['img_size']} px{f', labels {split}' if flags.labels else ''}"
     accelerator.print(f"{about['weights']} ({of}): {summary(scores)}")
@@ -272,12 +315,16 @@ def report(config, flags, accelerator) -> None:
         accelerator.print(f"{left} images of {len(val.source)} have no label and are left out")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
     accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
-    accelerator.print(class_table(class_accuracy(confusion, val.classes)))
+    accelerator.print(class_table(class_accuracy(confusion_of(predictions), val.classes)))
     of = dict(model=about["name"], data=config.data.root, split=split, weights=str(about["weights"]))
     if flags.head_load and accelerator.is_main_process:
         load.of = of
         load.save(Path(flags.head_load))
         accelerator.print(f"head load: {flags.head_load}")
+    if flags.predictions and accelerator.is_main_process:
+        write_predictions(Path(flags.predictions), predictions, names, val.classes)
+        wrong = int((predictions[:, 1] != predictions[:, 2]).sum())
+        accelerator.print(f"predictions: {flags.predictions}, {wrong} of {len(predictions)} are wrong")
     if flags.score_file and accelerator.is_main_process:
         write_json(Path(flags.score_file), dict(of, img_size=about["img_size"], **scores))
         accelerator.print(f"scores: {flags.score_file}")
@@ -289,6 +336,9 @@ def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
             config, flags = parse_config(ClsConfig, argv, name, to_validate=True, more=FLAGS)
             refuse_output("--head-load", flags.head_load)
             refuse_output("--score-file", flags.score_file)
+            refuse_output("--predictions", flags.predictions)
+            if flags.predictions and not flags.predictions.endswith(".csv"):
+                raise ValueError(f"--predictions {flags.predictions}: expected a name that ends in .csv")
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
         with user_errors(name), user_errors(name, (BadData,), every_rank=True):
             report(config, flags, accelerator)

@@ -372,6 +372,7 @@ class Flags:
     checkpoint: Optional[str] = None  # to validate
     head_load: Optional[str] = None  # files that a validation writes
     score_file: Optional[str] = None
+    predictions: Optional[str] = None
     labels: Optional[str] = None  # whose images and labels it takes
 
 

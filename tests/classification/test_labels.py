@@ -157,6 +157,15 @@ def test_real_labels(imagenet, tmp_path, capsys):
             open_labelled(root, "real", None)
 
 
+def test_images_without_any_label(tmp_path):
+    real = RealLabelsImagenet(range(50_000)).real_labels
+    file = tmp_path / "val" / SYNSETS[0] / next(name for name, labels in real.items() if not labels)
+    file.parent.mkdir(parents=True)
+    file.touch()
+    with one_line(f"data.root {tmp_path}: none of its 1 images has a label in ReaL"):
+        open_labelled(str(tmp_path), "real", None)
+
+
 def test_what_is_refused(imagenet, tmp_path, capsys):
     folder, _ = imagenet
     model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)

@@ -16,6 +16,7 @@ from timm.data import create_transform, resolve_model_data_config
 from moh_vision import load_run, publish
 from moh_vision.classification import predict, validate
 from moh_vision.classification import train as train_cls
+from moh_vision.data.shards import convert
 from moh_vision.data.sources import Digits
 
 
@@ -125,6 +126,48 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
         (folder / "empty" / "config.json").write_text(text)
         error = refused(capsys, validate.main, "--checkpoint", folder / "empty")
         assert "its config.json is of no classifier that is taken" in error and words in error
+
+
+def test_every_image_with_its_prediction(folder, tmp_path, capsys):
+    """Of a folder and of its shards, where one image is torn, as predict says."""
+    root, shards = tmp_path / "d", tmp_path / "s"
+    for digit in range(20):
+        place = root / "val" / str(digit % 10) / f"image{digit}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(digit + 50)).save(place)
+    convert(str(root), str(shards), workers=1, say=lambda text: None)
+    place.write_bytes(place.read_bytes()[:60])
+    capsys.readouterr()
+    predict.main(["--checkpoint", str(folder / "run"), str(root), "--top", "10", "--output", str(tmp_path / "p.json")])
+    found = {
+        image["image"]: dict(image["classes"]) for image in json.loads((tmp_path / "p.json").read_text())["images"]
+    }
+
+    def rows(source, *argv):
+        file = tmp_path / f"{source.name}.csv"
+        argv = ["--checkpoint", folder / "run", "--data.root", source, "--predictions", file, *argv]
+        validate.main([str(a) for a in [*argv, "--data.eval_batch_size", 7, "--data.workers", 1]])
+        return file, list(csv.DictReader(file.open()))
+
+    file, listed = rows(root, "--data.max_bad_fraction", 0.1)
+    assert [row["image"] for row in listed] == sorted(found) and len(listed) == 19
+    for row in listed:
+        probabilities = found[row["image"]]
+        assert row["class"] == row["image"].split("/")[-2] and row["predicted"] == max(
+            probabilities, key=probabilities.get
+        )
+        for key in ("class", "predicted"):
+            assert float(row[f"probability_of_{key}"]) == pytest.approx(probabilities[row[key]], abs=2e-6)
+    wrong = sum(row["class"] != row["predicted"] for row in listed)
+    assert 0 < wrong and f"predictions: {file}, {wrong} of 19 are wrong" in capsys.readouterr().out
+    named = {f"{root}/val/{row['image']}": row["predicted"] for row in rows(shards)[1]}
+    assert len(named) == 20 and all(named[row["image"]] == row["predicted"] for row in listed)
+    (shards / "val.files.txt").unlink()
+    (shards.with_suffix(".csv")).unlink()
+    assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, image at byte ")
+    for name, words in ((file, "exists; give another path"), (tmp_path / "a.txt", "expected a name that ends in .csv")):
+        error = refused(capsys, validate.main, "--checkpoint", folder / "run", "--predictions", name)
+        assert f"--predictions {name}" in error and words in error
 
 
 def test_names_of_imagenet():
