@@ -200,18 +200,18 @@ def change_routed(
             active = _round_to_total(_ramp_wanted(target, heads), total, least, heads)
         else:
             active = [math.floor(target * h + 0.5) for h in heads]
+        advice = "give the lower budget when the model is made or converted, it then shares fewer heads"
         for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
             if a < low:
                 raise ValueError(
                     f"head_budget {spec!r}: layer {layer} would run {a} of {b.heads} heads, "
                     f"but {b.shared} are shared and at least 1 is routed; the smallest share is "
-                    f"{_smallest_share(kind, heads, least)}"
+                    f"{_smallest_share(kind, heads, least)}; {advice}"
                 )
         if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
             raise ValueError(
                 f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
-                f"{sum(heads)} already, and the smallest share is {_smallest_share(kind, heads, least)}; give the lower "
-                "budget when the model is made or converted, it then shares fewer heads"
+                f"{sum(heads)} already, and the smallest share is {_smallest_share(kind, heads, least)}; {advice}"
             )
         pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])

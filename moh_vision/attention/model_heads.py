@@ -19,7 +19,9 @@ def attention_layers(model: nn.Module) -> List[HeadMixtureAttention]:
     """
     layers = [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+        raise ValueError(
+            f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
+        )
     return layers
 
 
@@ -84,7 +86,9 @@ def head_budget(model: nn.Module) -> dict:
                 dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active)
             )
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+        raise ValueError(
+            f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
+        )
     active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
     return dict(layers=layers, active=active, heads=heads, share=active / heads)
 
@@ -112,7 +116,9 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> List[Routing]:
     """
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no HeadMixtureAttention layer")
+        raise ValueError(
+            f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
+        )
     of_router = {layer.router: layer for layer in layers}
     routings: Dict[nn.Module, List[Routing]] = {layer: [] for layer in layers}
     tokens: Dict[nn.Module, Tuple[int, int]] = {}

@@ -43,7 +43,7 @@ def head_lengths(
         before the gate, which scales all heads alike).
 
     Raises:
-        ValueError: if there is no batch.
+        ValueError: if there is no batch, or naming what is none.
     """
     totals: List[Union[Tensor, float]] = [0.0] * len(attentions)
     tokens = [0.0] * len(attentions)  # of one layer and another: a class token may be there in some only
@@ -70,6 +70,9 @@ def head_lengths(
                 real = batch.get("attention_mask")
                 model(**{name: value for name, value in batch.items() if name != "labels"}, **options)
             else:
+                if not isinstance(batch, (Tensor, tuple, list)):
+                    wanted = "a tensor (images, or a tokenizer's input_ids), or a tuple or dict of them"
+                    raise ValueError(f"calibrate holds {batch!r:.40}; expected batches, each {wanted}")
                 real = None
                 model(*(batch if isinstance(batch, (tuple, list)) else (batch,)), **options)
     finally:

@@ -117,7 +117,7 @@ def test_head_budget_report():
     report = head_budget(torch.nn.Sequential(layer(2, 2), layer(6, 0)))
     assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
     assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
-    with pytest.raises(ValueError, match="Linear has no HeadMixtureAttention"):
+    with pytest.raises(ValueError, match="Linear has no HeadMixtureAttention layer; moh_vision.convert"):
         head_budget(torch.nn.Linear(2, 2))
 
 

@@ -202,6 +202,7 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
         (dense, dict(head_budget=2), "head_budget 2 is not understood"),
         (dense, dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 3"),
         (dense, dict(calibrate=[]), "calibrate holds no batch"),
+        (dense, dict(calibrate=["hello"]), "calibrate holds 'hello'; expected batches, each a tensor"),
     ],
 )
 def test_what_cannot_be_converted(make, kwargs, words):
