@@ -8,8 +8,6 @@ takes them; other options of validate.py are taken too, after the images. An ima
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import sys
 from pathlib import Path
@@ -29,7 +27,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.walk import IMAGES, refuse_special, walk
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
-from moh_vision.engine.io import write_whole
+from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import make_accelerator
 
@@ -128,10 +126,8 @@ def write_predictions(path: str, found: Sequence[Tuple[str, List[Tuple[str, floa
     if path.endswith(".json"):
         pairs = [dict(image=file, classes=[list(pair) for pair in likeliest]) for file, likeliest in found]
         return write_json(Path(path), dict(about, images=pairs))
-    table = io.StringIO()
     rows = ((file, rank, *pair) for file, likeliest in found for rank, pair in enumerate(likeliest, 1))
-    csv.writer(table, lineterminator="\n").writerows([("image", "rank", "class", "probability"), *rows])
-    write_whole(Path(path), table.getvalue())
+    write_csv(Path(path), [("image", "rank", "class", "probability"), *rows])
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -4,8 +4,6 @@ Also a folder that moh_vision.publish or timm has saved, with --data.root, and w
 --model.* too; installed: python -m moh_vision.classification.validate.
 """
 
-import csv
-import io
 import json
 import time
 from dataclasses import replace
@@ -35,7 +33,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BadData, message_of, reason_of, refuse_output, user_errors
-from moh_vision.engine.io import write_whole
+from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib, write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, index_dir, make_accelerator
@@ -138,13 +136,11 @@ def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], cla
         names: of the images in the source.
         classes: their names.
     """
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(("image", "class", "predicted", "probability_of_class", "probability_of_predicted"))
+    rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
     for number, label, found, *probabilities in predictions.tolist():
         shown = (round(p, 6) for p in probabilities)
-        writer.writerow((names[int(number)], classes[int(label)], classes[int(found)], *shown))
-    write_whole(path, table.getvalue())
+        rows.append((names[int(number)], classes[int(label)], classes[int(found)], *shown))
+    write_csv(path, rows)
 
 
 def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import fcntl
 import hashlib
+import io
 import itertools
 import json
 import logging
@@ -14,7 +16,7 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterator, Optional, Union
+from typing import BinaryIO, Dict, Iterable, Iterator, Optional, Sequence, Union
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -130,6 +132,13 @@ def write_whole(place: Path, data: Union[str, bytes], shared: bool = False) -> N
     if not place.exists() or place.read_bytes() != data:
         with whole_file(place, shared) as file:
             file.write(data)
+
+
+def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write rows as CSV; bytes of a file's name that are no UTF-8 are escaped."""
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    write_whole(place, table.getvalue().encode("utf-8", "backslashreplace"))
 
 
 def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:

@@ -1,4 +1,5 @@
 import contextlib
+import csv
 import errno
 import os
 import signal
@@ -17,6 +18,7 @@ from moh_vision.engine.io import (
     sha256_of,
     step_of,
     whole_file,
+    write_csv,
     write_tensors,
     write_whole,
 )
@@ -119,3 +121,11 @@ def test_tensors_with_metadata(tmp_path):
     with pytest.raises(TypeError):
         write_tensors(place, {}, dict(odd=object()))
     assert place.stat().st_mode & 0o777 == 0o644 and os.listdir(place.parent) == [place.name]
+
+
+def test_csv_of_any_file_name(tmp_path):
+    names = ["a,b\n.png", 'says "x"', os.fsdecode(b"\xff.png")]
+    write_csv(tmp_path / "a.csv", [("image", "p"), *((name, 0.5) for name in names)])
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows == [["image", "p"], [names[0], "0.5"], [names[1], "0.5"], ["\\udcff.png", "0.5"]]
