@@ -67,7 +67,10 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
         ValueError, FileNotFoundError: naming the path.
     """
     results = run.folder / "results.json"
-    if path.is_dir() and step_of(path) is None and results.is_file():
+    whole = path.is_dir() and step_of(path) is None
+    if whole and not results.is_file() and run.kind != "diffusion":  # whose samples are scored by other commands
+        say(f"{path}: the run has no results yet; its last weights are taken")
+    if whole and results.is_file():
         named = Path(str(read_json(results).get("weights"))).name  # of a classifier "ema" or "model"
         file = (run.folder / named).with_suffix(".safetensors")
         if file.is_file():

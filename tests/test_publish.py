@@ -168,7 +168,7 @@ def test_data_of_a_language_model():
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
 
 
-def test_scores_are_of_the_weights_that_are_published(runs, tmp_path):
+def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     def scores(place, name):
         assert main([str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
         head, text = head_and_text(tmp_path / name)
@@ -185,6 +185,10 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path):
     train_text.main(small_runs.arguments("text", tmp_path / "patient", 4, 1, *worse))
     assert small_runs.results(tmp_path / "patient")["best_step"] < small_runs.results(tmp_path / "patient")["step"]
     assert "| BLEU |" in scores(tmp_path / "patient", "early")
+    (tmp_path / "patient" / "results.json").unlink()
+    capsys.readouterr()
+    assert "No scores of these weights" in scores(tmp_path / "patient", "unscored")
+    assert "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
 
 
 class Hub(http.server.ThreadingHTTPServer):

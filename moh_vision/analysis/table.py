@@ -256,7 +256,9 @@ def _text(run: ScoredRun) -> ScoredRun:
     splits = [config[f"data.{key}"] for key in ("val", "test") if config.get(f"data.{key}")]
     how.insert(0, f"{config.get('data.root')}, splits {' and '.join(splits)}")
     if "bleu_split" in results:
-        how.insert(1, f"BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}")
+        lowercase = results.get("bleu_lowercase", config.get("data.lowercase"))
+        case = ", lower-cased data" if lowercase else ""
+        how.insert(1, f"BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}")
     return run._replace(steps=results.get("step", 0), scores=scores, how="; ".join(how), suites=tuple(suites))
 
 

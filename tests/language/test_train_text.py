@@ -17,6 +17,7 @@ from small_text import write_pairs, write_plain
 
 import moh_vision
 from moh_vision.analysis import HeadLoad
+from moh_vision.analysis.table import read_run
 from moh_vision.engine import commands
 from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig
@@ -153,11 +154,13 @@ def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(data, 
     monkeypatch.setattr(commands, "LINE_EVERY", 0)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(TranslationModel, "generate", lambda *_, **options: os.kill(os.getpid(), signal.SIGTERM))
-        train("mt", data, tmp_path / "run", 2)
+        train("mt", data, tmp_path / "run", 2, "--data.lowercase=true")
     assert ended.value.code == 143 and not (tmp_path / "run" / "results.json").exists()
     assert "SIGTERM: stopped after all 2 steps, which are saved; the same command goes on" in capfd.readouterr().err
-    train("mt", data, tmp_path / "run", 2)
+    train("mt", data, tmp_path / "run", 2, "--data.lowercase=true")
     said = capfd.readouterr().out
+    assert "val, sacreBLEU's default, lower-cased data: BLEU" in said and "case:mixed" in said
+    assert "BLEU of 40 pairs of val, lower-cased data" in read_run(tmp_path / "run").how
     assert "val: translating 40 sentences\n" in said and "translating: 1 of 1 steps, " in said
     assert results(tmp_path / "run")["step"] == 2
 

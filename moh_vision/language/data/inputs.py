@@ -80,7 +80,7 @@ class TextInputs:
         for key, title in (("val", "validation"), ("test", "test")):
             split = getattr(d, key)
             places = self.places(d.root, split) if split else []
-            for place in trained.intersection(places):
+            for place in filter(trained.__contains__, places):
                 raise ValueError(
                     f"data.{key} {split} is {place}, which data.train {d.train} trains on: give another split, "
                     "for scores of text that the model has not learnt"

@@ -133,7 +133,10 @@ def final_scores(
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     references = text.references(split, pairs)
-    results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), left_out=pairs.left_out)
+    lowercase = text.vocabularies[1].lowercase  # which the signatures, of what sacrebleu gets, do not tell
+    results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase)
+    results.update(left_out=pairs.left_out)
+    case = ", lower-cased data" if lowercase else ""
     for mode in config.generate.gate_modes:
         title, draws = split if mode == "soft" else f"{split}, gates of the encoder {mode}", []
         for draw in range(RANDOM_DRAWS if mode == "random" else 1):
@@ -148,7 +151,7 @@ def final_scores(
         results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
-            log.say(f"{title}, {FORMS[name]}: {bleu.summary(form)}{spread}")
+            log.say(f"{title}, {FORMS[name]}{case}: {bleu.summary(form)}{spread}")
     return results
 
 
