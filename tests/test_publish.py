@@ -128,7 +128,15 @@ def test_card(runs, published):
     results = small_runs.results(runs / "cls")
     assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
-        row = (number, layer["heads"], layer["head_dim"], layer["shared"], layer["routed"], layer["active"])
+        row = (
+            number,
+            layer["heads"],
+            layer["head_dim"],
+            layer["shared"],
+            layer["routed"],
+            layer["active"],
+            layer["name"],
+        )
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
     assert "a training step on cpu, batch 8" in text and "10 classes, 1,442 images in train, 355 images in val" in text
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())

@@ -30,11 +30,12 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
         "",
-        "layer  heads  width  shared  routed  active",
+        "layer  heads  width  shared  routed  active  name",
     ]
     for number, layer in enumerate(budget["layers"]):
         lines.append(
-            f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  {layer['active']:6d}"
+            f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  "
+            f"{layer['active']:6d}  {layer['name']}"
         )
     lines += filter(None, [single_routed(attention_layers(model))])
     lines += dict.fromkeys(map(mae_mixture, mae_routers(model)))
@@ -48,10 +49,11 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """One line: parameters and active heads of a model."""
+    """One line: parameters and active heads of a model, and the experts of MAE, whose heads all count as active."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
-    return f"{name}: {count_parameters(model):,} parameters, {share}"
+    mixtures = {mae_mixture(router).partition(";")[0]: None for router in mae_routers(model)}
+    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *mixtures])
 
 
 def mae_mixture(router: MAERouter) -> str:

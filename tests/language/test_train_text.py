@@ -93,6 +93,7 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     parameters = sum(p.numel() for p in moh_vision.load_run(run).parameters())
     assert f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said  # how data.val was found
     assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
+    assert ("heads active (100.0 %); MAE: 4 experts of 3 heads each\n" in said) == (kind != "mlm")
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
     assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
     made, _, following = said.partition("run has\n")[2].partition("next\n")
