@@ -710,14 +710,16 @@ def test_mistakes_in_scoring(tmp_path, capsys):
     for argv, words in {
         "--score-split val": "score_split 'val' needs --score REFERENCE",
         "--allow-biased true": "allow_biased True needs --score REFERENCE",
-        "--score a.npz --score-split val": "--score a.npz is no data set, so a split (val) has no effect",
+        f"--score {some} --score-split val": f"--score {some} is no data set, so a split (val) has no effect",
         f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as extractor",
         f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
         f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
         assert words in refused(capsys, run, *argv.split())
     assert "extractor 'cls' needs --score REFERENCE" in refused(capsys, run, "--extractor", "cls")
-    assert "nowhere: no such folder" in refused(capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t")
+    assert "--score nowhere: no such file or folder" in refused(
+        capsys, run, "--score", "nowhere", "--extractor", "timm:resnet10t"
+    )
     assert "is not inception, timm:NAME" in refused(capsys, run, "--score", "digits", "--extractor", "vgg")
     error = refused(capsys, run, "--score", "digits", "--inception-weights", tmp_path / "none.pth")
     assert "none.pth: no such file" in error

@@ -381,7 +381,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     for argv, words in (
         ([str(a), str(b), "--out", str(out)], "exists; give another path"),
         ([str(a)], "give either REFERENCE, or --save-statistics"),
-        ([str(a), str(tmp_path / "none")], "none: no such folder or .npz file"),
+        ([str(a), str(tmp_path / "bb")], f"REFERENCE {tmp_path}/bb: no such file or folder, did you mean {b}?"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         ([str(a), str(b), "--batches", "3"], "unknown argument --batches, did you mean --batch-size?"),
         ([str(a), "--save-statistics", "s.safetensors", "--out", "x"], "--out has no effect with --save-statistics"),
@@ -424,7 +424,6 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, monkeyp
         ([data, folder, "--size", "0"], "--size 0: expected 1 or more"),
         ([folder, folder, "--reference-split", "val"], f"REFERENCE {folder} is no data set, so a split (val) has no"),
         ([str(tmp_path / "data" / "val"), folder, "--out", str(out)], "exists"),
-        ([folder, str(tmp_path / "none")], "none: no such folder or .npz file"),
     ):
         assert main(argv) == 2 and words in capsys.readouterr().err
 

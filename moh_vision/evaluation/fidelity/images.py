@@ -19,6 +19,7 @@ from moh_vision.data.decode import MAX_PIXELS, open_image
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import open_source
+from moh_vision.engine.commands import refuse_missing
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
@@ -226,9 +227,11 @@ def open_set(key: str, path: str, split: Optional[str], default_split: str, inde
         index_dir: see `open_source`.
 
     Raises:
-        ValueError: for a data set that cannot be opened, and a split of what is none.
+        ValueError, FileNotFoundError: for a path that is not there, a data set that cannot be opened, and a split of what
+            is none.
     """
     if not is_data_set(path):
+        refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
