@@ -211,7 +211,7 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
     Args:
         config: a `ClsConfig`.
         flags: `Flags`; its checkpoint is such a folder, or what `models.weights.to_validate` takes.
-        **arguments: of a model that is not a run's, beside those of the configuration.
+        **arguments: of a model that the checkpoint does not bring, beside those of the configuration.
 
     Returns:
         (model in eval mode, prepared by `ClsDataConfig.prepare`; what `to_validate` says of it, with img_size)
@@ -221,12 +221,12 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
     """
     path, data = flags.checkpoint, config.data
     saved = (Path(path) / "config.json").is_file()
-    name, own, cfg = _saved_by_timm(path) if saved else (config.model.name, config.model.arguments(), {})
-    model, about = to_validate(path, name, {**own, **arguments}, data.img_size)
+    named = config.model.name, {**config.model.arguments(), **arguments}, {}
+    name, own, cfg = _saved_by_timm(path) if saved else named
+    model, about = to_validate(path, name, own, data.img_size)
     if saved:
-        about.update(of_run=True, classes=cfg.get("label_names"))
-        if own["router"] == "dense" and "base" in own:
-            about["name"] = own["base"].split(".")[0]  # the plain ViT that it is
+        plain = own["router"] == "dense" and own.get("base")  # a ViT of timm, which is called so
+        about.update(of_run=True, classes=cfg.get("label_names"), name=(plain or name).split(".")[0])
         model.pretrained_cfg = cfg
         if "data.augment" not in flags.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
@@ -284,6 +284,8 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
         refuse_other_classifier(model, about["classes"], named, flags.labels)
     else:
         check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
+        if model.num_classes != len(classes):
+            raise ValueError(f"{named} has {model.num_classes} classes, data.root {config.data.root} {len(classes)}")
     return model, about, source, validation_transform(model.pretrained_cfg)
 
 

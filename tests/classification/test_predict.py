@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from pictures import write_folder
 from PIL import Image
 from refusals import refused
 from sklearn.datasets import load_digits
@@ -16,6 +17,7 @@ from timm.data import create_transform, resolve_model_data_config
 from moh_vision import load_run, publish
 from moh_vision.classification import predict, validate
 from moh_vision.classification import train as train_cls
+from moh_vision.classification.opening import open_prepared
 from moh_vision.data.shards import convert
 from moh_vision.data.sources import Digits
 
@@ -122,6 +124,11 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
         f"(vit_tiny_patch16_224, 8 px): top-1 {100 * right / len(digits):.2f} %" in shown
         and "3 (100.0 % of all)" in shown
     )
+    animals = write_folder(folder / "animals", train=0)
+    error = refused(capsys, validate.main, *given, "--data.root", animals)
+    assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
+    about = open_prepared(str(folder / "vit"))[1]  # for export
+    assert (about["architecture"], about["input_size"], about["crop_pct"]) == ("vit_tiny_patch16_224", (1, 8, 8), 0.6)
     for text, words in (('{"model_type": "llama"}', "no 'architecture' in it"), ("{", "Expecting property name")):
         (folder / "empty" / "config.json").write_text(text)
         error = refused(capsys, validate.main, "--checkpoint", folder / "empty")
