@@ -137,6 +137,7 @@ def stand_ins(tmp_path_factory):
     places |= {
         "SAMPLES": root / "photos/train/cat",
         "REFERENCE": root / "photos/train/dog",
+        "IMAGE.jpg": root / "photos/val/cat/0.jpg",
         "stabilityai/sd-vae-ft-ema": vae,
     }
     places |= {"OTHER_RUN": root / "other", "CLASSES": root / "classes", "SHARDS": "SHARDS"}
@@ -178,7 +179,7 @@ def shell(page, places):
 
 def python(page, places):
     """Run a page's Python blocks one after another, with a run and an image for "RUN" and "IMAGE.jpg", without weights of the hub."""
-    known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": f"{places['PHOTOS']}/val/cat/0.jpg"}
+    known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": places["IMAGE.jpg"]}
     create = timm.create_model
     names = {}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
