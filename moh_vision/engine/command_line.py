@@ -171,6 +171,8 @@ def _options(argv: List[str], keys: Dict[str, Any], switches: Dict[str, Any]) ->
             found = ["true"]
         if tuple in map(typing.get_origin, (hints.get(name), *typing.get_args(hints.get(name)))) and len(found) == 2:
             found = [f"[{', '.join(found)}]"]
+        if name == "help" and found:  # of several keys
+            found = [" ".join(found)]
         if found and _lists_texts(keys.get(name)) and not found[0].startswith("["):
             found = [json.dumps(found)]
         if len(found) != 1:

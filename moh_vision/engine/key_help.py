@@ -48,7 +48,7 @@ def key_groups(
 
 
 def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[str], width: Optional[int] = None) -> str:
-    """The text of `--help`: at most two lines of text a key. With `about`, the whole text of the keys whose names begin with it.
+    """The text of `--help`: at most two lines of text a key. With `about`, the whole text of the keys whose names begin with it, or with one of several.
 
     Args:
         prog: name of the script.
@@ -61,9 +61,12 @@ def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[st
     """
     width = max(80, width or shutil.get_terminal_size().columns)
     if about:
-        found = [key for _, keys in groups for key in keys if key.name == about or key.name.startswith(about + ".")]
-        if not found:
-            raise ValueError(f"--help {about}: no such key or section")
+        found = []
+        for name in about.split():
+            own = [key for _, keys in groups for key in keys if key.name == name or key.name.startswith(name + ".")]
+            if not own:
+                raise ValueError(f"--help {name}: no such key or section")
+            found += own
         return "\n\n".join(f"--{k.name} {k.default}\n  {k.kind}\n  {k.text}" for k in found)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += [
@@ -74,7 +77,7 @@ def help_text(prog: str, groups: List[Tuple[str, List[Key]]], about: Optional[st
     for title, keys in groups:
         lines += [f"{title}:", *(line for key in keys for line in _lines(key, width)), ""]
     return "\n".join(
-        [*lines, f"The whole text of a key or section: {prog} --help KEY", "of all keys: docs/reference/config.md"]
+        [*lines, f"The whole text of a key or section: {prog} --help KEY ...", "of all keys: docs/reference/config.md"]
     )
 
 

@@ -47,6 +47,8 @@ def test_the_whole_text_of_a_key_and_of_a_section(capsys):
     assert "written by moh_vision.analysis.search" in helped(ClsConfig, ["--help", "model.head-budget"], capsys)
     text = helped(ClsConfig, ["--help", "ema"], capsys)
     assert "--ema.decay 0.0\n  float\n" in text and "--ema.warmup false" in text and "--mix" not in text
+    both = helped(ClsConfig, ["--help", "optim.lr", "model.head-budget"], capsys)
+    assert "--optim.lr " in both and "--model.head_budget " in both
     with pytest.raises(ValueError, match="--help modle: no such key or section"):
         parse_config(ClsConfig, ["--help", "modle"], "script.py")
 

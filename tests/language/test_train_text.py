@@ -245,7 +245,7 @@ def test_mistakes(data, tmp_path, capsys):
     assert "another vocabulary" in error
     assert "set block_descent.mode joint" in refused("mt", preset="mt_nobcd")
     modes = ["--generate.gate_modes", "[soft, argmax]"]
-    assert "encoder has no gates of MAE" in refused("mt", *modes, preset="mt_transformer_base")
+    assert "encoder has no gates of MAE; use [soft]" in refused("mt", *modes, preset="mt_transformer_base")
     assert "gate_modes argmax: UNI-MAE has no gate" in refused("mt", *modes, preset="mt_uni_mae_7")
     assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
     for kind, option, file in (("clm", "--data.train=valid", "valid.txt"), ("mt", "--data.test=train", "train.de")):

@@ -73,7 +73,7 @@ def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
     routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
         if mode != "soft" and not routers:
-            raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE")
+            raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE; use [soft]")
         if mode == "argmax" and any(router.out is None for router in routers):
             raise ValueError(f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random")
 
