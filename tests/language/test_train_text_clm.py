@@ -1,6 +1,7 @@
 """train_text.py on causal models: token ids, weighted sources, foreign tokenizers, pre-trained models that become routed."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import moh_vision
+from moh_vision import publish
 from moh_vision.analysis import HeadLoad
 from moh_vision.language import train as train_text
 from moh_vision.language.data import tokenise
@@ -156,6 +158,13 @@ def test_from_scratch(place, tmp_path, preset):
     assert tokenizer.decode(tokenizer("one two")["input_ids"]).strip() == "one two"
     # What stands before the first token in training is eos; bos is in no text.
     assert tokenizer.bos_token == "</s>" and model.config.bos_token_id == model.generation_config.bos_token_id == 2
+
+    # The guide's code continues a text from the published folder, whose tokenizer puts eos there.
+    assert publish.main([str(tmp_path / "run"), "--output", str(tmp_path / "folder")]) == 0
+    guide = (ROOT / "docs/guides/text.md").read_text().partition("## Continue a text")[2]
+    found = {}
+    exec(re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", str(tmp_path / "folder")), found)
+    assert found["ids"][0, 0] == 2 and len(found["ids"][0]) > len(found["tokenizer"]("The first album").input_ids)
 
     # Scored as it was validated: line by line, behind eos.
     out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
