@@ -73,7 +73,7 @@ def convert(
             (DINOv3, EVA-02; rotary positions that all heads share), one of our dense models, diffusers'
             DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared. Narrow
-            layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head.
+            layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head. Language models share half.
         router: "moh", "query_norm", "mae", or "dense" for a baseline in which all heads run (not in a language model);
             None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.

@@ -141,4 +141,4 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, kind, main, capsys):
     assert found["by_share"]["1"]["loss"] == found["loss"] and found["active_share"] == 1
     validate.main(f"--checkpoint {tmp_path}/whole --model.head_budget 0.5 --data.workers 0".split())
     assert f"loss {found['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
-    assert "top-1" in make_table([tmp_path / "whole"]).titles[-2]
+    assert any("top-1" in title for title in make_table([tmp_path / "whole"]).titles)
