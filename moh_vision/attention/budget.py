@@ -368,7 +368,8 @@ def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> fl
     """The smallest share, in thousandths, for which every layer runs at least so many heads."""
     if kind == "ramp":
         heads, least = [sum(heads)], [sum(least)]
-    return math.ceil(1000 * max((low - 0.5) / h for low, h in zip(least, heads))) / 1000
+    shares = (n / 1000 for n in range(1, 1001))
+    return next(s for s in shares if all(math.floor(s * h + 0.5) >= low for low, h in zip(least, heads)))
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:

@@ -43,8 +43,11 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
 
 
 def single_routed(layers: Sequence[HeadMixtureAttention]) -> Optional[str]:
-    """What to tell of layers with one routed head, whose renormalised weight is constant; None where there are none."""
-    found = [n for n, a in enumerate(layers) if a.budget.routed == 1 and any(True for _ in a.router.parameters())]
+    """What to tell of layers with one routed head, whose renormalised weight is constant; None where there are none.
+
+    Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
+    """
+    found = [n for n, a in enumerate(layers) if a.budget.routed == 1 and getattr(a.router, "released", False)]
     return f"one routed head in layers {found}: only the balance loss trains those routers" if found else None
 
 

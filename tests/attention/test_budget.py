@@ -105,6 +105,13 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
             budget(f"{kind}:{least - 0.001}")
 
 
+def test_the_smallest_share_is_one_that_floats_reach():
+    layers = [HeadBudget(10, 64, 2, 8)] * 5
+    with pytest.raises(ValueError, match="the smallest share is 0.291;"):  # 0.29 * 50 is 14.499999999999998
+        change_routed("ramp:0.1", layers)
+    change_routed("ramp:0.291", layers)
+
+
 def test_a_share_that_whole_heads_miss_is_logged(caplog):
     for _ in range(2):  # it is said once
         resolve_budget("uniform:0.51", 12, 3, 64)

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import moh_vision
-from moh_vision.attention import HeadBudget, attention_layers, load_balance_loss
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, load_balance_loss
 from moh_vision.attention.budget import change_routed
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_order import head_lengths
@@ -94,6 +94,15 @@ def test_other_numbers_of_heads(size, heads):
     with torch.no_grad():
         want = model(x)
         assert torch.equal(moh_vision.convert(model)(x), want)
+
+
+@pytest.mark.parametrize("router, options", [("moa", {}), ("moh", dict(gate_scale="paper"))])
+def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(router, options, caplog):
+    layer = HeadMixtureAttention(16, HeadBudget(4, 4, 0, 2), router=router, router_kwargs=options)
+    moh_vision.set_head_budget(layer, 0.25)
+    layer(torch.randn(2, 5, 16))[0].square().sum().backward()
+    (weight,) = layer.router.parameters()
+    assert weight.grad.abs().max() > 1e-3 and not caplog.messages
 
 
 def test_then_the_budget_is_lowered(caplog):
