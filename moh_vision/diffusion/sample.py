@@ -8,6 +8,7 @@ Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
 from typing import List, Optional, Tuple
 
@@ -68,8 +69,15 @@ def main(argv: Optional[List[str]] = None) -> None:
         files, folders = [config.grid, config.denoising, config.head_usage, config.head_load], [config.save_pipeline]
         files.append(scores_path)
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
-        judge = f" --extractor {config.extractor}" if config.extractor else ""
-        rescore = f"python -m moh_vision.evaluation.fidelity {config.out} {config.score}{judge} scores what is there"
+        judge = dict(
+            reference_split=config.score_split, extractor=config.extractor, inception_weights=config.inception_weights
+        )
+        options = [word for key, value in judge.items() if value for word in (f"--{key.replace('_', '-')}", value)]
+        options += ["--allow-biased"] * config.allow_biased
+        rescore = shlex.join(
+            ["python", "-m", "moh_vision.evaluation.fidelity", f"{config.out}", f"{config.score}", *options]
+        )
+        rescore += " scores what is there"
         instead = {Path(config.out): rescore} if config.out and config.score else None
         claim_outputs(files, folders, config.overwrite, instead)
         with accelerator.main_process_first():

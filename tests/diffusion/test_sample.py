@@ -26,6 +26,7 @@ from moh_vision.analysis import HeadLoad
 from moh_vision.attention.executors import limits
 from moh_vision.attention.kernels import build as building
 from moh_vision.data.sources import Digits
+from moh_vision.data.splits import manifest_path
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
@@ -510,9 +511,14 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
     assert scores["weights_sha256"] == network.weights_sha256
     assert scores["num_generated"] == 30 and scores["reference"] == str(tmp_path / "ref.npz")
-    error = refused(capsys, run, *argv, "--out", tmp_path / "a.npz", "--score-file", tmp_path / "t.json")
-    fidelity = f"fidelity {tmp_path}/a.npz {tmp_path}/ref.npz --extractor {judge} scores what is there"
-    assert f"a.npz exists; give another path, or --overwrite true; python -m moh_vision.evaluation.{fidelity}" in error
+    more = ["--score-split", "train", "--inception-weights", "w.pth", "--allow-biased", "true"]
+    (tmp_path / "a.npz").rename(tmp_path / "a b.npz")
+    error = refused(capsys, run, *argv, *more, "--out", tmp_path / "a b.npz", "--score-file", tmp_path / "t.json")
+    fidelity = (
+        f"fidelity '{tmp_path}/a b.npz' {tmp_path}/ref.npz --reference-split train --extractor {judge} "
+        "--inception-weights w.pth --allow-biased scores what is there"
+    )
+    assert f"b.npz exists; give another path, or --overwrite true; python -m moh_vision.evaluation.{fidelity}" in error
     error = refused(capsys, run, *argv, "--num-images", "8", "--score-file", tmp_path / "t.json")
     assert error.count("allow_biased") == 1
 
@@ -680,6 +686,8 @@ def references(folder):
         for i in range(9):
             mode, size = "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
             Image.new(mode, size).save(folder / name / f"{i}.png")
+    (folder / "latents").mkdir()
+    manifest_path(folder / "latents", "val").write_text("{}")
     return {
         "pairs.npz": "arr_0 is uint8 [20, 4, 4, 2]; expected uint8 [N, height, width, 3 or 1]",
         "few.npz": "5 reference images for 8 features",
@@ -688,6 +696,7 @@ def references(folder):
         "sizes": "8.png has 5 x 4 pixels, 0.png has 4 x 4",
         "colours": "8.png: its mode is L, that of 0.png is RGB",
         "classes": "classes: neither val-*.tar shards nor a folder val in it",
+        "latents": "latents: latents, which train_dit.py reads; images are needed here",
     }
 
 

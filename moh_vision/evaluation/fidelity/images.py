@@ -18,7 +18,7 @@ from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import MAX_PIXELS, open_image
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
-from moh_vision.data.splits import open_source
+from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.engine.commands import refuse_missing
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
@@ -212,9 +212,9 @@ def open_images(source, name: str):
 
 
 def is_data_set(path: str) -> bool:
-    """Whether a path means a data set, as data.root does, and not a file or a folder of images."""
+    """Whether a path means a data set, as data.root does (stored latents too), and not a file or a folder of images."""
     place = Path(path)
-    splits = (split_folder(path, split) for split in ("train", "val"))
+    splits = (split_folder(path, split) or is_latent_cache(path, split) for split in ("train", "val"))
     return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
 
 
