@@ -72,8 +72,8 @@ class PreviewConfig(DrawConfig):
     """Pictures: OUTPUT/previews/step_N.png.
 
     Args:
-        columns: images a row, in their order; left out: of up to ten classes one a row with its name, of more classes ten
-            images a row.
+        columns: images a row, in their order; left out: one class a row with its name, if these are at most ten rows of ten
+            images, and else ten images a row.
         classes: numbers or names of the classes that are drawn, one a row with its name: image i has the class in place
             i modulo their number; left out: all classes.
     """

@@ -18,7 +18,7 @@ from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time
-ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row of more classes
+ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
 class Samples:
@@ -99,7 +99,8 @@ class Samples:
         try:
             images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
             if log.enabled:
-                if c.classes or (c.columns is None and len(self.names) <= ROWS):
+                narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
+                if c.classes or (c.columns is None and narrow):
                     rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.images)
                     draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
                 else:

@@ -437,6 +437,10 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     previews.draw(model, tmp_path / "rows.png", log, step=4)
     with Image.open(tmp_path / "rows.png") as picture:
         assert picture.height == 10 * 50 + 2 and 2 * 50 + 2 < picture.width < 3 * 50
+    previews.names, previews.classes = ["all"], torch.zeros(1, dtype=torch.long)
+    previews.draw(model, tmp_path / "one.png", log, step=4)
+    with Image.open(tmp_path / "one.png") as picture:  # one class is no strip of all images
+        assert picture.size == (10 * 50 + 2, 2 * 50 + 2)
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
