@@ -186,9 +186,8 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
     """
 
     def draw(path: Path) -> None:
-        from moh_vision.analysis.head_load import (
-            draw_usage,
-        )  # its imports take a second, which --help need not wait for
+        # Its imports take a second, which --help need not wait for.
+        from moh_vision.analysis.head_load import draw_usage
 
         draw_usage(load, str(path))
 

@@ -101,12 +101,12 @@ def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     assert main([str(tmp_path / "s")]) == 2 and "train-000000.tar was added or changed" in capsys.readouterr().err
 
     (root / "val" / "dog" / "torn.jpg").write_bytes((root / "train" / "dog" / "torn.jpg").read_bytes())
-    assert main([str(root / "val"), "--workers", "0"]) == 1
+    root = (root / "val").rename(tmp_path / "my photos")
+    assert main([str(root), "--workers", "0"]) == 1
     out = capsys.readouterr().out
-    assert (
-        f"{root}/val (neither train nor val is in it: its folders are taken as classes): 5 images of 2 classes" in out
-    )
-    assert "--val-fraction 0.1 --max-bad-fraction 0.2 divides them and leaves out what cannot be read\n" in out
+    assert f"{root} (neither train nor val is in it: its folders are taken as classes): 5 images of 2 classes" in out
+    more = "--val-fraction 0.1 --max-bad-fraction 0.2 divides them and leaves out what cannot be read\n"
+    assert f"--in '{root}' --out DIR {more}" in out
 
 
 @pytest.mark.parametrize(
