@@ -3,7 +3,8 @@
 python -m moh_vision.classification.predict --checkpoint RUN IMAGE_OR_FOLDER ... --output classes.json
 
 RUN is a run of a classifier, a folder that moh_vision.publish or timm has saved, or weights with --model.NAME as validate.py
-takes them; other options of validate.py are taken too, after the images. An image that cannot be read is named on stderr; the others go on, and the exit code is 2.
+takes them; other options of validate.py are taken too, after the images. An image that cannot be read is named on stderr;
+the others go on, and the exit code is 2.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ def register(kind: str, name: str, target: str) -> None:
             "scores": what `moh_vision.analysis.budget_curve` calls to open a run, and what scores it;
             "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the
             `SUITES` whose scores `moh_vision.analysis.table` reads; "pairs": what `moh_vision.analysis.report` calls to read
-            the sentences that were translated; "prepared": what
-            `moh_vision.load_run` calls with a "classifier" and the metadata of its file; "image": what `moh_vision.analysis.patches` calls to open a "classifier"
-            and one image.
+            the sentences that were translated; "prepared": what `moh_vision.load_run` calls with a "classifier" and the
+            metadata of its file; "image": what `moh_vision.analysis.patches` calls to open a "classifier" and one image.
     """
     _TARGETS[kind, name] = target
 

@@ -71,7 +71,7 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert "0.009 allows those found so far, and finished shards are kept" in line
     assert both(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
     assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
-    assert "leaves class cat without a file in val" in error_line(capfd)
+    assert "leaves class cat without a file in val; give a larger one" in error_line(capfd)
     assert run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1) == 2
     assert "--val-fraction has no effect" in error_line(capfd)
 

@@ -88,8 +88,9 @@ def divided(listing: ClassFolders, val_fraction: float) -> Dict[str, ClassFolder
         parts["val" if number < val_fraction * 2**64 else "train"].append(file)
     for split, files in parts.items():
         for label in set(range(len(listing.classes))).difference(file.label for file in files):
+            other, name = "larger" if split == "val" else "smaller", listing.classes[label]
             raise ValueError(
-                f"--val-fraction {val_fraction:g} leaves class {listing.classes[label]} without a file in {split}"
+                f"--val-fraction {val_fraction:g} leaves class {name} without a file in {split}; give a {other} one"
             )
     (train, val), left_out = parts.values(), listing.left_out
     return {"train": replace(listing, files=train), "val": replace(listing, files=val, left_out=left_out[:0])}
