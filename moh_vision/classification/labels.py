@@ -153,7 +153,8 @@ def file_names(root: str, source) -> Optional[List[str]]:
     listing = Path(root) / "val.files.txt"
     if not isinstance(source, Shards) or not listing.is_file():
         return None
-    names = listing.read_text("utf-8").removesuffix("\n").split("\n")  # splitlines would also divide at U+2028
+    text = listing.read_text("utf-8", "backslashreplace")  # as the names of a folder are written
+    names = text.removesuffix("\n").split("\n")  # splitlines would also divide at U+2028
     if len(names) != len(source):
         raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")
     return names

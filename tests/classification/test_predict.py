@@ -169,6 +169,9 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
     assert 0 < wrong and f"predictions: {file}, {wrong} of 19 are wrong" in capsys.readouterr().out
     named = {f"{root}/val/{row['image']}": row["predicted"] for row in rows(shards)[1]}
     assert len(named) == 20 and all(named[row["image"]] == row["predicted"] for row in listed)
+    (shards / "val.files.txt").write_bytes(b"\xff.png\n" * 20)
+    (shards.with_suffix(".csv")).unlink()
+    assert rows(shards)[1][0]["image"] == r"\xff.png"
     (shards / "val.files.txt").unlink()
     (shards.with_suffix(".csv")).unlink()
     assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, image at byte ")
