@@ -15,8 +15,8 @@ def full_after(monkeypatch, steps):
     """The disk is full for the saves of these steps."""
     save = saver.save_training
 
-    def save_unless_full(accelerator, run, step, *rest):
-        return "[Errno 28] No space left on device" if step in steps else save(accelerator, run, step, *rest)
+    def save_unless_full(accelerator, run, step, *rest, **named):
+        return "[Errno 28] No space left on device" if step in steps else save(accelerator, run, step, *rest, **named)
 
     monkeypatch.setattr(saver, "save_training", save_unless_full)
 
