@@ -123,7 +123,7 @@ class ModelConfig:
             check(f"model.{name}", value, value is None or value >= 1, "at least 1")
         self.head_budget = read_head_budget(self.head_budget)
         if self.pretrained and self.name != "pretrained":
-            raise ValueError(f"model.name {self.name} has no effect with model.pretrained: allowed is pretrained")
+            raise ValueError(f"model.pretrained needs model.name pretrained, not {self.name}: it brings its model")
         if self.name == "pretrained" and not self.pretrained:
             raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
 

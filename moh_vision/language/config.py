@@ -42,7 +42,7 @@ class TextModelConfig:
         if self.pretrained is None:
             return
         if self.name != "clm_pretrained":  # clm_moh_small_75, say, would have none of its routers
-            raise ValueError(f"model.name {self.name} has no effect with model.pretrained: allowed is clm_pretrained")
+            raise ValueError(f"model.pretrained needs model.name clm_pretrained, not {self.name}: it brings its model")
         if self.kwargs:
             raise ValueError(
                 f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"

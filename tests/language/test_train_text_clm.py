@@ -201,7 +201,7 @@ def test_mistakes(place, tmp_path, capsys):
     run, ids = tmp_path / "run", ["--data.root", place / "ids", "--data.vocab_size", 20]
     for name in ("mt_mae_7", "clm_moh_small_75"):
         error = refused(run, capsys, "--model.name", name, "--model.pretrained", place / "llama")
-        assert f"model.name {name} has no effect with model.pretrained: allowed is clm_pretrained" in error
+        assert f"model.pretrained needs model.name clm_pretrained, not {name}" in error
     assert "needs model.pretrained" in refused(run, capsys, *CLM, "--model.convert.head_budget", 0.5)
     assert "model_type" in refused(run, capsys, *CLM, *ids, "--model.pretrained", place / "plain")
     llama = [*CLM, *ids, "--model.pretrained", place / "llama"]

@@ -138,7 +138,7 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
         (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out; model.convert"),
-        (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.name moh_vit has no effect with model.pretrained"),
+        (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.pretrained needs model.name pretrained, not moh_vit"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
         (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),
         (train_dit, "--model.pretrained {vit}", "config.json is of None, allowed are DiTTransformer2DModel and ours"),
