@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import timm
+import torch
 from conftest import ROOT
 from PIL import Image
 from small_runs import arguments
@@ -28,7 +29,10 @@ RUN_PAGES = [
     README,
     "docs/getting-started.md",
     "docs/concepts.md",
-    *(f"docs/guides/{n}.md" for n in ("classifier", "diffusion", "data", "scale", "extend")),
+    *(
+        f"docs/guides/{n}.md"
+        for n in "classifier diffusion data scale extend analysis convert elastic export publish validation".split()
+    ),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
 LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
@@ -44,6 +48,17 @@ NOT_RUN = {
     "python -m moh_vision.publish TEXT_RUN": "of a run of text; tests/test_publish.py",
     "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
     "accelerate launch --config_file configs/accelerate/fsdp2_layers.yaml": "an 8B model",
+    "accelerate launch train_text.py --config configs/text/moh_llama3_stage2.yaml": "an 8B model",
+    "python train_cls.py --config cls/convert_vit_small_75 --data.root IMAGENET --distill": "loads weights of the hub; tests/classification/test_distillation.py",
+    "python train_dit.py --config quickstart/dit --data.root DATA --model.name pretrained": "a folder of a DiT; tests/models/test_pretrained.py",
+    "python -m moh_vision.export moh_dit_xlarge_patch2_90": "released weights; tests/test_export.py",
+    "python -m moh_vision.analysis.gates TEXT_RUN": "runs of text; tests/analysis/test_gates.py",
+    "python -m moh_vision.analysis.learning_curves TEXT_RUN": "runs of text; tests/analysis/test_learning_curves.py",
+    "python -m moh_vision.language.evaluation.lm_curve": "needs lm_eval; tests/language/evaluation/test_lm_curve.py",
+    "python validate.py --checkpoint FOLDER": "a published folder; tests/classification/test_predict.py",
+    "python validate.py --checkpoint WEIGHTS": "weights for ImageNet; tests/classification/test_train_cls.py",
+    "python validate.py --checkpoint RUN --labels": "files of ImageNet; tests/classification/test_labels.py",
+    "python validate.py --checkpoint runs/": "a run of the command before it, which is dry here; tests/engine/test_elastic.py",
 }
 REST = {  # commands that take the options of others too
     "moh_vision.analysis.attention_maps": [SCRIPTS["validate.py"]],
@@ -61,12 +76,20 @@ MORE = {  # what makes a command small
 }
 
 
-def commands(page):
-    """The lines of a page's indented blocks that are commands; a line that ends in a backslash goes on in the next."""
+def pieces(page):
+    """(Python, None) or (None, command) in a page's order: fenced blocks, and indented lines that are commands.
+
+    A line that ends in a backslash goes on in the next.
+    """
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    lines = [line.strip() for line in re.findall(r"^ {4}(?! )(.*)$", text, re.M)]
     ours = LAUNCHERS + r"(\w+\.py|moh_vision\.\S+) "
-    return [line for line in lines if re.match(ours, f"{line} ") or excused(line)]
+    for block, line in re.findall(r"^```python\n(.*?)^```|^ {4}(?! )([^\n]*)$", text, re.M | re.S):
+        if block or re.match(ours, f"{line.strip()} ") or excused(line.strip()):
+            yield block, line.strip()
+
+
+def commands(page):
+    return [line for _, line in pieces(page) if line]
 
 
 def excused(command):
@@ -75,7 +98,7 @@ def excused(command):
 
 def words_of(command):
     """(module, options) of a command."""
-    words = shlex.split(re.sub(LAUNCHERS, "", command, count=1), comments=True)
+    words = shlex.split(re.sub(LAUNCHERS, "", command, count=1).partition(" > ")[0], comments=True)
     module = importlib.import_module(SCRIPTS.get(words[0], words[0]))
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{module.__name__}.__main__")
@@ -103,7 +126,8 @@ def stand_ins(tmp_path_factory):
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=(8,) * 4,
     )
-    for name, kind, *more in (("cls", "cls"), ("other", "cls", "--seed", 1), ("dit", "dit")):
+    three = ("--model.depth", 3)  # pages name layer 2
+    for name, kind, *more in (("cls", "cls", *three), ("other", "cls", *three, "--seed", 1), ("dit", "dit")):
         module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
         assert not module.main(
             arguments(kind, root / name, 2, 2, "--data.root", root / "photos", "--data.img_size", 8, *more)
@@ -153,7 +177,12 @@ def filled(module, words, places):
         words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
     if "LATENTS" in words and name.endswith("diffusion.train"):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
-    known = {**places, "RUN": run, "DIT": run, "LATENTS": "new" if name.endswith("latents") else places["LATENTS"]}
+    known = {
+        **places,
+        "RUN": run,
+        "DIT": str(places["folder"] / "dit"),
+        "LATENTS": "new" if name.endswith("latents") else places["LATENTS"],
+    }
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:
         words[words.index("--extractor") + 1] = str(places["folder"] / "cls")
@@ -165,43 +194,40 @@ def filled(module, words, places):
     return words
 
 
-def shell(page, places):
-    """Run a page's commands one after another, in the current folder."""
-    for command in filter(lambda c: not excused(c), commands(page)):
-        module, words = words_of(command)
-        words, code = filled(module, words, places), 0
-        try:
-            code = module.main(words)
-        except SystemExit as end:
-            code = end.code
-        assert not code, f"{command}\n  as {words}"
-
-
-def python(page, places):
-    """Run a page's Python blocks one after another, with a run and an image for "RUN" and "IMAGE.jpg", without weights of the hub."""
+def run_page(page, places):
+    """Run a page's commands and Python in the current folder: a run for "RUN", an image, no weights of the hub."""
     known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": places["IMAGE.jpg"]}
     create = timm.create_model
     names = {}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
         patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
-        for block in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S):
-            block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
-            exec(compile(block, page, "exec"), names)
+        for block, command in pieces(page):
+            if block:
+                block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
+                exec(compile(block, page, "exec"), names)
+            elif not excused(command):
+                module, words = words_of(command)
+                words, code = filled(module, words, places), 0
+                try:
+                    code = module.main(words)
+                except SystemExit as end:
+                    code = end.code
+                assert not code, f"{command}\n  as {words}"
 
 
 def test_readme(stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert len(commands(README)) > 8
-    python(README, stand_ins)
-    shell(README, stand_ins)
+    run_page(README, stand_ins)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_PAGES[1:])
 def test_first_pages(page, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    python(page, stand_ins)
-    shell(page, stand_ins)
+    if page.endswith("convert.md"):
+        torch.save(timm.create_model("vit_small_patch16_224", num_classes=10).state_dict(), "dense.pth")
+    run_page(page, stand_ins)
 
 
 @pytest.mark.slow
