@@ -1,4 +1,4 @@
-"""The code of README and of the first pages of docs runs: Python as it stands, commands on small stand-ins.
+"""The code of README and of the guides for users of images runs: Python as it stands, commands on small stand-ins.
 
 Training commands get `--dry_run true`, and every placeholder (IMAGENET, RUN, ...) something small of the same layout.
 Of the other pages each option is one that its command takes.
@@ -31,7 +31,7 @@ RUN_PAGES = [
     "docs/concepts.md",
     *(
         f"docs/guides/{n}.md"
-        for n in "classifier diffusion data scale extend analysis convert elastic export publish validation".split()
+        for n in "classifier diffusion data scale extend analysis convert elastic export publish sampling scores validation".split()
     ),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
@@ -55,6 +55,10 @@ NOT_RUN = {
     "python -m moh_vision.analysis.gates TEXT_RUN": "runs of text; tests/analysis/test_gates.py",
     "python -m moh_vision.analysis.learning_curves TEXT_RUN": "runs of text; tests/analysis/test_learning_curves.py",
     "python -m moh_vision.language.evaluation.lm_curve": "needs lm_eval; tests/language/evaluation/test_lm_curve.py",
+    "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
+    "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
+    "python -m moh_vision.evaluation.fidelity REFERENCE --save-statistics dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
+    "python -m moh_vision.evaluation.fidelity samples.npz dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python validate.py --checkpoint FOLDER": "a published folder; tests/classification/test_predict.py",
     "python validate.py --checkpoint WEIGHTS": "weights for ImageNet; tests/classification/test_train_cls.py",
     "python validate.py --checkpoint RUN --labels": "files of ImageNet; tests/classification/test_labels.py",
@@ -173,7 +177,10 @@ def filled(module, words, places):
     name = module.__name__.removesuffix(".__main__")
     run = str(places["folder"] / ("dit" if name.startswith("moh_vision.diffusion") else "cls"))
     given = {word.replace("_", "-") for word in words}
-    for option, value in re.findall(r"(--\S+) ([^-]\S*)?", MORE.get(name, "") + " "):
+    more = MORE.get(name, "")
+    if "--save-statistics" in words:  # nothing is scored
+        more = more.replace("--allow-biased", "")
+    for option, value in re.findall(r"(--\S+) ([^-]\S*)?", more + " "):
         words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
     if "LATENTS" in words and name.endswith("diffusion.train"):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
@@ -197,8 +204,8 @@ def filled(module, words, places):
 def run_page(page, places):
     """Run a page's commands and Python in the current folder: a run for "RUN", an image, no weights of the hub."""
     known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": places["IMAGE.jpg"]}
-    create = timm.create_model
-    names = {}
+    (places["folder"] / "dit/scores.json").unlink(missing_ok=True)  # of another page
+    create, names = timm.create_model, {}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
         patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
         for block, command in pieces(page):
