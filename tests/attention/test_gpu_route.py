@@ -45,8 +45,10 @@ ROUTERS = {
 
 
 @pytest.fixture(autouse=True)
-def triton(monkeypatch):
-    monkeypatch.setattr(build, "_used", "triton")
+def triton():
+    kernels.use("triton")
+    yield
+    kernels.use(None)
 
 
 def make(name, shape=(2, 37, 20), dtype=torch.float32):

@@ -1,5 +1,6 @@
 """Measuring the limits of `auto`: the command at tiny shapes, and what it makes of times."""
 
+import functools
 import itertools
 import json
 
@@ -32,6 +33,8 @@ def tiny(monkeypatch):
 def gpu(cache, tiny, monkeypatch):
     """A GPU that is none: Triton's kernels run in its interpreter, on tensors of the CPU."""
     pytest.importorskip("triton")
+    monkeypatch.delenv("MOH_VISION_KERNELS", raising=False)  # off would leave them out
+    monkeypatch.setattr(kernels.build, "_find", functools.cache(kernels.build._find.__wrapped__))
     for module in (limits, tune):
         monkeypatch.setattr(module, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     cases = tune.cases_on_gpu
