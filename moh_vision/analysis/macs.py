@@ -139,9 +139,8 @@ def report(preset: str, found: Count) -> str:
         ("", "", "", ""),
         ("one attention layer", "linears", "scores", "parameters"),
     ]
-    groups = Counter(
-        layer._replace(name="", executor="", reason="") for layer in macs.attention
-    )  # alike in what is shown
+    # Alike in what is shown.
+    groups = Counter(layer._replace(name="", executor="", reason="") for layer in macs.attention)
     for layer, number in groups.items():
         b, N, M, d = layer.budget, layer.queries, layer.keys, layer.dim
         K, E, D = b.active, b.heads, b.head_dim

@@ -69,16 +69,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         files, folders = [config.grid, config.denoising, config.head_usage, config.head_load], [config.save_pipeline]
         files.append(scores_path)
         (files if str(config.out).endswith(".npz") else folders).append(config.out)
-        judge = dict(
-            reference_split=config.score_split, extractor=config.extractor, inception_weights=config.inception_weights
-        )
-        options = [word for key, value in judge.items() if value for word in (f"--{key.replace('_', '-')}", value)]
-        options += ["--allow-biased"] * config.allow_biased
-        rescore = shlex.join(
-            ["python", "-m", "moh_vision.evaluation.fidelity", f"{config.out}", f"{config.score}", *options]
-        )
-        rescore += " scores what is there"
-        instead = {Path(config.out): rescore} if config.out and config.score else None
+        instead = {}
+        if config.out and config.score:
+            instead[Path(config.out)] = f"{fidelity_command(config)} scores what is there"
         claim_outputs(files, folders, config.overwrite, instead)
         with accelerator.main_process_first():
             where = dict(index_dir=index_dir(str(run or scores_path)), classes=classes)
@@ -177,6 +170,15 @@ def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]
         )
     config.labels = config.labels or ("random" if against_adm else "balanced")
     return chosen, ema
+
+
+def fidelity_command(config: SampleConfig) -> str:
+    """The command that scores samples which are there, as the shell takes it."""
+    command = ["python", "-m", "moh_vision.evaluation.fidelity", config.out, config.score]
+    for option in ("score_split", "extractor", "inception_weights"):
+        if value := getattr(config, option):
+            command += [f"--{option.replace('score', 'reference').replace('_', '-')}", value]
+    return shlex.join([*command, *["--allow-biased"] * config.allow_biased])
 
 
 def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
