@@ -195,7 +195,7 @@ class Experts(nn.Module):
 
     def forward(self, x):
         layer, y = self.layer, 0
-        q, k, v = layer.project(x, None, None, None, None)
+        q, k, v = layer.project(Call(x, None))
         gate = layer.router(x).stats.probs[:, 0]  # [B, experts]
         for expert, members in enumerate(layer.router.members.bool()):
             o = F.scaled_dot_product_attention(q[:, members], k[:, members], v[:, members])  # [B, h - 1, N, D]
@@ -267,7 +267,7 @@ def picked(layer, x, mode):
     """The executor that auto takes."""
     with torch.set_grad_enabled(mode == "train"):
         routing = layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x)
-        return choose(layer, Call(x, routing))[0]
+        return type(choose(layer, Call(x, routing))).__name__
 
 
 def moh_case(name, share, scope, dtype):
@@ -388,7 +388,7 @@ def auto_cell(case):
     """Ratio of auto with its goal; "p" where it took `packed`."""
     row = case["times"]["auto"]
     text = f"{row['ratio']:.2f} [{row['quartiles'][0]:.2f} {row['quartiles'][1]:.2f}]"
-    mark, aim = " p" if case["picked"] == "packed" else "", limit(case)
+    mark, aim = " p" if case["picked"] != "Masked" else "", limit(case)
     return text + mark + ("" if aim is None else f", goal {aim:.2f} {verdict(row['quartiles'][0], aim)}")
 
 

@@ -1,6 +1,5 @@
 """Numerics, time and memory of routed attention on a GPU, against dense attention and the released MoH operations.
 
-    python -m moh_vision.attention.tune --device cuda # first: where skipping heads pays on this card; auto follows it
     python benchmarks/gpu.py                          # one card, less than 8 minutes
     python benchmarks/gpu.py --add                    # go on where the time did not suffice
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
@@ -16,7 +15,7 @@ Then follow times (gpu_times.py), the most wanted first; goals and verdicts are 
 
     dense       fused qkv product, scaled_dot_product_attention (torch's choice, and each backend), output product
     released    the published MoH operations: all heads, gates by softmax, top-k and a mask, then an einsum
-    masked, packed, varlen, decode, auto
+    masked, packed
                 our executors, with the share of heads that runs and what chooses them: every token, a sample, a timestep
 
     eager       as called from Python, including the time to launch kernels
@@ -42,15 +41,13 @@ from pathlib import Path
 import torch
 from device_run import Run
 from gpu_goals import goal_table, judged
-from gpu_numerics import CASES, DTYPES, QUICK_CASES, numerics, one_token, races, summary, wrong
+from gpu_numerics import CASES, DTYPES, QUICK_CASES, numerics, races, summary, wrong
 from gpu_times import (
     MODELS,
     QUICK_SHAPES,
     SHAPES,
     SHARES,
     block,
-    cached_layer,
-    decoding,
     layers,
     peaks,
     prompt,
@@ -59,7 +56,6 @@ from gpu_times import (
 )
 
 from moh_vision.attention import kernels
-from moh_vision.attention.executors import limits
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "gpu.json"
@@ -89,12 +85,9 @@ def plan(run):
 
     add("peaks", peaks)
     numerics_of("bfloat16", cases)
-    add("numerics one token bfloat16", one_token, "bfloat16", 0.5, 64 if run.quick else 1000)
     for dtype in ("float32", "tf32"):
         numerics_of(dtype, [first])
     layers_of(shapes, "token", best)
-    for batch in (8, 1):
-        add(f"decode batch {batch} {best}", decoding, batch, best)
     add(f"prefill {best}", prompt, best)
     layers_of(shapes, "sample", best)
     for name, shape in shapes.items():
@@ -106,13 +99,10 @@ def plan(run):
         numerics_of(dtype, [first], 0.75)
         if not run.quick:
             numerics_of(dtype, [first], 1.0)
-    for dtype in ("float32", "float16"):
-        add(f"numerics one token {dtype}", one_token, dtype, 0.75, 64 if run.quick else 1000)
     for mode in ("forward", "train"):
         add(f"block {mode} {best}", block, mode, best)
     for form in (best, *others):
         add(f"sampling {form}", sampling, form)
-        add(f"cached layer {form}", cached_layer, form)
     for family in families:
         add(f"step {family} eager", training, family, "eager")
     layers_of(list(shapes)[:2], "token", "compiled", compiles=True)
@@ -172,12 +162,10 @@ def main():
             run.add()
         except (OSError, ValueError) as error:
             parser.error(f"--add: {error}")
-    run.report.update(operators=kernels.about(args.device), auto=limits.table()["about"])
+    run.report.update(operators=kernels.about(args.device))
     about = {**run.report["machine"], **run.report.get("card", {})}
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"{run.report['operators']}; auto by a table of: {run.report['auto']}")
-    if run.cuda and not limits.measured("triton"):
-        print(f"auto computes all heads: nothing was measured on this GPU, `{limits.COMMAND}` does it", flush=True)
+    print(run.report["operators"], flush=True)
     carry_out(run, args.parts)
     if run.lost:
         print("the device answers no more: going on in a new process", flush=True)

@@ -8,7 +8,7 @@ from timing import cell, markdown, verdict
 class Goal(NamedTuple):
     """Largest time of `auto` over that of dense attention on the fastest backend of the card, or over that of `masked`."""
 
-    part: str  # "layer", "decode", "prefill" or "step"
+    part: str  # "layer", "prefill" or "step"
     shape: str
     scope: str
     share: float  # of the heads that run
@@ -35,15 +35,14 @@ GOALS = (
         for s in (0.5, 0.75)
         for mode in MODES
     ),
-    *(Goal("decode", f"batch {b}", "token", s, "forward", round(1.15 * s, 3)) for b in (1, 8) for s in (0.5, 0.75)),
     Goal("prefill", "llama_8b", "token", 0.5, "forward", 0.7),
     *(Goal("step", family, "token", 0.75, "train", 1.02) for family in SHORT),
     *(Goal("step", family, "sample", 0.5, "train", 0.9) for family in SHORT),
 )
 # The first form that was measured counts: replays of a graph are the time of the device alone.
 FORMS = {"step": ("compiled",)}
-# What a goal is about; where `auto` was not timed (steps, decoding), the executor that skips heads counts.
-OURS = ("auto", "packed", "decode")
+# What a goal is about.
+OURS = ("packed",)
 
 
 def ratios(goal, report):

@@ -8,13 +8,12 @@ from typing import NamedTuple, Optional
 
 import torch
 from attention import Released, copies, draw_router, output
-from decode import draw
 from device_run import one_line
 from torch import nn
 
 from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.routing import Pairs, RoutingStats
+from moh_vision.attention.routing import Pairs
 
 
 class Shape(NamedTuple):
@@ -48,7 +47,7 @@ DTYPES = {
     "bfloat16": (torch.bfloat16, "highest", 2e-2),
     "float16": (torch.float16, "highest", 5e-3),
 }
-CHECKED = sorted(set(EXECUTORS) - {"reference", "decode"})  # decode is for one token and is checked by itself
+CHECKED = sorted(set(EXECUTORS) - {"reference"})
 
 
 class Given(nn.Module):
@@ -64,7 +63,7 @@ class Given(nn.Module):
         self.budget = budget
 
     def forward(self, x, q=None, padding_mask=None):
-        return Routing(self.weights * self.active, self.active, self.stats, self.pairs)
+        return Routing(self.weights * self.active, self.active, self.stats, self.budget.active, self.pairs)
 
 
 @contextmanager
@@ -209,35 +208,6 @@ def check_router(run, about, layer, oracle, x):
     return routing
 
 
-@torch.no_grad()
-def one_token(run, dtype_name, share, keys):
-    """Report `decode` for one new token, against all heads in float64; what unread heads hold is NaN."""
-    dtype = DTYPES[dtype_name][0]
-    for case, group in (("one token", 1), ("one token, grouped", 4)):
-        active = draw(3, share, group).to(run.device)  # [B, 1, 32]
-        B, H, G = len(active), active.shape[-1], active.shape[-1] // group
-        q = torch.randn(B, H, 1, 128, device=run.device, dtype=dtype)
-        k, v = torch.randn(2, B, G, keys, 128, device=run.device, dtype=dtype)
-        routing = given(active)
-        want = {"o": EXECUTORS["reference"](q.double(), k.double(), v.double(), routing)}
-        unread = ~active.view(B, G, group).any(-1)
-        k[unread] = v[unread] = float("nan")
-        about = dict(case=case, dtype=dtype_name, share=share, executor="decode")
-        with precision(dtype_name):
-            check(run, about, functools.partial(decoded, q, k, v, routing), want)
-
-
-def decoded(q, k, v, routing):
-    return {"o": EXECUTORS["decode"](q, k, v, routing)}
-
-
-def given(active):
-    """A routing with random gates, active [B, N or 1, H]."""
-    none = torch.empty(0, device=active.device)
-    weights = torch.rand(active.shape, device=active.device) + 0.5
-    return Routing(weights * active, active, RoutingStats(none, none, none))
-
-
 def races(run, name, shape, dtype_name, share):
     """Report whether `packed` at its full size gives the same bits twice."""
     with precision(dtype_name):
@@ -264,7 +234,7 @@ def wrong(report):
         # In float64 sums are torch's, and heads chosen per sample go through torch's attention, whose gradient of the
         # queries may be added up in any order.
         names = [n for n in row.get("differs", ()) if "sample" not in (row.get("scope") or row["case"]) or n[0] == "y"]
-        if names and row["executor"] in ("packed", "router", "decode") and row["dtype"] != "float64":
+        if names and row["executor"] in ("packed", "router") and row["dtype"] != "float64":
             what = f"{row['executor']}, {row['case']}, {row['dtype']}, share {row['share']}"
             lines.append(f"{what}: other bits when computed again: {', '.join(names)}")
     return lines

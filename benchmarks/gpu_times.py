@@ -1,4 +1,4 @@
-"""Times of benchmarks/gpu.py: one layer, decoding, a prompt, a block, whole training steps and sampling."""
+"""Times of benchmarks/gpu.py: one layer, a prompt, a block, whole training steps and sampling."""
 
 import functools
 import itertools
@@ -7,15 +7,14 @@ from typing import NamedTuple
 import timm
 import torch
 from attention import Dense, Released, bound, copies, draw_router, layer_step, picked, saved_bytes
-from decode import HEADS, WIDTH, draw
-from gpu_numerics import DTYPES, Shape, excluded, given, make_layer, precision
+from gpu_numerics import DTYPES, Shape, excluded, make_layer, precision
 from models import inputs, routed, task
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention
-from moh_vision.attention.cache import KeyValueCache
+from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention.routing import Call
 
 SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
     "n4096": Shape(8, 4096, 12, 64),
@@ -26,7 +25,7 @@ SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
 }
 QUICK_SHAPES = {"vit_base": Shape(2, 24, 8, 64), "dit_xlarge": Shape(2, 24, 8, 72)}
 SHARES = (0.75, 0.5)  # --quick and compiled layers: the first
-TIMED = ("masked", "packed", "varlen", "auto")
+TIMED = ("masked", "packed")
 BACKENDS = {
     "dense": None,
     "dense flash": SDPBackend.FLASH_ATTENTION,
@@ -34,7 +33,7 @@ BACKENDS = {
     "dense efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 COMPILER = "inductor"
-KEYS = 8192  # of decoding and of the prompt
+KEYS, HEADS, WIDTH = 8192, 32, 128  # of the prompt
 
 
 class Model(NamedTuple):
@@ -94,7 +93,7 @@ class Grouped(nn.Module):
         self.layer, self.expand = layer, expand
 
     def forward(self, x, is_causal=False):
-        q, k, v = self.layer.project(x, None, None, None, None)
+        q, k, v = self.layer.project(Call(x, None))
         if self.expand:
             k, v = (t.repeat_interleave(self.layer.num_heads // self.layer.kv_heads, 1) for t in (k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=not self.expand)
@@ -203,56 +202,6 @@ def prompt(run, form):
     report_table(run, about, makers, floors)
 
 
-def decoding(run, batch, form):
-    """Report the times of attention of one new token with the keys and values of all that came before."""
-    keys = 64 if run.quick else KEYS
-    q = torch.randn(batch, HEADS, 1, WIDTH, device=run.device, dtype=torch.bfloat16)
-    k, v = torch.randn(2, batch, HEADS, keys, WIDTH, device=run.device, dtype=torch.bfloat16)
-
-    def dense(backend):
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    steps, read = {name: functools.partial(dense, backend) for name, backend in BACKENDS.items()}, {}
-    for share in SHARES:
-        routing = given(draw(batch, share, 1).to(run.device))
-        for name in ("masked", "decode"):
-            steps[f"{name} {share} token"] = functools.partial(EXECUTORS[name], q, k, v, routing)
-        read[f"decode {share} token"] = share
-    makers = {name: lambda step=step: torch.no_grad()(step) for name, step in steps.items()}
-    about = dict(part="decode", shape=f"batch {batch}", scope="token", dtype="bfloat16", mode="forward", form=form)
-    about.update(keys=keys, heads=HEADS, width=WIDTH)
-    rates, size = run.report["peaks"], k.nbytes + v.nbytes
-    floors = {name: read.get(name, 1.0) * size / rates["copy"] for name in makers} if rates else {}
-    report_table(run, about, makers, floors)
-
-
-def cached_layer(run, form):
-    """Report the times of a whole layer with a cache for one new token: projections of all heads with it."""
-    heads, width, keys = (8, 16, 64) if run.quick else (HEADS, WIDTH, KEYS)
-    C, dtype, makers = heads * width, torch.bfloat16, {}
-    x = torch.randn(1, 1, C, device=run.device, dtype=dtype)
-    cache = KeyValueCache()
-    cache.update(*torch.randn(2, 1, heads, keys, width, device=run.device, dtype=dtype))
-
-    def step(layer):
-        layer(x, cache=cache)
-        cache.crop(keys)
-
-    for share in SHARES:
-        layer = make_layer(Shape(1, keys, heads, width), share, dtype, run.device).eval()
-        if not makers:
-            all_heads = HeadMixtureAttention(C, HeadBudget(heads, width, heads, 0), executor="masked", dtype=dtype)
-            makers["dense"] = functools.partial(torch.no_grad()(step), all_heads.to(run.device).eval())
-        for name, module in copies(layer, ("masked", "decode", "auto")).items():
-            makers[f"{name} {share} token"] = functools.partial(torch.no_grad()(step), module)
-    makers = {name: lambda step=step: step for name, step in makers.items()}
-    about = dict(part="cached layer", shape="batch 1", scope="token", dtype="bfloat16", mode="forward", form=form)
-    report_table(run, dict(about, keys=keys, heads=heads, width=width), makers)
-
-
 def drawn(name, arguments):
     """A model whose routers tell tokens apart: a new DiT is the identity, and its routers see no difference."""
     model = timm.create_model(name, **arguments)
@@ -270,7 +219,7 @@ def block(run, mode, form):
     B, N, C = (2, 5, 96) if run.quick else (256, 197, 768)
     contestants = {"dense": (VIT, small)}
     for scope, share in itertools.product(("token", "sample"), SHARES):
-        for name in ("masked", "packed", "auto"):
+        for name in TIMED:
             kept = dict(small, head_budget=f"uniform:{share}", scope=scope, executor=name)
             contestants[f"{name} {share} {scope}"] = (f"moh_{VIT}", kept)
     x = torch.randn(B, N, C, device=run.device, dtype=torch.bfloat16, requires_grad=mode == "train")
@@ -332,7 +281,7 @@ def sampling(run, form):
     name, batch = "dit_small_patch2", 2 if run.quick else 64
     small = dict(img_size=8, embed_dim=96) if run.quick else {}
     contestants = {"dense": (name, small)}
-    for executor in ("packed", "auto"):
+    for executor in ("packed",):
         common = dict(small, executor=executor)
         contestants[f"{executor} 0.75 token"] = (f"moh_{name}_75", common)
         for share, budget in ((0.75, {}), (0.5, dict(head_budget=0.5))):

@@ -19,7 +19,7 @@ def looks(run, tokens_before=0):
     config = yaml.safe_load((run / "config.yaml").read_text())
     tokens = config["optim"]["batch_size"] * config["data"]["block"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"] + 1, line["validation"]["perplexity"]) for line in lines if "validation" in line]
+    found = [(line["step"], line["validation"]["perplexity"]) for line in lines if "validation" in line]
     return [tokens_before + step * tokens for step, _ in found], [value for _, value in found]
 
 

@@ -10,9 +10,9 @@ budget is the same in all layers ("uniform"), and half of the heads that run are
     whole groups    four query heads for every key-value head, chosen together (group=True)
 
 Prefill is one call with the whole prompt that ends in the logits of its last token, decoding one token after another
-behind it, with one of three caches: transformers' StaticCache with no room to spare, its DynamicCache, which copies all
-keys and values for every token, and our GrowingCache, which does not. `auto` is what a user gets, `packed` skips heads
-whether or not that pays (in decoding it is `decode`). Every round times all models in a random order, so that
+behind it with all heads, with one of two caches: transformers' StaticCache with no room to spare, and its DynamicCache, which
+copies all keys and values for every token. `auto` is what a user gets, `packed` skips heads of the prompt whether or not that
+pays. Every round times all models in a random order, so that
 a noisy machine hits all alike; reported are tokens a second of the median round, and the median and quartiles of the
 ratio of speeds to the dense model of the same kind with the same cache, round by round. Results go to
 benchmarks/results/llm_speed.json.
@@ -29,12 +29,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import moh_vision
 from moh_vision.attention import attention_layers
-from moh_vision.language.models.llama.cache import GrowingCache
 
 HERE = Path(__file__).parent
 KINDS = {"multi-head": (1, False), "whole groups": (4, True)}  # query heads of a key-value head, chosen together
 EXECUTORS = ("auto", "packed")
-CACHES = ("static", "dynamic", "growing")
+CACHES = ("static", "dynamic")
 WARM_UP = 1  # rounds of decoding that do not count; a prefill takes seconds and needs none
 
 
@@ -61,7 +60,7 @@ def models(kind, shares, args):
 def new_cache(name, model, room):
     if name == "static":
         return StaticCache(config=model.config, max_cache_len=room)
-    return (GrowingCache if name == "growing" else DynamicCache)(config=model.config)
+    return DynamicCache(config=model.config)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 import moh_vision.language  # noqa: F401  registers its converter
 import moh_vision.models  # noqa: F401  registers
 from moh_vision.attention import head_budget
+from moh_vision.attention.measure import measure
 from moh_vision.engine.io import __version__
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
@@ -16,4 +17,4 @@ register("calibration", "diffusion", "moh_vision.diffusion.calibration:open_cali
 register("scores", "classifier", "moh_vision.classification.calibration:open_scored")
 register("scores", "diffusion", "moh_vision.diffusion.calibration:open_scored")
 
-__all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "set_head_budget"]
+__all__ = ["__version__", "convert", "head_budget", "load_checkpoint", "load_run", "measure", "set_head_budget"]

@@ -16,6 +16,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
+from torch import nn
 
 from moh_vision.analysis.counting import count_parameters
 from moh_vision.analysis.describe import describe
@@ -31,7 +32,6 @@ from moh_vision.analysis.table import (
     open_run,
     read_json,
     read_run,
-    training_call,
 )
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.data.hub import PREFIX
@@ -47,14 +47,17 @@ TASKS = {
     TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
+# Arguments of a ViT that timm's do not have, and a dense one does not need.
+ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget", "pos_embed_std")
 
 
 class Saved(NamedTuple):
-    """What a folder is for: the library that reads it, the hub's name of the task or None, and code that uses it."""
+    """What a folder is for: the library that reads it, the hub's name of the task or None, code that uses it, the model's name."""
 
     library: str
     task: Optional[str]
     code: str
+    model: Optional[str] = None
 
 
 # ---------------------------------------------------------------- weights and scores
@@ -128,21 +131,53 @@ def save_classifier(run: ScoredRun, file: Path, folder: Path, scored: Optional[S
     cfg.update(dict.fromkeys(("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")))
     words = ImageNetInfo().label_descriptions(as_dict=True)
     labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
+    cfg["license"] = license_of_weights(run)
     arguments = dict(about["arguments"])
     # The tag after the point names weights; of weights from a folder of one's own timm records it too, and wrongly.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
+    title, imports = (arguments.get("base") or about["architecture"]).partition(".")[0], ""
+    plain = as_timm(model, title.removeprefix("moh_"), arguments)
+    if plain is None:
+        imports = "import moh_vision  # registers the models with timm\n"
+    else:
+        title = title.removeprefix("moh_")
+        (model, arguments), cfg = plain, dict(cfg, architecture=title)
+        model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True)
     colours = "L" if model.in_chans == 1 else "RGB"
-    code = f"""import moh_vision  # registers the models with timm
-import timm
+    code = f"""{imports}import timm
 from PIL import Image
 
 model = timm.create_model("{"hf-hub" if "/" in name else "local-dir"}:{name}", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 logits = model(transform(Image.open("image.png").convert("{colours}"))[None])  # [1, {model.num_classes}]
 print(model.pretrained_cfg["label_names"][logits.argmax()])"""
-    return Saved("timm", "image-classification", code)
+    return Saved("timm", "image-classification", code, title)
+
+
+def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.Module, dict]]:
+    """timm's own model of that name with the weights of a dense one of ours, and its arguments; None if it has no such model."""
+    import timm
+
+    if arguments.get("router") != "dense" or not timm.is_model(name):
+        return None
+    theirs = {key: value for key, value in arguments.items() if key not in ROUTING}
+    try:
+        plain = timm.create_model(name, **theirs)
+        plain.load_state_dict(model.state_dict())
+    except (TypeError, RuntimeError):  # arguments or tensors that are ours alone, such as kv_heads
+        return None
+    return plain, theirs
+
+
+def license_of_weights(run: ScoredRun) -> Optional[str]:
+    """The license of the weights in timm's registry that a run started from; None if there are none."""
+    from timm.models import get_pretrained_cfg
+
+    source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix("hf-hub:timm/")
+    cfg = get_pretrained_cfg(source, allow_unregistered=True)
+    return cfg and cfg.license
 
 
 def save_pipeline(run: ScoredRun, file: Path, folder: Path, scored: Optional[ScoredRun], name: str) -> Saved:
@@ -248,22 +283,22 @@ def make_card(
         file, about: the weights, and their metadata.
         scored: see `scores_of`.
         name: OWNER/NAME, or that of the folder.
-        license: the hub's name of one, or None.
+        license: the hub's name of one; None: that of the weights it started from, if timm says it.
     """
-    data = ModelCardData(
-        library_name=saved.library, pipeline_tag=saved.task, license=license, tags=["moh_vision"], datasets=datasets_of(run)
-    )  # fmt: skip
+    license = license or license_of_weights(run)
+    about_model = dict(library_name=saved.library, pipeline_tag=saved.task, license=license, tags=["moh_vision"])
+    data = ModelCardData(**about_model, datasets=datasets_of(run))
     model, inputs, named = model_of(run)
     layers = attention_layers(model)
     architecture = about.get("architecture", run.model)  # of a converted run the latter is "pretrained"
     size = f"parameters: {count_parameters(model):,}"
     if layers:
-        size = describe(architecture, model, *inputs, conditions=training_call(run), **named)
+        size = describe(architecture, model, *inputs, **named)
     averaged = ", ".join(map(str, sorted(about.get("averaged_steps", ()))))
     steps = f"step {about['step']}" if "step" in about else f"mean of steps {averaged}"
     values: Dict[str, Any] = dict(
-        title=name.rpartition("/")[2] if "/" in name else architecture,
-        model=architecture,
+        title=name.rpartition("/")[2] if "/" in name else saved.model or architecture,
+        model=saved.model or architecture,
         share=f", {100 * head_budget(model)['share']:.1f} % of its attention heads active" if layers else "",
         kind=run.kind,
         weights=f"{file.name}, {steps}",
@@ -397,7 +432,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run, its checkpoint, or a file of weights in either")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
-    add("--license", metavar="NAME", help="for the card, as the hub calls it; left out: none is named")
+    add(
+        "--license",
+        metavar="NAME",
+        help="for the card, as the hub calls it; left out: that of timm's weights that the run started from, or none",
+    )
     add("--push", metavar="OWNER/NAME", help="new repository on the Hugging Face hub to upload the folder to")
     add("--private", action="store_true", help="only its owners see the repository")
 

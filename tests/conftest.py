@@ -1,5 +1,4 @@
 import gc
-import json
 import os
 from pathlib import Path
 
@@ -8,6 +7,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: kernels run on the CPU
+
+os.environ.update(MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off")  # times and compilers decide nothing here
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
@@ -64,14 +65,3 @@ def path(request) -> str:
         pytest.skip(str(error))
     yield request.param
     kernels.use(None)
-
-
-@pytest.fixture
-def shipped_limits():
-    """The more careful of the limits that come with `auto`, whatever was measured on this machine."""
-    from moh_vision.attention.executors import limits
-
-    name = "limits_amx.json"
-    limits.use_table(json.loads(Path(limits.__file__).with_name(name).read_text()))
-    yield
-    limits.use_table(None)

@@ -1,6 +1,8 @@
-"""Mistakes are told in one line."""
+"""Mistakes are told in one line, and an output that nobody reads any more without a word."""
 
 import contextlib
+import os
+import sys
 
 import pytest
 
@@ -21,3 +23,13 @@ def refused(capsys, main, *argv) -> str:
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and "error: " in error, error
     return error
+
+
+@contextlib.contextmanager
+def unread(monkeypatch):
+    """Standard output is a pipe that nobody reads any more, as after `| head`."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        yield

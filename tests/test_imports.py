@@ -105,11 +105,9 @@ def test_promised_paths_lead_to_their_successors():
     from moh_vision.data.latents import load_vae
     from moh_vision.diffusion.latents.vae import load_vae as moved
     from moh_vision.language.models.create import create_text_model
-    from moh_vision.language.models.llama.cache import GrowingCache
-    from moh_vision.models.llama_cache import GrowingCache as cache
     from moh_vision.models.moh_text import create_text_model as create
 
-    assert (load_vae, create, cache) == (moved, create_text_model, GrowingCache)
+    assert (load_vae, create) == (moved, create_text_model)
 
 
 @pytest.mark.parametrize(

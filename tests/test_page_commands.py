@@ -22,7 +22,7 @@ from small_text import write_pairs
 from test_papers import SCRIPTS
 from tiny_vae import save_tiny_vae
 
-from moh_vision.attention import EXECUTORS, ROUTERS
+from moh_vision.attention import ROUTERS
 
 README = "README.md"
 RUN_PAGES = [
@@ -43,7 +43,6 @@ NOT_RUN = {
     "python -m venv": "installs packages",
     "make ": "its targets are what runs this",
     "python -m moh_vision.attention.kernels": "compiles the operators; tests/attention/test_kernels_build.py",
-    "python -m moh_vision.attention.tune": "takes minutes; tests/attention/test_tune.py",
     "python -m moh_vision.publish RUN --output FOLDER --push": "uploads; tests/test_publish.py",
     "python -m moh_vision.publish TEXT_RUN": "of a run of text; tests/test_publish.py",
     "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
@@ -206,7 +205,7 @@ def run_page(page, places):
     known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": places["IMAGE.jpg"]}
     (places["folder"] / "dit/scores.json").unlink(missing_ok=True)  # of another page
     create, names = timm.create_model, {}
-    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS), mock.patch.dict(EXECUTORS):
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS):
         patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
         for block, command in pieces(page):
             if block:

@@ -13,6 +13,8 @@ import threading
 import huggingface_hub
 import pytest
 import small_runs
+import timm
+import torch
 import yaml
 from conftest import ROOT
 from huggingface_hub import constants
@@ -138,7 +140,7 @@ def test_card(runs, published):
             layer["name"],
         )
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
-    assert "a training step on cpu, batch 8" in text and "10 classes, 1,442 images in train, 355 images in val" in text
+    assert "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())
     for part in (
         without_paths(start["command"]),
@@ -174,6 +176,22 @@ def test_data_of_a_language_model():
     run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
+
+
+def test_a_dense_run_is_published_as_timms_own(tmp_path):
+    run, dense = tmp_path / "run", ["--model.router", "dense", "--model.head_budget", "null"]
+    train_cls.main(small_runs.arguments("cls", run, 1, 1, *dense))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["init_from"] is None
+    config["init_from"] = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main([str(run), "--output", str(tmp_path / "card")]) == 0
+    model, x = timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(), torch.randn(3, 1, 8, 8)
+    assert type(model) is timm.models.VisionTransformer and model.pretrained_cfg["label_names"][9] == "9"
+    torch.testing.assert_close(model(x), load_run(run)(x))
+    head, text = head_and_text(tmp_path / "card")
+    assert head["license"] == "apache-2.0"  # of timm's weights
+    assert "\n# vit_tiny_patch16_224\n" in text and "import moh_vision" not in text and "is needed" not in text
 
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):

@@ -149,8 +149,9 @@ def main(argv: Optional[List[str]] = None) -> int:
             gates=[gate if active else None for gate, active in zip(maps.gates.tolist(), maps.active)],
             attention=maps.attention.tolist(),
         )
-        write_figure(draw_attention_maps(maps, opened.seen, title), options.output, numbers)
-        say(f"{options.output}: attention of {of} in {len(maps.gates)} heads of layer {layer}")
+        written = write_figure(draw_attention_maps(maps, opened.seen, title), options.output, numbers)
+        heads = f"{len(maps.gates)} heads of layer {layer}"
+        say(f"{written}: attention of {of} in {heads}, weights of {opened.about['weights']}")
 
     return exit_code("attention_maps", work)
 

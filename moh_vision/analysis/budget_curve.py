@@ -21,18 +21,19 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from moh_vision.analysis.figures import check_figure, plt, write_figure
 from moh_vision.analysis.search import kind_of
 from moh_vision.analysis.table import COLUMNS
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, running
 from moh_vision.attention.budget import change_routed, parse_share
-from moh_vision.attention.tune import on_cpu, on_gpu
 from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
+VISIT = 0.1  # seconds of one look at the clock
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first of these that there is
 
 
@@ -94,9 +95,8 @@ def latencies(
     for number in range(ROUNDS + 1):
         for i, share in random.Random(number).sample(places, len(places)):
             one = opened[i]
-            clock = on_gpu if next(one.model.parameters()).is_cuda else on_cpu
             with running(one.model, budgets[i][share]), torch.no_grad():
-                milliseconds = 1000 * clock(one.forward)
+                milliseconds = 1000 * seconds_of(one.forward)
             if number:  # the first round warms up
                 taken[i, share].append(milliseconds)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -104,6 +104,12 @@ def latencies(
         [torch.tensor(taken[i, share], dtype=torch.float64).quantile(quartiles).tolist() for share in of]
         for i, of in enumerate(budgets)
     ]
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """Seconds that `run` takes, repeated for a moment; on a GPU the device is waited for."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=VISIT).mean
 
 
 def measure(names: Sequence[str], opened: Sequence[Scored], shares: Optional[Sequence[str]]) -> List[dict]:
@@ -128,6 +134,8 @@ def measure(names: Sequence[str], opened: Sequence[Scored], shares: Optional[Seq
             budgets.append(budgets_of(one.model, shares))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    for name, one in zip(names, opened):
+        say(f"{name}: weights of {one.about['weights']}")
     scores: List[List[dict]] = []
     for name, one, of in zip(names, opened, budgets):
         scores.append([])
@@ -211,8 +219,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             )
         opened = [opener(["--checkpoint", run, *rest]) for run in options.runs]
         lines = measure(options.runs, opened, options.shares)
-        write_figure(draw(lines), options.output, dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))
-        say(f"{options.output}, {options.output.with_suffix('.json')}")
+        say(write_figure(draw(lines), options.output, dict(rounds=ROUNDS, torch=torch.__version__, lines=lines)))
 
     return exit_code("budget_curve", work)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Callable, Dict, List, NamedTuple, Set
+from typing import Callable, Dict, List, NamedTuple, Set, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_vision.analysis.calls import ALONE, Computed, Conditions, all_heads, watch
-from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, RoutingStats
+from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, Routing
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 
 
@@ -23,7 +21,6 @@ class ModuleMacs(NamedTuple):
     parameters: int  # a parameter that is used twice counts where it is met first
     dense: int  # MACs with every head and no router
     ideal: int  # MACs of the active heads and the router
-    executed: int  # MACs that the executor computes
 
 
 class AttentionMacs(NamedTuple):
@@ -38,8 +35,6 @@ class AttentionMacs(NamedTuple):
     linears: int  # MACs of projections and router
     scores: int  # MACs of queries times keys, and of the attention matrix times values
     parameters: int
-    executor: str  # that computes it under the conditions asked for
-    reason: str
 
 
 class Macs(NamedTuple):
@@ -48,7 +43,6 @@ class Macs(NamedTuple):
     modules: List[ModuleMacs]  # in the model's order
     attention: List[AttentionMacs]
     every_head: int  # all, with every head computed and the routers
-    conditions: Conditions  # of what is executed
 
     @property
     def parameters(self) -> int:
@@ -63,10 +57,6 @@ class Macs(NamedTuple):
     def ideal(self) -> int:
         """With active heads alone."""
         return sum(module.ideal for module in self.modules)
-
-    @property
-    def executed(self) -> int:
-        return sum(module.executed for module in self.modules)
 
     @property
     def scores(self) -> int:
@@ -91,7 +81,7 @@ class Watched(NamedTuple):
     queries: int  # N
     keys: int  # M
     choices: int  # that the router made
-    computed: Computed
+    active: int  # heads that a token needs
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -106,27 +96,22 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE, **named: Tensor) -> Macs:
+def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     """Multiply-accumulates of one forward: linear layers, convolutions, both attention products; no biases, norms, softmax.
 
-    An attention layer is counted three times. Dense: every head, no router. Ideal, by its budget: a token's queries and
+    An attention layer is counted twice. Dense: every head, no router. Ideal, by its budget: a token's queries and
     outputs for its active heads, keys and values for all (other tokens need them) unless the whole sequence runs the same
-    heads, the router for every choice that it made. Executed: the heads that the executor computes which the layer takes
-    under the conditions, see `watch`, and what routers do beside their linear layers: MAE's mixture, MoA's noise, the
-    biases of its experts and the second routing that these take. Anything else is counted as computed. As in torch's counter, TransNeXt's products with the 3 x 3 neighbours are sums, not products. The
-    words that a language model with an adaptive vocabulary reads are counted as frequent ones.
+    heads, the router for every choice that it made. Anything else is counted as computed. As in torch's counter, TransNeXt's
+    products with the 3 x 3 neighbours are sums, not products. The words that a language model with an adaptive vocabulary
+    reads are counted as frequent ones.
 
     Args:
         model: on any device; it is left as it is.
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
-        conditions: how it is called.
     """
-    shadow = without_memory(model).train(conditions.train)
-    for module in shadow.modules():
-        if isinstance(module, _NormBase):  # in training it would ask the other processes for their statistics
-            module.eval()
+    shadow = without_memory(model).eval()
     found: Dict[str, Watched] = {}
-    computed: Dict[str, Computed] = {}
+    routed: Dict[str, Tuple[int, int]] = {}  # how many choices, 1 for a whole sequence, of how many heads
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -137,12 +122,13 @@ def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE
             else:
                 context = args[1] if len(args) > 1 else kwargs.get("context")
                 M = M if context is None or not isinstance(context, Tensor) else context.shape[1]
-            # N, or 1 for a whole sequence. A LLaMA-style layer hands its statistics elsewhere, and routes every token.
-            choices = output[1].probs.shape[1] if isinstance(output[1], RoutingStats) else N
-            found[name] = Watched(layer, N, M, choices, computed.get(name) or all_heads(layer))
+            found[name] = Watched(layer, N, M, *routed.get(name, (N, layer.budget.active)))
+
+        def note(_, args: tuple, routing: Routing) -> None:
+            routed[name] = routing.stats.probs.shape[1], routing.count or layer.budget.active
 
         copied.register_forward_hook(hook, with_kwargs=True)
-        watch(copied, conditions, lambda what: computed.update({name: what}))
+        copied.router.register_forward_hook(note)
 
     for name, module in model.named_modules():
         if isinstance(module, HeadMixtureAttention):
@@ -156,12 +142,10 @@ def count_macs(model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE
         own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
         return max(own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children()))
 
-    return _assemble(model, found, measured, total, conditions)
+    return _assemble(model, found, measured, total)
 
 
-def _assemble(
-    model: nn.Module, found: Dict[str, Watched], measured: Callable, total: int, conditions: Conditions
-) -> Macs:
+def _assemble(model: nn.Module, found: Dict[str, Watched], measured: Callable, total: int) -> Macs:
     rows: List[ModuleMacs] = []
     attention: List[AttentionMacs] = []
     seen: Set[nn.Parameter] = set()
@@ -185,16 +169,16 @@ def _assemble(
         else:
             macs = measured(name, module)
             table = not macs and any(isinstance(m, nn.Embedding) for m in module.modules())
-            rows.append(ModuleMacs(name, "table" if table else "", new_parameters(module), macs, macs, macs))
+            rows.append(ModuleMacs(name, "table" if table else "", new_parameters(module), macs, macs))
             left -= macs
 
     visit("", model)
-    rows.append(ModuleMacs("rest", "", new_parameters(model), left, left, left))
-    return Macs([row for row in rows if any(row[2:])], attention, total, conditions)
+    rows.append(ModuleMacs("rest", "", new_parameters(model), left, left))
+    return Macs([row for row in rows if any(row[2:])], attention, total)
 
 
 def _attention_macs(name: str, watched: Watched) -> AttentionMacs:
-    layer, K = watched.layer, watched.computed.active
+    layer, K = watched.layer, watched.active
     # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
     once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
     queries = layer.num_heads if layer.needs_query else K
@@ -209,8 +193,6 @@ def _attention_macs(name: str, watched: Watched) -> AttentionMacs:
         linears=_routing(watched) + _projections(watched, queries, keys, K),
         scores=_scores(watched, K),
         parameters=count_parameters(layer),
-        executor=watched.computed.executor,
-        reason=watched.computed.reason,
     )
 
 
@@ -239,17 +221,14 @@ def _parts(
     name: str, watched: Watched, macs: AttentionMacs, measured: Callable, whole: int, new_parameters: Callable
 ) -> List[ModuleMacs]:
     """The rows of an attention layer; whole: its MACs with all heads, and with what the formulas leave out."""
-    layer, did, routing = watched.layer, watched.computed, _routing(watched)
+    layer, routing = watched.layer, _routing(watched)
     H, G = layer.num_heads, layer.kv_heads
     projections, scores = _projections(watched, H, G, H), _scores(watched, H)
     ours = {layer.router, *layer.projections}
     other = sum(measured(f"{name}.{key}", child) for key, child in layer.named_children() if child not in ours)
     return [
-        ModuleMacs(
-            name, "projections", new_parameters(*layer.projections), projections, macs.linears - routing,
-            _projections(watched, did.queries, did.keys, did.outputs),
-        ),
-        ModuleMacs(name, "scores", 0, scores, macs.scores, _scores(watched, did.scores)),
-        ModuleMacs(name, "router", new_parameters(layer.router), 0, routing, whole - projections - scores - other),
-        ModuleMacs(name, "other", new_parameters(layer), other, other, other),
-    ]  # fmt: skip
+        ModuleMacs(name, "projections", new_parameters(*layer.projections), projections, macs.linears - routing),
+        ModuleMacs(name, "scores", 0, scores, macs.scores),
+        ModuleMacs(name, "router", new_parameters(layer.router), 0, routing),
+        ModuleMacs(name, "other", new_parameters(layer), other, other),
+    ]

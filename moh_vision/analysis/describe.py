@@ -1,31 +1,26 @@
 """A model in a few lines: sizes, budget of every layer, parameters and MACs of every module."""
 
-import textwrap
 from collections import Counter, defaultdict
 from typing import Dict, List, Sequence, Tuple
 
 from torch import Tensor, nn
 
-from moh_vision.analysis.calls import ALONE, Conditions
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import MAERouter
 from moh_vision.models.mae import mae_routers
 
-WIDTH = 100  # columns of the text
 
-
-def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Conditions = ALONE, **named: Tensor) -> str:
+def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
     """Text for `--dry-run`.
 
     Args:
         name: what to call it.
         inputs, named: arguments of one forward, batch 1; only their shapes matter.
-        conditions: how the run calls the model, which decides what is executed.
     """
     budget = head_budget(model)
-    macs = count_macs(model, *inputs, conditions=conditions, **named)
+    macs = count_macs(model, *inputs, **named)
     shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
@@ -49,11 +44,12 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, conditions: Condition
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """One line: parameters and active heads of a model, and the experts of MAE, whose heads all count as active."""
+    """One line: parameters and active heads of a model, layers with one routed head, and MAE's experts, whose heads all count."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = {mae_mixture(router).partition(";")[0]: None for router in mae_routers(model)}
-    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *mixtures])
+    single = filter(None, [single_routed(attention_layers(model))])
+    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures])
 
 
 def mae_mixture(router: MAERouter) -> str:
@@ -64,34 +60,31 @@ def mae_mixture(router: MAERouter) -> str:
 
 
 def module_table(macs: Macs) -> List[str]:
-    """Lines of a table of modules, those that are alike in one row, then the totals and what decides what is executed."""
+    """Lines of a table of modules, those that are alike in one row, then the totals."""
 
     def shown(*numbers: int) -> List[str]:  # parameters, then MACs
         return [f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)]
 
-    rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal", "executed")]
+    rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal")]
     for label, number, *values in _groups(macs):
         rows.append((label, f"{number} x" if number > 1 else "", *shown(*values)))
-    rows.append(("total", "", *shown(macs.parameters, macs.dense, macs.ideal, macs.executed)))
-    ideal, executed = (f"{100 * n / macs.dense:.1f} %" for n in (macs.ideal, macs.executed))
+    rows.append(("total", "", *shown(macs.parameters, macs.dense, macs.ideal)))
     return [
         *aligned(rows),
         "",
-        f"MACs:         {macs.dense:,} dense (every head, no router): {ideal} of dense ideal, {executed} executed",
+        f"MACs:         {macs.dense:,} dense (every head, no router); {100 * macs.ideal / macs.dense:.1f} % of dense ideal",
         "ideal:        the active heads alone, and the routers",
-        f"executed:     {macs.conditions}",
-        *_executors(macs),
     ]
 
 
 def _groups(macs: Macs) -> List[Tuple]:
-    """(label, number of modules, parameters, dense, ideal, executed) of modules alike, and of all without MACs together."""
+    """(label, number of modules, parameters, dense, ideal) of modules alike, and of all without MACs together."""
     size = Counter()  # of a module; layers of one name and different size are not alike
     for row in macs.modules:
         size[row.name] += row.dense
     groups: Dict[tuple, list] = defaultdict(list)
     for row in macs.modules:
-        counts = row.part == "table" or row.dense or row.executed
+        counts = row.part == "table" or row.dense or row.ideal
         groups[(_split(row.name)[0], size[row.name], row.part) if counts else None].append(row)
     small = groups.pop(None, [])
     found = [
@@ -127,18 +120,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _executors(macs: Macs) -> List[str]:
-    """For every executor and reason the layers."""
-    layers: Dict[tuple, Dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for layer in macs.attention:
-        layers[layer.executor, layer.reason][_split(layer.name)[0]].append(layer.name)
-    lines = []
-    for (executor, reason), alike in layers.items():
-        text = f"{executor} in {', '.join(map(_label, alike.values()))}: {reason}"
-        lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 14, subsequent_indent=" " * 16)
-    return lines
 
 
 def aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:

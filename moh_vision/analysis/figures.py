@@ -157,7 +157,7 @@ def add_legend(figure, axes, **place) -> None:
     if max(map(len, names)) <= 44:
         axes.legend(fontsize=8, **place)
         return
-    names = [textwrap.fill(name, int(13 * figure.get_figwidth())) for name in names]
+    names = [textwrap.fill(name, int(13 * figure.get_figwidth()), break_on_hyphens=False) for name in names]
     lines = "\n".join(names).count("\n") + 1
     figure.set_figheight(figure.get_figheight() + 0.15 * lines + 0.3)
     figure.legend(handles, names, fontsize=8, loc="outside lower left")
@@ -167,11 +167,19 @@ def check_figure(option: str, path: Path) -> None:
     """Raise ValueError, naming the option, unless `write_figure` can write the figure and the numbers as new files."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
-    for file in (path, path.with_suffix(".json")):
+    for file in (path, numbers_path(path)):
         refuse_output(option, str(file))
 
 
-def write_figure(figure, path: Path, numbers: dict) -> None:
-    """Write a figure, see `save_figure`, and the numbers it shows beside it: NAME.png or NAME.svg, and NAME.json."""
+def numbers_path(path: Path) -> Path:
+    """Where the numbers of a figure NAME.png go: NAME.json, or NAME.png.json where there is a file of that name."""
+    plain = path.with_suffix(".json")
+    return Path(f"{path}.json") if plain.exists() else plain
+
+
+def write_figure(figure, path: Path, numbers: dict) -> str:
+    """Write a figure, see `save_figure`, and the numbers it shows to `numbers_path`; returns both names, to be printed."""
     save_figure(figure, str(path))
-    write_whole(path.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
+    beside = numbers_path(path)
+    write_whole(beside, json.dumps(numbers, indent=1) + "\n")
+    return f"{path}, {beside}"

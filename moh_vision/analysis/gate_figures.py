@@ -42,7 +42,7 @@ def draw_gate_load(load: Sequence[Tensor], names: Sequence[str], path: str, titl
     step = 1 if numbered else 4
     axes.set_xticks(range(0, most, step), [f"E{n}" for n in range(1, most + 1, step)], fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    lines = [textwrap.fill(line, int(13 * figure.get_figwidth())) for line in note.splitlines()]
+    lines = [textwrap.fill(line, int(13 * figure.get_figwidth()), break_on_hyphens=False) for line in note.splitlines()]
     axes.set_xlabel("\n".join(lines), fontsize=8)
     axes.set_title(title, fontsize=10)
     for side in axes.spines.values():

@@ -28,7 +28,7 @@ from moh_vision.analysis.figures import check_figure, write_figure
 from moh_vision.analysis.gate_figures import draw_gate_entropy
 from moh_vision.analysis.table import TEXT, ScoredRun, Table, grouped, markdown, mean_and_spread, read_runs
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
-from moh_vision.attention.kernels.route import select_top_k
+from moh_vision.attention.kernels.eager import select_top_k
 from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 
@@ -304,11 +304,6 @@ def main(argv: Optional[List[str]] = None) -> int:
                 f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
             )
         groups = [(name, [(run, read[run.folder]) for run in group]) for name, group in grouped(runs)]
-        say(markdown(entropy_table(groups)) + "\n")
-        for name, group in groups:
-            for run, readings in group:
-                if readings:
-                    say(reading_text(readings, f"## {name}, seed {run.config.get('seed')}"))
         entropies: Dict[str, Dict[str, List[float]]] = {}
         experts = []
         for name, group in groups:
@@ -318,6 +313,11 @@ def main(argv: Optional[List[str]] = None) -> int:
                     entropies.setdefault(name, {}).setdefault(layer, []).append(value)
         title = f"entropy of the gates, {options.split}"
         write_figure(draw_gate_entropy(entropies, experts, title), options.output, as_numbers(groups, options.split))
+        say(markdown(entropy_table(groups)) + "\n")
+        for name, group in groups:
+            for run, readings in group:
+                if readings:
+                    say(reading_text(readings, f"## {name}, seed {run.config.get('seed')}"))
 
     return exit_code("gates", work)
 

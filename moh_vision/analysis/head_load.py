@@ -225,7 +225,7 @@ def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     active, candidates = map(sum, zip(*heads))
     texts = [load.of.get("run"), f"{100 * active / candidates:.3g} % of the heads"]
     texts += [*(load.of.get(key) for key in ("model", "data", "split")), more]
-    title = textwrap.fill(", ".join(str(text) for text in texts if text), int(11 * width))
+    title = textwrap.fill(", ".join(str(text) for text in texts if text), int(11 * width), break_on_hyphens=False)
     return title.replace("$", r"\$")  # no formulas
 
 
@@ -249,10 +249,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = parser.parse(argv)
         file = options.load / FILE if options.load.is_dir() else options.load
-        if options.output.with_suffix(".json").resolve() == file.resolve():
-            raise ValueError(
-                f"--output {options.output}: its numbers would go to {file}, which is the input; give another name"
-            )
         check_figure("--output", options.output)
         if not file.is_file():
             raise ValueError(
@@ -264,8 +260,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             raise ValueError(f"{file}: every token ran every head, so there is nothing to draw")
         load.of["run"] = file.resolve().parent.name if file.name == FILE else file.stem
         figure, numbers = draw(load, options.kind, options.by, options.groups, options.layer)
-        write_figure(figure, options.output, dict(file=str(file), of=load.of, **numbers))
-        say(f"{options.output}: {options.kind} by {numbers['by']}")
+        written = write_figure(figure, options.output, dict(file=str(file), of=load.of, **numbers))
+        say(f"{written}: {options.kind} by {numbers['by']}")
 
     return exit_code("head_load", work)
 

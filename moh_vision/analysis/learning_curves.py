@@ -79,7 +79,7 @@ def read_curves(folder: Path) -> Curves:
     file = folder / "metrics.jsonl"
     train: Points = []
     validation: Points = []
-    began, before = {0.0: 0.0}, -1.0  # epoch -> steps before it; the last step logged
+    began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
     for entry in read_metrics(folder):
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
         if step is None:
@@ -87,12 +87,12 @@ def read_curves(folder: Path) -> Curves:
         loss = number_at(entry, ("nll" if "nll" in entry else "loss",), file)
         validated = number_at(entry, ("validation", "loss"), file)
         if loss is not None:  # a skipped step has null
-            train.append((step + 1, loss))
+            train.append((step, loss))
         if validated is not None:
-            validation.append((step + 1, validated))
+            validation.append((step, validated))
         if epoch is not None:
             # An epoch began after the last step logged and not after this one: in the middle, on average.
-            began.setdefault(epoch, (before + 1 + step) / 2)
+            began.setdefault(epoch, (before + step - 1) / 2)
             before = step
     if not train:
         raise ValueError(f"{file}: no line has a loss")
@@ -136,6 +136,17 @@ def learning_curves(groups: Sequence[Tuple[str, Sequence[Curves]]], window: int 
     if not lines:
         raise ValueError(f"--first-epoch {first_epoch:g}: no run has got so far")
     return lines, "epochs" if over_epochs else "steps"
+
+
+def loss_label(runs: Sequence[ScoredRun]) -> str:
+    """The label of y; it says so where losses of several kinds stand in one axis."""
+    kinds = dict.fromkeys(
+        "text" if run.kind in TEXT.values() else run.config.get("objective", "noise") if run.kind == "diffusion" else run.kind
+        for run in runs
+    )  # fmt: skip
+    if len(kinds) > 1:
+        return f"losses of {' and '.join(kinds)}, which have no common scale"
+    return "loss, nats per token" if "text" in kinds else "loss"
 
 
 def scores_over(runs: Sequence[ScoredRun], key: str, names: Optional[Sequence[str]] = None) -> Tuple[List[Line], str]:
@@ -208,12 +219,12 @@ def main(argv: Optional[List[str]] = None) -> int:
                 (name, [read_curves(run.folder) for run in group]) for name, group in grouped(runs, names=options.names)
             ]
             lines, x = learning_curves(groups, options.window, options.first_epoch)
-            y = "loss, nats per token" if all(run.kind in TEXT.values() for run in runs) else "loss"
+            y = loss_label(runs)
         numbers = dict(
             x=x, y=y, runs=[str(folder) for folder in options.runs], lines=[line.numbers() for line in lines]
         )
-        write_figure(draw_lines(lines, x, y), options.output, numbers)
-        say(f"{options.output}: {len(lines)} lines over {x}")
+        written = write_figure(draw_lines(lines, x, y), options.output, numbers)
+        say(f"{written}: {len(lines)} lines over {x}")
 
     return exit_code("learning_curves", work)
 

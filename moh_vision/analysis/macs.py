@@ -6,8 +6,8 @@ python -m moh_vision.analysis.macs moh_vit_small_patch16_224
 PRESET is a text preset or the name of one of our image models. The papers count a forward of batch 1: linear layers with
 the active heads alone, no attention scores; 10 source and 10 target tokens for translation with 32,000 words to choose
 from, 128 tokens for masked language models (Zhang 2022, appendix E). The rows of masked models with MoA (table 2) equal
-linear layers plus twice the attention scores. Below that, the table of modules that `--dry-run` prints of a run: dense,
-ideal, and as executed here without gradients.
+linear layers plus twice the attention scores. Below that, the table of modules that `--dry-run` prints of a run: dense
+and ideal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from moh_vision.analysis.counting import Macs, count_macs, count_parameters
 from moh_vision.analysis.describe import aligned, module_table
-from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.commands import Parser, exit_code, say
 from moh_vision.models.registry import registered
 from moh_vision.models.weights import FAMILIES
 
@@ -140,7 +140,7 @@ def report(preset: str, found: Count) -> str:
         ("one attention layer", "linears", "scores", "parameters"),
     ]
     # Alike in what is shown.
-    groups = Counter(layer._replace(name="", executor="", reason="") for layer in macs.attention)
+    groups = Counter(layer._replace(name="") for layer in macs.attention)
     for layer, number in groups.items():
         b, N, M, d = layer.budget, layer.queries, layer.keys, layer.dim
         K, E, D = b.active, b.heads, b.head_dim
@@ -180,7 +180,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         options = parser.parse(argv)
-        print(report(options.preset, count(options.preset, options.tokens, options.vocab)))
+        say(report(options.preset, count(options.preset, options.tokens, options.vocab)))
 
     return exit_code("macs", work)
 

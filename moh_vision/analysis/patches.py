@@ -137,16 +137,17 @@ def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Optional[Sequence[int]], count: int) -> List[int]:
-    """The numbers of --layer, or those of a middle and the last layer.
+def chosen_layers(layers: Optional[Sequence[int]], found: Sequence[PatchHeads]) -> List[int]:
+    """The numbers of --layer, or those of a middle and the last layer of those that leave heads out, if any do.
 
     Raises:
         ValueError: for a layer that is not there.
     """
     for number in layers or ():
-        if not 0 <= number < count:
-            raise ValueError(f"--layer {number}: expected 0 to {count - 1}")
-    return list(layers or sorted({(count - 1) // 2, count - 1}))
+        if not 0 <= number < len(found):
+            raise ValueError(f"--layer {number}: expected 0 to {len(found) - 1}")
+    telling = [number for number, heads in enumerate(found) if not heads.active.all()] or range(len(found))
+    return list(layers or sorted({telling[(len(telling) - 1) // 2], telling[-1]}))
 
 
 def open_with_image(checkpoint: str, image: str, rest: Sequence[str], command: str) -> OneImage:
@@ -179,7 +180,13 @@ def image_parser(command: str, description: str) -> Parser:
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, or 2 for a user's mistake."""
     parser = image_parser("patches", __doc__)
-    parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers from 0 (a middle and the last one)")
+    parser.add_argument(
+        "--layer",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="layers from 0 (a middle and the last one of those that leave heads out)",
+    )
 
     def work() -> None:
         options, rest = parser.parse_with_rest(argv, "RUN")
@@ -190,7 +197,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             raise ValueError(
                 f"{options.checkpoint}: every patch runs every head with gate 1, so there is nothing to draw"
             )
-        layers = [(number, found[number]) for number in chosen_layers(options.layer, len(found))]
+        layers = [(number, found[number]) for number in chosen_layers(options.layer, found)]
         figure = draw_patch_heads(layers, opened.seen, opened.title())
         numbers = [
             dict(
@@ -202,8 +209,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             )
             for number, heads in layers
         ]
-        write_figure(figure, options.output, dict(opened.about, layers=numbers))
-        say(f"{options.output}: heads of {len(layers)} of {len(found)} layers")
+        written = write_figure(figure, options.output, dict(opened.about, layers=numbers))
+        say(f"{written}: heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}")
 
     return exit_code("patches", work)
 

@@ -45,7 +45,6 @@ from moh_vision.analysis.table import (
     read_json,
     read_metrics,
     read_run,
-    training_call,
 )
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.engine.commands import Parser, exit_code, message_of, refuse_output, say
@@ -148,7 +147,7 @@ def _curves(runs: Named, colours: Dict[str, str]) -> List[Picture]:
                 value = number_at(entry, place, run.folder / "metrics.jsonl")
                 if value is not None:  # not there, or not finite
                     steps, values = panels[title].setdefault(name, ([], []))
-                    steps.append(1 + (number_at(entry, ("step",), run.folder / "metrics.jsonl") or 0))
+                    steps.append(number_at(entry, ("step",), run.folder / "metrics.jsonl") or 0)
                     values.append(value)
     return [
         draw_curves(title, curves, colours, log=title == "training loss")
@@ -176,7 +175,7 @@ def _models(runs: Named) -> Tuple[List[Tuple[str, str]], List[Picture], List[str
             continue
         if not attention_layers(model):
             continue
-        models.append((names, describe(run.model, model, *inputs, conditions=training_call(run), **named)))
+        models.append((names, describe(run.model, model, *inputs, **named)))
         layers = head_budget(model)["layers"]
         if any(layer["active"] < layer["heads"] for layer in layers):
             budgets.append(draw_budget(layers, f"{names}: heads of each layer"))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, set_budgets
 from moh_vision.attention.budget import spread
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
+from moh_vision.engine.commands import Parser, Progress, exit_code, refuse_output, say
 from moh_vision.engine.io import write_whole
 from moh_vision.models.registry import registered
 from moh_vision.models.weight_files import read_safetensors, weights_file
@@ -223,14 +223,25 @@ def search(opened: Calibration, share: float) -> dict:
         )
         say(f"{number:5d}  {text or 'no routed heads'}")
 
-    found = search_budget(model, opened.loss_of, share, show)
+    with Progress("search", runs + 6, "measurement") as progress:  # three budgets are compared, on both halves
+
+        def told(loss_of: LossOf) -> LossOf:
+            def loss(model: nn.Module) -> float:
+                found = loss_of(model)
+                progress.add()
+                return found
+
+            return loss
+
+        loss_of = told(opened.loss_of)
+        found = search_budget(model, loss_of, share, show)
+        without = losses_without_heads(model, loss_of)
+        searched, elsewhere = (compare(model, found.active, loss) for loss in (loss_of, told(opened.loss_elsewhere)))
     say("layer  loss above that of all heads, without one routed head")
-    without = losses_without_heads(model, opened.loss_of)
     for number, losses in enumerate(without):
         text = "  ".join(f"{head}: {round(loss - found.all_heads, 4) + 0.0:+.4f}" for head, loss in losses.items())
         say(f"{number:5d}  {text or 'no routed heads'}")
     all_layers = [layer["heads"] for layer in layers]
-    searched, elsewhere = (compare(model, found.active, loss) for loss in (opened.loss_of, opened.loss_elsewhere))
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {kind}':>17}  active heads per layer")
     for name, budget in searched.items():
         budget["loss_on_others"] = elsewhere[name]["loss"]

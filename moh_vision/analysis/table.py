@@ -23,10 +23,9 @@ import torch
 import yaml
 from torch import nn
 
-from moh_vision.analysis.calls import Conditions
 from moh_vision.analysis.counting import count_macs, count_parameters, without_memory
 from moh_vision.attention import HeadMixtureAttention, head_budget
-from moh_vision.engine.commands import Parser, exit_code, reason_of
+from moh_vision.engine.commands import Parser, exit_code, reason_of, say
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.registry import registered
 from moh_vision.models.weight_files import read_safetensors, weights_file
@@ -187,16 +186,14 @@ def _diffusion(run: ScoredRun) -> ScoredRun:
     if (folder / "scores.json").is_file():
         found = read_json(folder / "scores.json")
         steps = (
-            number_at(found, ("step",), folder)
-            or _steps_of_weights(folder)
-            or (entries[-1]["step"] + 1 if entries else 0)
+            number_at(found, ("step",), folder) or _steps_of_weights(folder) or (entries[-1]["step"] if entries else 0)
         )
         sampling = found.get("sampling", {})
     else:
         scored = [entry for entry in entries if "error" not in entry.get("scores", {"error": ""})]
         if not scored:
             raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
-        found, steps = scored[-1]["scores"], scored[-1]["step"] + 1
+        found, steps = scored[-1]["scores"], scored[-1]["step"]
         sampling = found.get("sampling") or {k: config.get(f"score.{k}") for k in ("sampler", "steps", "cfg_scale")}
     scores = {key: number_at(found, (key,), folder) for key in COLUMNS}
     if scores["recognised"] is not None:
@@ -339,20 +336,6 @@ def model_of(run: ScoredRun) -> Tuple[nn.Module, List[torch.Tensor], Dict[str, t
         ids = torch.zeros(1, WORDS if translates else run.config["data.block"], dtype=torch.long)
         inputs, named = [ids], dict(decoder_input_ids=ids) if translates else {}
     return without_memory(model), inputs, named
-
-
-def training_call(run: ScoredRun) -> Conditions:
-    """How a training step of the run, as one process on a CPU, calls the model: executed MACs are counted as `--dry-run` does.
-
-    A translation's micro-batch is what data.max_tokens allows of WORDS tokens.
-    """
-    get = run.config.get
-    if run.kind == TEXT["mt"]:
-        batch = get("data.max_tokens", WORDS) // WORDS
-    else:
-        batch = get("optim.batch_size", 1) // get("optim.accumulation", 1)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(get("mixed_precision"))
-    return Conditions(max(1, batch), dtype=dtype, train=True, compiled=get("compile", False))
 
 
 def _active_share(model: nn.Module) -> float:
@@ -547,7 +530,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     def work() -> None:
         options = parser.parse(argv)
         table = make_table(options.runs, options.names)
-        print(latex(table) if options.latex else markdown(table))
+        say(latex(table) if options.latex else markdown(table))
 
     return exit_code("table", work)
 

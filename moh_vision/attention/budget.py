@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional, Sequence, Union
+from typing import Union
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -72,8 +73,8 @@ class HeadBudget:
 def resolve_budget(
     spec: BudgetSpec,
     depth: int,
-    heads: Union[int, Sequence[int]],
-    head_dim: Union[int, Sequence[int]],
+    heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
     group: int = 1,
     shared_share: float = SHARED_SHARE,
 ) -> tuple[HeadBudget, ...]:
@@ -154,7 +155,7 @@ def all_heads(heads: Sequence[int], shared_share: float = SHARED_SHARE) -> list[
 
 
 def change_routed(
-    spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Optional[Sequence[int]] = None
+    spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int] | None = None
 ) -> tuple[HeadBudget, ...]:
     """Other numbers of routed heads for layers that exist: their shared heads stay.
 
@@ -306,7 +307,7 @@ def spread(kind: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
     return _round_to_total(wanted, total, least, heads)
 
 
-def _per_layer(name: str, value: Union[int, Sequence[int]], depth: int) -> list[int]:
+def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
     if isinstance(value, int):
         return [value] * depth
     if len(value) != depth:
@@ -329,7 +330,7 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def parse_share(spec: object) -> tuple[str, float, Optional[float]]:
+def parse_share(spec: object) -> tuple[str, float, float | None]:
     """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None).
 
     Raises:

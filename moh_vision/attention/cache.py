@@ -1,6 +1,6 @@
 """What a layer keeps between calls, for decoding one token after another."""
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,22 @@ class KeyValueCache:
 
     def __init__(self):
         self.length = 0
-        self.router_state: Optional[Tuple[Tensor, ...]] = None
-        self._keys: Optional[Tensor] = None  # [B, kv_heads, room for length tokens, D]
-        self._values: Optional[Tensor] = None
+        self.router_state: tuple[Tensor, ...] | None = None
+        self._keys: Tensor | None = None  # [B, kv_heads, room for length tokens, D]
+        self._values: Tensor | None = None
 
-    def update(self, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
-        """Append k and v [B, kv_heads, N, D]; returns all so far, as views."""
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v [B, kv_heads, N, D]; returns all so far, as views.
+
+        Raises:
+            ValueError: for another batch size or dtype than that of the tokens kept. An empty cache takes anything.
+        """
+        kept = self._keys
+        if kept is not None and (kept.shape[0], kept.dtype) != (k.shape[0], k.dtype):
+            raise ValueError(
+                f"this KeyValueCache keeps a batch of {kept.shape[0]} in {kept.dtype}, not of {k.shape[0]} in {k.dtype}: "
+                "crop it to 0 tokens, or take a new one"
+            )
         end = self.length + k.shape[2]
         self._keys = self._room(self._keys, k, end)
         self._values = self._room(self._values, v, end)
@@ -56,11 +66,11 @@ class KeyValueCache:
             raise ValueError(
                 f"crop to {length} of {self.length} tokens: the running state of this layer's router cannot go back"
             )
-        if length == 0:
-            self.router_state = None
         self.length = length
+        if length == 0:
+            self.router_state = self._keys = self._values = None
 
-    def _room(self, buffer: Optional[Tensor], new: Tensor, end: int) -> Tensor:
+    def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
         larger = torch.empty(
@@ -81,13 +91,13 @@ class ContextCache:
 
     def __init__(self):
         self.length = 0
-        self.keys: Optional[Tensor] = None  # [B, kv_heads, M, D]
-        self.values: Optional[Tensor] = None
-        self.padding: Optional[Tensor] = None  # [B, M]
-        self.routing: Optional[Routing] = None  # from the context, see HeadMixtureAttention's route_by
-        self.router_state: Optional[Tuple[Tensor, ...]] = None  # as in KeyValueCache, of the query tokens
+        self.keys: Tensor | None = None  # [B, kv_heads, M, D]
+        self.values: Tensor | None = None
+        self.padding: Tensor | None = None  # [B, M]
+        self.routing: Routing | None = None  # from the context, see HeadMixtureAttention's route_by
+        self.router_state: tuple[Tensor, ...] | None = None  # as in KeyValueCache, of the query tokens
 
-    def update(self, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k and v [B, kv_heads, M, D]."""
         self.keys, self.values, self.length = k.contiguous(), v.contiguous(), k.shape[2]
         return self.keys, self.values
@@ -101,12 +111,9 @@ class ContextCache:
         if self.router_state is not None:
             self.router_state = tuple(t.index_select(0, indices) for t in self.router_state)
         if self.routing is not None:
-            routing = self.routing
-            self.routing = Routing(
-                routing.weights.index_select(0, indices),
-                None if routing.active is None else routing.active.index_select(0, indices),
-                RoutingStats(*(t.index_select(0, indices) for t in routing.stats)),
-            )
+            weights, active, stats, count, _ = self.routing
+            weights, active = (None if t is None else t.index_select(0, indices) for t in (weights, active))
+            self.routing = Routing(weights, active, RoutingStats(*(t.index_select(0, indices) for t in stats)), count)
 
     def repeat(self, times: int) -> None:
         """Every row of the batch `times` times, copies side by side: beams of one sequence."""
@@ -115,22 +122,27 @@ class ContextCache:
 
 
 def look_up(
-    cache: Any, context: Optional[Tensor], padding: Optional[Tensor], tokens: int
-) -> Tuple[Optional[Tensor], Optional[Tensor], int, int, bool]:
-    """What a call with a cache attends to, see HeadMixtureAttention.forward.
+    cache: Any, x: Tensor, context: Tensor | None, padding: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, int, int, bool]:
+    """What a call attends to, see HeadMixtureAttention.forward.
 
     Returns:
         context, None if it need not be projected; its padding; how many tokens are cached; how many keys there will be;
         whether it is cross-attention.
 
     Raises:
-        ValueError: for a cache of the other kind of attention, or a context missing.
+        ValueError: for a cache of the other kind of attention or of another batch, or a context missing.
     """
+    if cache is None:
+        return context, padding, 0, (x if context is None else context).shape[1], context is not None
     if not isinstance(cache, ContextCache):
         if context is not None:
             raise ValueError("a KeyValueCache is for self-attention, not with a context: give a ContextCache")
-        return None, padding, cache.length, cache.length + tokens, False
+        return None, padding, cache.length, cache.length + x.shape[1], False
     if cache.length > 0:
+        kept = cache.keys.shape[0]
+        if kept not in (1, x.shape[0]):
+            raise ValueError(f"this ContextCache keeps a batch of {kept}, not of {x.shape[0]}: take a new one")
         return None, cache.padding, 0, cache.length, True
     if context is None:
         raise ValueError("the first call with a ContextCache needs the context")

@@ -4,7 +4,7 @@ They are computed from what the model returns, so they are right under activatio
 models in a process.
 """
 
-from typing import Callable, Dict, List, Optional, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import RoutingStats
 
 
-def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
+def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
 
     Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the
@@ -42,7 +42,7 @@ def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callab
     return torch.stack(losses).mean()
 
 
-def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
+def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """MoA's load-balance loss L_a (Zhang 2022, eq. 13), summed over modules (eq. 17).
 
     One module: E * sum_i f_i P_i with the counts f and the summed probabilities P each divided by their sum over the
@@ -59,7 +59,7 @@ def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Optional[Callabl
     return torch.stack(losses).sum()
 
 
-def _summed(counts: List[Tensor], all_reduce: Optional[Callable[[Tensor], Tensor]]) -> Sequence[Tensor]:
+def _summed(counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None) -> Sequence[Tensor]:
     """Vectors of counts summed over processes, all layers in one message."""
     if all_reduce is None:
         return counts
@@ -75,7 +75,7 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def head_runs(stats: Sequence[RoutingStats]) -> List[Tensor]:
+def head_runs(stats: Sequence[RoutingStats]) -> list[Tensor]:
     """Number of tokens that ran each head, then the number of all tokens: one tensor [H + 1] per layer. No gradient."""
     return [sample_runs(s).sum(0) for s in stats]
 
@@ -88,7 +88,7 @@ def sample_runs(s: RoutingStats) -> Tensor:
     return torch.cat([counts, tokens.unsqueeze(1)], dim=1)
 
 
-def head_usage(stats: Sequence[RoutingStats]) -> List[Tensor]:
+def head_usage(stats: Sequence[RoutingStats]) -> list[Tensor]:
     """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
     return [runs[:-1] / runs[-1].clamp_min(1) for runs in head_runs(stats)]
 
@@ -112,7 +112,7 @@ class RoutedTask(nn.Module):
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
         self.aux_losses = [layer.router.aux_loss for layer in layers]  # in the order of the statistics
 
-    def losses(self, task_loss: Tensor, stats: List[RoutingStats]) -> Dict:
+    def losses(self, task_loss: Tensor, stats: list[RoutingStats]) -> dict:
         """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
 
         Returns:

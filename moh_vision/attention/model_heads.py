@@ -1,7 +1,8 @@
 """Helpers that visit every attention layer of a model."""
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import Routing
 
 
-def attention_layers(model: nn.Module) -> List[HeadMixtureAttention]:
+def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
     """Every `HeadMixtureAttention` of a model, in order.
 
     Raises:
@@ -42,7 +43,7 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
         layer.router.budget = budget
 
 
-def single_routed(layers: Sequence[HeadMixtureAttention]) -> Optional[str]:
+def single_routed(layers: Sequence[HeadMixtureAttention]) -> str | None:
     """What to tell of layers with one routed head, whose renormalised weight is constant; None where there are none.
 
     Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
@@ -97,7 +98,7 @@ def head_budget(model: nn.Module) -> dict:
 
 
 @torch.no_grad()
-def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> List[Routing]:
+def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
     """Which heads each token runs, and with what gate, in one call `model(*args, **kwargs)`.
 
     Hooks on the routers read their answers during the call; nothing stays in the model. Call it in eval mode for what a
@@ -123,13 +124,13 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> List[Routing]:
             f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
         )
     of_router = {layer.router: layer for layer in layers}
-    routings: Dict[nn.Module, List[Routing]] = {layer: [] for layer in layers}
-    tokens: Dict[nn.Module, Tuple[int, int]] = {}
+    routings: dict[nn.Module, list[Routing]] = {layer: [] for layer in layers}
+    tokens: dict[nn.Module, tuple[int, int]] = {}
 
     def routed(router: nn.Module, _: Any, routing: Routing) -> None:
         routings[of_router[router]].append(routing)
 
-    def attended(layer: nn.Module, _: Any, output: Tuple[Tensor, Any]) -> None:
+    def attended(layer: nn.Module, _: Any, output: tuple[Tensor, Any]) -> None:
         tokens[layer] = (len(output[0]), output[0].shape[1:-1].numel())  # B, N
 
     with ExitStack() as hooks:
@@ -143,7 +144,7 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> List[Routing]:
     return [of_every_token(found[0], (*tokens[layer], layer.num_heads)) for layer, found in routings.items()]
 
 
-def of_every_token(routing: Routing, shape: Tuple[int, int, int]) -> Routing:
+def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:
     """A router's answer with weights and active of every token, shape [B, N, H]."""
     weights, active = routing.weights, routing.active
     if weights is None:

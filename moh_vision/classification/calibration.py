@@ -8,14 +8,15 @@ from torch.nn import functional as F
 
 from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
-from moh_vision.attention import attention_layers
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.classification.validate import open_model, validate
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_halves, evaluation_batches
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.run import make_accelerator
 from moh_vision.models.convert import convert
+from moh_vision.models.pretrained import is_dense
 
 
 def open_parts(argv: List[str], command: str, split: str, option: str) -> Tuple:
@@ -52,7 +53,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
     """
     config, accelerator, model, about, dataset, unreadable = open_parts(argv, "search", "train", "--share")
     searched, others = calibration_halves(dataset, images, config.data.workers, unreadable)
-    dense = all(layer.router.all_heads for layer in attention_layers(model))
+    dense = is_dense(model)
     if dense:
         model = convert(model, CONVERTED, calibrate=[batch["images"] for batch in searched])
     model = model.to(accelerator.device).eval()
@@ -84,7 +85,7 @@ def open_scored(argv: List[str]) -> Scored:
     (batch,) = send_to_device(list(evaluation_batches(images, [list(numbers)], 0, unreadable)), accelerator.device)
 
     def scores() -> dict:
-        return validate(task, images.source, images.transform, config.data, accelerator)[0]
+        return validate(task, images.source, images.transform, config.data, accelerator, Progress.over)[0]
 
     def forward() -> None:
         with accelerator.autocast():

@@ -158,7 +158,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         )
         for key in sorted(flags.given.intersection(IDLE)):
             raise ValueError(f"{key} has no effect: only the images that are named are read")
-        model, about = open_classifier(config, flags)
+        model, about = open_classifier(config, flags, len(files))
+        print(f"weights of {about['weights']}", file=sys.stderr, flush=True)  # beside the rows
         names = class_names(about["classes"], model.num_classes)
         accelerator, d = make_accelerator(config.mixed_precision, config.tf32), config.data
         unreadable, slices = NamedBadSamples(len(files)), rank_slice(len(files), 0, 1, d.eval_batch_size)
@@ -167,7 +168,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         found = []
         for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):
             found.append((files[number], [(names[c], probability) for c, probability in likeliest]))
-            say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in found[-1][1])}")
+            read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in found[-1][1])}")
+            if not (read or options.output):
+                return
         if options.output:
             about = dict(weights=about["weights"], model=about["name"], img_size=about["img_size"])
             write_predictions(options.output, found, about)

@@ -14,14 +14,14 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.analysis import Conditions, HeadLoad, describe, in_short
+from moh_vision.analysis import HeadLoad, describe, in_short
 from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
 from moh_vision.classification.best import Best
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data import splits
-from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, training_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, check_images_fit, training_batches
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
@@ -29,6 +29,7 @@ from moh_vision.data.stream import open_stream
 from moh_vision.engine.commands import BadData
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.optimizers import make_optimizer
+from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
@@ -37,7 +38,7 @@ from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
 from moh_vision.models.teachers import Teacher
-from moh_vision.models.weights import create, keep_shared_heads
+from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 NAME = "train_cls.py"
 
@@ -49,6 +50,7 @@ def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn
         decided["img_size"] = config.data.img_size or source.img_size
     arguments = {**arguments, **config.model.decided(**decided)}
     model = create(name, "classifier", **arguments)
+    check_side(model, arguments.get("img_size"))
     if keep_budget(config.model, lambda: budget_pairs(model)):
         arguments["head_budget"] = budget_pairs(model)
     arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
@@ -85,9 +87,10 @@ def train(run: Run) -> None:
     record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
-    accelerator.print(splits.in_short(d.root, source, stop, o.batch_size, val))
+    say(splits.in_short(d.root, source, stop, o.batch_size, val))
 
     # ---------------------------------------------------------------- model
+    check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
     torch.manual_seed(config.seed)
     model, arguments = new_model(config, source, name, arguments)
     img_size = arguments["img_size"]
@@ -95,17 +98,16 @@ def train(run: Run) -> None:
     if checkpoint:
         keep_shared_heads(model, checkpoint)
     elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
-        load_source(model, config, accelerator.print)
+        load_source(model, config, source.classes, say)
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        example, conditions = torch.zeros(1, source.channels, img_size, img_size), Conditions(**run.conditions())
-        return print(describe(name, model, example, conditions=conditions))
+        return say(describe(name, model, torch.zeros(1, source.channels, img_size, img_size)))
     train_only(model, config.train_only)
     model.set_grad_checkpointing(config.checkpointing)
     elastic = elastic_budget(model, config)
     if elastic:
         arguments["head_budget"] = budget_pairs(model)
-    accelerator.print(in_short(name, model))
+    say(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
     batches = StepBatches(source.shard_sizes, **order, **run.portion())

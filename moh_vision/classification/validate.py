@@ -4,9 +4,12 @@ Also a folder that moh_vision.publish or timm has saved, with --data.root, and w
 --model.* too; installed: python -m moh_vision.classification.validate.
 """
 
+import contextlib
 import json
+import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, List, Optional, Sequence, Tuple
 
@@ -27,22 +30,23 @@ from moh_vision.classification.labels import (
     refuse_other_classifier,
 )
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import BadData, message_of, reason_of, refuse_output, user_errors
+from moh_vision.engine.commands import BUILD, BadData, Progress, message_of, reason_of, refuse_output, user_errors
 from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib, write_json
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import say, total_over_processes
 from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import evaluate, likeliest, summary
+from moh_vision.models.class_names import listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
-from moh_vision.models.weights import to_validate
+from moh_vision.models.weights import taken_for, to_validate
 
 FLAGS = (
     ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
@@ -201,7 +205,7 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
             say(f"{run / name} could not be written: {message_of(error)}")
 
 
-def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
+def open_classifier(config, flags, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
     """The classifier that --checkpoint means.
 
     A run brings its model, and so does a folder that timm or moh_vision.publish has saved, with what is done to its images.
@@ -210,6 +214,7 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
     Args:
         config: a `ClsConfig`.
         flags: `Flags`; its checkpoint is such a folder, or what `models.weights.to_validate` takes.
+        images: as many as there are.
         **arguments: of a model that the checkpoint does not bring, beside those of the configuration.
 
     Returns:
@@ -219,12 +224,15 @@ def open_classifier(config, flags, **arguments) -> Tuple[nn.Module, dict]:
         ValueError, FileNotFoundError: for weights that are not there or do not fit.
     """
     path, data = flags.checkpoint, config.data
+    batch = min(data.eval_batch_size, images)
+    check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
     saved = (Path(path) / "config.json").is_file()
     named = config.model.name, {**config.model.arguments(), **arguments}, {}
     name, own, cfg = _saved_by_timm(path) if saved else named
-    model, about = to_validate(path, name, own, data.img_size)
+    with contextlib.nullcontext() if saved else taken_for(name):
+        model, about = to_validate(path, name, own, data.img_size)
     if saved:
-        plain = own["router"] == "dense" and own.get("base")  # a ViT of timm, which is called so
+        plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, which is called so
         about.update(of_run=True, classes=cfg.get("label_names"), name=(plain or name).split(".")[0])
         model.pretrained_cfg = cfg
         if "data.augment" not in flags.given:
@@ -246,10 +254,8 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
     """`of_source` of what `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
-        names = cfg.get("label_names")
-        if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
-            raise ValueError("label_names in its config.json is no list of names")
-        return name, arguments, {**cfg, "crop_mode": cfg.get("crop_mode") or "center"}
+        names = listed(cfg.get("label_names"), "label_names")
+        return name, arguments, {**cfg, "label_names": names, "crop_mode": cfg.get("crop_mode") or "center"}
     except Exception as error:  # files of others may hold anything
         reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
         raise ValueError(
@@ -277,7 +283,7 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
         else:
             source = open_source(config.data.root, split, index_dir(config.output))
     classes = IMAGENET if flags.labels else source.classes
-    model, about = open_classifier(config, flags, in_chans=source.channels, num_classes=len(classes))
+    model, about = open_classifier(config, flags, len(source), in_chans=source.channels, num_classes=len(classes))
     named = f"--checkpoint {flags.checkpoint}"
     if flags.labels:
         refuse_other_classifier(model, about["classes"], named, flags.labels)
@@ -302,29 +308,35 @@ def report(config, flags, accelerator) -> None:
     model, about, val, transform = open_model(config, flags, accelerator, "val")
     names = image_names(config.data.root, val) if flags.predictions else []
     task = SomeClasses(model, val.columns) if flags.labels else ClassificationTask(model, 0.0)
+    os.environ.setdefault(BUILD, "auto")
     task = accelerator.prepare_model(task, evaluation_mode=True)
-    scores, load, predictions = validate(task, val, transform, config.data, accelerator)
-    split = flags.labels or "val"
-    of = f"{about['name']}, {about['img_size']} px{f', labels {split}' if flags.labels else ''}"
-    accelerator.print(f"{about['weights']} ({of}): {summary(scores)}")
-    if flags.labels and len(val) < len(val.source):
-        left = len(val.source) - len(val)
-        accelerator.print(f"{left} images of {len(val.source)} have no label and are left out")
-    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
-    accelerator.print(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
-    accelerator.print(class_table(class_accuracy(confusion_of(predictions), val.classes)))
+    main = accelerator.is_main_process
+    progress = partial(Progress.over, enabled=main)
+    scores, load, predictions = validate(task, val, transform, config.data, accelerator, progress)
+    split, files = flags.labels or "val", []
     of = dict(model=about["name"], data=config.data.root, split=split, weights=str(about["weights"]))
-    if flags.head_load and accelerator.is_main_process:
+    # Before anything is printed: who reads it may have gone.
+    if flags.head_load and main:
         load.of = of
         load.save(Path(flags.head_load))
-        accelerator.print(f"head load: {flags.head_load}")
-    if flags.predictions and accelerator.is_main_process:
+        files.append(f"head load: {flags.head_load}")
+    if flags.predictions and main:
         write_predictions(Path(flags.predictions), predictions, names, val.classes)
         wrong = int((predictions[:, 1] != predictions[:, 2]).sum())
-        accelerator.print(f"predictions: {flags.predictions}, {wrong} of {len(predictions)} are wrong")
-    if flags.score_file and accelerator.is_main_process:
+        files.append(f"predictions: {flags.predictions}, {wrong} of {len(predictions)} are wrong")
+    if flags.score_file and main:
         write_json(Path(flags.score_file), dict(of, img_size=about["img_size"], **scores))
-        accelerator.print(f"scores: {flags.score_file}")
+        files.append(f"scores: {flags.score_file}")
+    model_and_size = f"{about['name']}, {about['img_size']} px{f', labels {split}' if flags.labels else ''}"
+    say(f"{about['weights']} ({model_and_size}): {summary(scores)}")
+    if flags.labels and len(val) < len(val.source):
+        left = len(val.source) - len(val)
+        say(f"{left} images of {len(val.source)} have no label and are left out")
+    heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
+    say(f"active heads per layer: {heads} ({100 * scores['active_share']:.1f} % of all)")
+    say(class_table(class_accuracy(confusion_of(predictions), val.classes)))
+    for line in files:
+        say(line)
 
 
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:

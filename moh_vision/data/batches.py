@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from functools import partial
 from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
@@ -187,6 +188,16 @@ def collate(items: List[dict], mixing: Optional[Callable] = None) -> dict:
     if mixing and len(whole) == len(items):
         batch["images"], batch["labels"] = mixing(batch["images"], batch["labels"], position)
     return dict(batch, bad=bad, lost=len(items) - len(whole))
+
+
+def check_images_fit(key: str, side: Optional[int], channels: int, count: int) -> None:
+    """Raise ValueError, naming the key of the side, if so many images are larger than the memory of this machine."""
+    size = 4 * count * channels * (side or 0) ** 2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise ValueError(
+            f"{key} {side}: a batch of {count} such images takes {size / 2**30:,.0f} GiB, this machine has {memory / 2**30:,.0f}"
+        )
 
 
 def training_batches(

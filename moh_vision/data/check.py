@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.shards.record import one_line
-from moh_vision.data.splits import check_same_classes, dividing, open_source
+from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Parser, Progress, exit_code, say
 
@@ -176,6 +176,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                 check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
             except ValueError as error:
                 refused.append(f"classifiers refuse this: {error}")
+            if len(sources["val"]) > len(sources["train"]):
+                say(EXCHANGED)
         elif "" not in sources:
             refused.append(f"classifiers refuse this: only {''.join(sources)}, where train and val are needed")
         say("\n".join(refused) or "nothing that training would refuse")

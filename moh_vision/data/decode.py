@@ -4,7 +4,7 @@ import io
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO, Sequence, Union
+from typing import BinaryIO, Sequence, Tuple, Union
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -83,6 +83,15 @@ def upright(image: Image.Image) -> Image.Image:
         return ImageOps.exif_transpose(image) if turned else image
     except Exception:  # damaged EXIF data do no harm to the pixels
         return image
+
+
+def upright_size(image: Image.Image) -> Tuple[int, int]:
+    """Width and height of `upright`, as the header of an image says, whose pixels are not read."""
+    try:  # PIL's getexif of a PNG would read them, to find what stands behind
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= 5
+    except Exception:
+        turned = False
+    return image.size[::-1] if turned else image.size
 
 
 def allowed_bad(fraction: float, total: int) -> int:

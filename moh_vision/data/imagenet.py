@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -144,6 +144,17 @@ def unnamed_classes(count: int) -> List[str]:
     """Names for the classes of weights that come without: 1,000 are ImageNet's synsets, others their numbers."""
     imagenet = ImageNetInfo()
     return list(imagenet.label_names()) if count == imagenet.num_classes() else [str(c) for c in range(count)]
+
+
+def numbers_by_name(labels: Mapping[str, int]) -> Dict[str, List[int]]:
+    """Class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
+    described, found = ImageNetInfo().label_descriptions(as_dict=True), {}
+    for name, number in labels.items():
+        text = described.get(name, name)
+        for word in {text, *text.split(", ")}:
+            if not word.isdecimal():
+                found.setdefault(word, []).append(number)
+    return {**found, **{name: [number] for name, number in labels.items()}}
 
 
 def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> Tuple[Callable, Callable]:

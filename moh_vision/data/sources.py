@@ -7,7 +7,7 @@ from typing import Iterator
 import numpy as np
 from PIL import Image
 
-from moh_vision.data.decode import decode_image
+from moh_vision.data.decode import UnreadableImage, decode_image
 from moh_vision.data.tar_samples import TarSamples
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -57,4 +57,8 @@ class Shards(TarSamples):
     extensions = IMAGE_EXTENSIONS
 
     def image(self, index: int) -> Image.Image:
-        return decode_image(self.read(index), self.where(index))
+        data = self.read(index)
+        try:
+            return decode_image(data, "")
+        except UnreadableImage as error:  # its name is read only now
+            raise UnreadableImage(f"{self.where(index)}{error}") from None

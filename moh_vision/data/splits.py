@@ -20,6 +20,7 @@ from moh_vision.data.walk import subfolders
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
+EXCHANGED = "more for validation than for training: are train and val exchanged?"
 
 
 def manifest_path(folder: Path, split: str) -> Path:
@@ -115,6 +116,7 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
         steps, batch_size: of the run.
     """
     checked = f", {len(val)} for validation" if val is not None else ""
+    checked += f" ({EXCHANGED})" if val is not None and len(val) > len(train) else ""
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
     return f"{root}: {len(train)} training images of {len(train.classes)} classes{checked}; {epochs}"
 

@@ -7,11 +7,10 @@ samples of each worker. What the exact order promises does not hold here: see `P
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
+import tarfile
 import time
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Collection, Dict, Iterable, Iterator, List, Optional
@@ -22,16 +21,19 @@ from urllib.request import Request, urlopen
 import webdataset
 from torch.utils.data import IterableDataset, get_worker_info
 from webdataset.gopen import Pipe, gopen, gopen_schemes
-from webdataset.tariterators import group_by_keys, tar_file_expander
+from webdataset.tariterators import group_by_keys
 
 from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.shard_files import record_path, recorded, refuse_other
 from moh_vision.data.sources import IMAGE_EXTENSIONS
+from moh_vision.data.tar_index import members, open_tar
 from moh_vision.data.tar_samples import class_names
-from moh_vision.engine.commands import message_of
+from moh_vision.engine.commands import message_of, say
 from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again
 SILENCE = 60  # seconds without a byte after which a server counts as gone
+META = re.compile("__[^/]*__($|/)")  # members that webdataset passes over, by their names
 BUFFER = 1000  # samples that a worker shuffles, as they are in the shard
 PROMISE = (
     "data.exact_order false: images come as webdataset's stream shuffles them; their order depends on processes and "
@@ -73,12 +75,21 @@ def open_stream(data, given: Collection[str], accelerator) -> Optional[ShardStre
         raise ValueError(
             f"data.stream {data.stream} runs a command; give it on the command line, it is not taken from a configuration"
         )
-    source = ShardStream(urls, class_names(names), data.samples or _samples(root, urls), root.name)
+    record = record_path(root, "train")
+    # Who counts the images of a stream himself has shards that are not those of data.root.
+    entries = {} if data.stream and data.samples else _entries(record, urls)
+    if not data.samples and len(entries) < len(set(urls)):
+        raise ValueError(
+            f"data.samples is needed: how many images an epoch has; no record {record} has all these shards"
+        )
+    samples = data.samples or sum(entries[url]["samples"] for url in urls)
+    source = ShardStream(urls, class_names(names), samples, root.name, record, entries)
     source.check()  # a wrong URL or shard is told before the run is made
-    accelerator.print(PROMISE)
     parts = accelerator.num_processes * max(1, data.workers)
-    if parts > len(urls):
-        accelerator.print(f"{len(urls)} shards for {parts} processes x workers: some read the same shards")
+    if accelerator.is_main_process:
+        say(PROMISE)
+        if parts > len(urls):
+            say(f"{len(urls)} shards for {parts} processes x workers: some read the same shards")
     return source
 
 
@@ -93,17 +104,11 @@ def _expanded(text: str) -> List[str]:
         raise ValueError(f"data.stream {text}: {message_of(error)}") from None
 
 
-def _samples(root: Path, urls: List[str]) -> int:
-    """The images in these shards, by the record of `python -m moh_vision.data.shards`."""
-    record = root / "train.shards.jsonl"
-    try:
-        _, *entries = map(json.loads, record.read_text("utf-8").splitlines())
-        counts = {entry["shard"]: int(entry["samples"]) for entry in entries}
-        return sum(counts[re.findall(r"[^/\s]+\.tar", url)[-1]] for url in urls)
-    except Exception:  # what is not there, or of another kind, fails anywhere
-        raise ValueError(
-            f"data.samples is needed: how many images an epoch has; there is no record {record} of these shards"
-        ) from None
+def _entries(record: Path, urls: List[str]) -> Dict[str, dict]:
+    """Entries of a record by the URLs of their shards, as far as it has them."""
+    entries = recorded(record) or {}
+    names = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
+    return {url: entries[name] for url, name in names.items() if name in entries}
 
 
 class ShardStream:
@@ -114,6 +119,7 @@ class ShardStream:
         classes: names of the classes.
         samples: images of an epoch.
         name: of the data.
+        record, entries: a record of what was written, and URL -> samples and bytes by it, which must be so.
 
     Attributes:
         labels: of the sample that came last; none is known ahead.
@@ -122,8 +128,17 @@ class ShardStream:
     channels = 3
     img_size = None  # as large as each image is; the transform decides
 
-    def __init__(self, urls: List[str], classes: List[str], samples: int, name: str):
+    def __init__(
+        self,
+        urls: List[str],
+        classes: List[str],
+        samples: int,
+        name: str,
+        record: Optional[Path] = None,
+        entries: Optional[Dict[str, dict]] = None,
+    ):
         self.urls, self.classes, self.name, self.shard_sizes = urls, classes, name, (samples,)
+        self.record, self.entries = record, entries or {}
         self.labels: Dict[str, int] = {}
         self._sample: dict = {}
 
@@ -189,23 +204,29 @@ class ShardStream:
                 raise UnreadableImage(f"{self.urls[0]} and the others that this process reads: no samples in them")
 
     def _read(self, shards: IterableDataset, patience: float, *splitters) -> Iterator[dict]:
-        url = ""
+        for shard in webdataset.DataPipeline(shards, *splitters):
+            yield from self._samples(shard["url"], patience)
 
-        def opened(shards: Iterable[dict]) -> Iterator[dict]:
-            nonlocal url
-            for shard in shards:
-                url = shard["url"]
-                with StreamedFile(url, patience) as file:
-                    yield dict(shard, stream=file)  # until its last member is read
-                    file.check_end()
+    def _samples(self, url: str, patience: float) -> Iterator[dict]:
+        """The samples of a shard, which is read to its last byte."""
 
         def refuse(error: Exception):
-            why = str(error.args[0]).partition(" @ ")[0]  # webdataset adds the file
-            told = why if isinstance(error, UnreadableImage) else f"{url}: damaged, or no uncompressed tar file ({why})"
-            raise UnreadableImage(told) from None
+            raise UnreadableImage(f"{url}: {error.args[0]}") from None
 
-        stages = [opened, partial(tar_file_expander, handler=refuse), partial(group_by_keys, handler=refuse)]
-        return iter(webdataset.DataPipeline(shards, *splitters, *stages))
+        try:
+            with StreamedFile(url, patience) as file, open_tar(url, file) as tar:
+                found = (m for m in members(tar, url) if not META.match(m.name))
+                files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in found)
+                count = 0
+                for sample in group_by_keys(files, handler=refuse):
+                    yield sample
+                    count += 1
+                if url in self.entries:
+                    refuse_other(url, file.offset, count, self.entries[url], self.record)
+        except tarfile.TarError as error:
+            raise UnreadableImage(f"{url}: cut off within a member, at byte {file.offset} ({error})") from None
+        except ValueError as error:
+            raise UnreadableImage(str(error)) from None
 
     def listing(self) -> Iterator[bytes]:
         """Nothing: what arrives is not known ahead."""
@@ -225,7 +246,7 @@ class StreamedFile:
 
     def __init__(self, url: str, patience: float):
         self.url, self.patience = url, patience
-        self.file, self.offset, self.tail = None, 0, b""
+        self.file, self.offset = None, 0
         self.failed_at: Optional[float] = None
         self.tries = 0
 
@@ -248,15 +269,9 @@ class StreamedFile:
                 self._failed(error)
                 continue
             self.offset += len(data)
-            self.tail = (self.tail + data)[-512:]
             if data:
                 self.failed_at, self.tries = None, 0
             return data
-
-    def check_end(self) -> None:
-        """Refuse a shard whose last member is not followed by the end of a tar file, an empty block."""
-        if self.tail != bytes(512):
-            raise UnreadableImage(f"{self.url}: cut off or damaged, at byte {self.offset} at the latest")
 
     def _open(self) -> None:
         # Not by webdataset's curl, which waits for ever for a server that is silent, and starts at byte 0.

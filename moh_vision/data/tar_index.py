@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import tarfile
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 from safetensors import safe_open
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import BadData, Progress, reason_of
 from moh_vision.engine.io import write_tensors
 
 INDEX_FORMAT = 1
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 ARRAYS = ("shard", "offset", "size", "label")
-NO_MEMBER = bytes(tarfile.BLOCKSIZE)  # ends a tar file
+MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE  # two blocks, filled up to a record of 20 (tar's -b)
 
 ShardStat = Tuple[str, int, int]  # name, bytes, time of change in ns
 
@@ -146,10 +147,10 @@ def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[
             is none.
     """
     rows, samples = [], []
-    for number, path in enumerate(paths):
+    for number, path in enumerate(Progress.over(paths, "indexing", "shard")):
         found: dict = {}
         with open_tar(path) as tar:
-            for member in members(tar, path):
+            for member in members(tar, path, path.stat().st_size):
                 parent, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
                 kind = what if extension.lower() in extensions else "label" if extension == "cls" else None
@@ -171,36 +172,83 @@ def scan(paths: List[Path], extensions: Sequence[str], what: str) -> Tuple[Dict[
     return columns(ARRAYS, rows), samples
 
 
-def open_tar(path: Path) -> tarfile.TarFile:
-    """A shard; raises ValueError, naming it."""
+class _Header(tarfile.TarInfo):
+    """A header that is an error when it is damaged: tarfile takes such a one for the end."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # a block of zeros
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
+def open_tar(name: Union[Path, str], stream=None) -> tarfile.TarFile:
+    """A shard; raises ValueError, naming it.
+
+    Args:
+        name: its path, or what errors call it.
+        stream: a file that is read once through.
+    """
     try:
         # Not compressed: the offsets would not be those of the file.
-        return tarfile.open(path, "r:")
+        return tarfile.open(name, "r|" if stream else "r:", stream, tarinfo=_Header)
     except tarfile.TarError as error:
-        raise ValueError(f"{path}: not a readable tar file, uncompressed ({error})") from None
+        raise ValueError(f"{name}: not a readable tar file, uncompressed ({error})") from None
 
 
-def members(tar: tarfile.TarFile, path: Path) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a shard; tarfile itself takes a damaged header for the end."""
-    size, count = path.stat().st_size, 0
+def members(tar: tarfile.TarFile, name: Union[Path, str], size: float = math.inf) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a shard that `open_tar` has opened; it is read to its last byte.
+
+    Args:
+        name: of the shard, in errors.
+        size: its bytes, where they are known.
+
+    Raises:
+        ValueError: naming shard and byte: damaged, cut off, or not at its end where tar's end mark is.
+    """
+    count = 0
     while True:
         try:
             member = tar.next()
+        except BadData:  # of the stream
+            raise
         except Exception as error:  # damaged headers make many kinds
-            raise ValueError(f"{path}: not a readable tar file behind member {count} ({reason_of(error)})") from None
+            raise ValueError(
+                f"{name}: cut off or damaged behind member {count}, at byte {tar.offset} ({reason_of(error)})"
+            ) from None
         if member is None:
             break
         count += 1
+        tar.members.clear()  # it would keep them all
         if member.size < 0 or member.issparse():
-            raise ValueError(f"{path}: {member.name} is a sparse file, or has a negative size; expected plain files")
+            raise ValueError(f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files")
         if not member.isreg():
             continue
         if member.offset_data + member.size > size:
-            raise ValueError(f"{path}: cut off within {member.name}, member {count}; the file has {size} bytes")
+            raise ValueError(f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes")
         yield member
-    tar.fileobj.seek(tar.offset)
-    if tar.fileobj.read(len(NO_MEMBER)) != NO_MEMBER:
-        raise ValueError(f"{path}: cut off or damaged behind member {count}, at byte {tar.offset} of {size}")
+    _refuse_more(tar, f"behind member {count}", name)
+
+
+def _refuse_more(tar: tarfile.TarFile, where: str, name: Union[Path, str]) -> None:
+    """Raise ValueError unless what follows a tar's first block of zeros are zeros, and no more than tar writes."""
+    end = tar.offset
+    place = end + tarfile.BLOCKSIZE
+    while data := tar.fileobj.read(2**20):
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            raise ValueError(
+                f"{name}: byte {place + zeros} is not zero, but a block of zeros {where}, at byte {end}, "
+                "ends a tar: damaged, or several tars in one file"
+            )
+        place += len(data)
+    if place - end > MOST_ZEROS:
+        raise ValueError(
+            f"{name}: {place - end} zeros {where}, from byte {end} to the end; tar writes at most {MOST_ZEROS}: damaged"
+        )
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tarfile
+from functools import partial
 from pathlib import Path
-from typing import Iterator, Optional, Sequence
+from typing import Dict, Iterator, Optional, Sequence, Tuple
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.shard_files import ShardFiles
+from moh_vision.data.shard_files import ShardFiles, record_path, recorded
 from moh_vision.data.tar_index import contradiction, indexed, scan
 
 
@@ -16,7 +18,7 @@ class TarSamples:
 
     webdataset itself only streams; an index of member offsets, built once, makes any sample readable by one pread, so
     that the order of a run can be a pure function. The index records each shard's size and time; a shard that changed
-    since is refused. Class names come from classes.txt (one a line) or are the numbers 0 .. largest label.
+    since is refused, and so is one that is not what its record says, where there is a record. Class names come from classes.txt (one a line) or are the numbers 0 .. largest label.
 
     Args:
         root: the folder.
@@ -44,10 +46,15 @@ class TarSamples:
             if not path.is_file():
                 raise ValueError(f"{path}: not a file, expected a shard")
         self._files = ShardFiles(self.paths, UnreadableImage)
-        meta, arrays = indexed(
-            folder, f"{split}.index", index_dir, self._files.stats,
-            lambda: scan(self.paths, self.extensions, self.what), contradiction,
-        )  # fmt: skip
+        agree = partial(self._files.agree, *self._record(folder, split))
+
+        def build():
+            arrays, samples = scan(self.paths, self.extensions, self.what)
+            agree(samples)  # before the index is kept
+            return arrays, samples
+
+        meta, arrays = indexed(folder, f"{split}.index", index_dir, self._files.stats, build, contradiction)
+        agree(meta["samples"])
         self.shard_sizes = tuple(meta["samples"])
         self.shard, self.offset, self.bytes, self.labels = (arrays[k] for k in ("shard", "offset", "size", "label"))
         names = folder / "classes.txt"
@@ -60,6 +67,11 @@ class TarSamples:
                 )
         else:
             self.classes = [str(c) for c in range(int(self.labels.max()) + 1)]
+
+    def _record(self, folder: Path, split: str) -> Tuple[Path, Optional[Dict[str, dict]]]:
+        """The record of what was written, and its entries by the names of the shards; None: there is no record."""
+        path = record_path(folder, split)
+        return path, recorded(path)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -80,8 +92,14 @@ class TarSamples:
         return data
 
     def where(self, index: int) -> str:
-        """Names a sample in errors."""
-        return f"{self.paths[self.shard[index]]}, {self.what} at byte {self.offset[index]}"
+        """Names a sample in errors: its shard, its member (100 characters of it where there are more) and byte."""
+        shard, offset = int(self.shard[index]), int(self.offset[index])
+        try:
+            header = self._files.read(shard, tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
+            name = tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
+        except (OSError, UnreadableImage, tarfile.TarError):  # the shard is gone, or another
+            name = self.what
+        return f"{self.paths[shard]}, {name} at byte {offset}"
 
     def listing(self) -> Iterator[bytes]:
         """Bytes that tell where each sample is: the names of the shards, and the samples' offsets and sizes."""

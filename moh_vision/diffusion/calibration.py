@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
-from moh_vision.attention import attention_layers
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
+from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
 from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sample import draw, draw_labels, settle
@@ -23,6 +23,8 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.models.convert import convert
+from moh_vision.models.pretrained import is_dense
+from moh_vision.models.weight_files import weights_said
 from moh_vision.models.weights import from_run
 
 
@@ -54,6 +56,11 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
         raise ValueError(
             f"data.root {d.root} has side, channels and classes {given}, the model of {flags.checkpoint} takes {sizes}"
         )
+    trained, made = about.get("vae") and LatentSpace(**about["vae"]), inputs.space
+    if (trained and trained.sha256) != (made and made.sha256):
+        raise ValueError(
+            f"data.root {d.root}: latents of the VAE {made}, {flags.checkpoint} was trained on those of {trained}"
+        )
     unreadable = BadSamples(len(inputs.source), d.max_bad_fraction)
     halves = calibration_halves(inputs.dataset(0, objective.draw, 0.0), images, d.workers, unreadable)
     device = accelerator.device
@@ -61,7 +68,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
         [send_to_device(inputs.encode(send_to_device(batch, device), accelerator.autocast()), "cpu") for batch in half]
         for half in halves
     )
-    dense = all(layer.router.all_heads for layer in attention_layers(model))
+    dense = is_dense(model)
     if dense:
         noisy = [
             (objective.add_noise(b["images"], b["noise"], b["timesteps"]), b["timesteps"], b["labels"])
@@ -103,7 +110,11 @@ def open_scored(argv: List[str]) -> Scored:
     pipe, about = open_pipeline(config)
     classes, device = about["classes"], accelerator.device
     chosen, _ = settle(config, about)
-    where = dict(index_dir=index_dir(str(about["run"] or "samples")), classes=classes)
+    where = dict(
+        index_dir=index_dir(str(about["run"] or "samples")),
+        classes=classes,
+        channels=(pipe.vae or pipe.transformer).config.in_channels,
+    )
     scorer = make_scorer(**config.scoring(), **where)
     pipe.to(device).set_progress_bar_config(disable=True)
     model, labels = pipe.transformer, draw_labels(config, chosen)
@@ -128,5 +139,6 @@ def open_scored(argv: List[str]) -> Scored:
             model(*inputs)
 
     how = f"{config.num_images} samples, {config.sampler} {config.steps} steps, guidance {config.cfg_scale:g}"
-    of = dict(weights=about["weights"], model=about["architecture"], data=f"{how}; reference {config.score}")
+    said = weights_said(about["weights"], config.weights)
+    of = dict(weights=said, model=about["architecture"], data=f"{how}; reference {config.score}")
     return Scored(model, scores, forward, dict(of, batch_size=count))

@@ -7,6 +7,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.engine.commands import nearest
 
 
@@ -15,7 +16,7 @@ def class_numbers(key: str, asked: Optional[Sequence[str]], names: List[str]) ->
 
     Args:
         key: option that names the classes, for messages.
-        asked: names of classes, or numbers where no class has that name; None: all classes.
+        asked: names of classes, words of ImageNet's, or numbers where no class has that name; None: all classes.
         names: of all classes, in the order of their numbers.
 
     Raises:
@@ -23,14 +24,18 @@ def class_numbers(key: str, asked: Optional[Sequence[str]], names: List[str]) ->
     """
     if asked is None:
         return list(range(len(names)))
-    by_name, found = {name: number for number, name in enumerate(names)}, []
+    by_name, found = numbers_by_name({name: number for number, name in enumerate(names)}), []
     for text in asked:
-        number = by_name.get(text, int(text) if text.isdecimal() else len(names))
-        if number >= len(names):
-            near = [] if text.isdecimal() else nearest(text, names, 1)
+        by_number = [int(text)] if text.isdecimal() and int(text) < len(names) else []
+        numbers = by_name.get(text, by_number)
+        if len(numbers) > 1:
+            raise ValueError(f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number")
+        if not numbers:
+            near = [] if text.isdecimal() else nearest(text, by_name, 1)
             raise ValueError(
                 f"{key} {text}: no such class; there are {len(names)}, such as {', '.join(near or names[:5])}, or 0 to {len(names) - 1}"
             )
+        (number,) = numbers
         if number in found:
             raise ValueError(f"{key} {text}: class {number} ({names[number]}) is named twice")
         found.append(number)

@@ -40,7 +40,7 @@ class DrawConfig:
     """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any.
 
     Args:
-        every: steps between them; 0: never.
+        every: steps between them, and one at the end of a run of at least so many; 0: never.
         images: how many; image i has class i modulo the number of classes.
         sampler: as in sample.py; left out: "ddim", or with objective flow "euler".
         steps: denoising steps.
@@ -161,7 +161,7 @@ class DitConfig(ImageRunConfig):
 
     Args:
         vae: diffusion on the latents of this VAE: its name on the Hugging Face hub, or a local folder. "none" or left
-            out: on pixels, or on latents where data.root holds them.
+            out: on pixels, or on latents where data.root holds them, whose own VAE decodes previews.
         objective: what the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT.
         learn_sigma: with objective noise, learn the variance too (hybrid loss).
         min_snr_gamma: with objective noise, weigh its squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023.
@@ -210,7 +210,7 @@ class SampleConfig:
         model: name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads: the published
             .pt files of MoH-DiT and DiT, .safetensors, folders of diffusers' models.
         head_budget: share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's.
-        weights: "ema" (falls back to "model" where the run has none) or "model".
+        weights: "ema" (falls back to "model" where the run or the file has none) or "model".
         protocol: "adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps
             of ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics as the reference.
         num_images: how many; left out: 100, or those of the protocol.

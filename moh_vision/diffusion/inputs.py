@@ -17,7 +17,7 @@ from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
-from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.diffusion.latents.vae import LatentSpace, NotAtHand, decode, encode_moments, load_vae, sample_posterior
 
 IMG_SIZE_WITH_VAE = 256
 
@@ -35,7 +35,7 @@ def open_inputs(
 
     Args:
         root: see `splits.open_source`; or a folder of latents.
-        vae: "none", or see `latents.load_vae`; for latents only checked, and not needed.
+        vae: "none", or see `latents.load_vae`; for latents only checked if it is at hand, and not needed.
         img_size: pixels; None: that of the data, or 256 with a VAE.
         augment: see `batches.image_transform`; with a VAE "none" or "flip".
         index_dir: see `TarSamples`.
@@ -66,10 +66,11 @@ class PixelInputs:
 
     What all inputs have: `source` (labels, classes, shard_sizes), `img_size` (side) and `channels` of the model's
     input, `colours` of the images in a batch before `encode` (None: there are none), `space` (a `LatentSpace` or None),
-    and the methods below.
+    `vae` (or None) and the methods below.
     """
 
     space: Optional[LatentSpace] = None
+    vae: Optional[nn.Module] = None
 
     def __init__(self, source, img_size: int, augment: str):
         self.source, self.img_size, self.channels, self.augment = source, img_size, source.channels, augment
@@ -102,7 +103,7 @@ class PixelInputs:
         """What turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
 
         Raises:
-            ValueError: where latents were stored with a VAE that is not named.
+            ValueError: where the VAE that latents were stored with cannot be had.
         """
         return None
 
@@ -124,17 +125,21 @@ class CachedInputs(PixelInputs):
         self.space = source.space
         if img_size not in (None, source.size):
             raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
-        self.vae = None
+        self.root, self.named, self.vae = root, vae, None
         if vae != "none":
-            self.vae = load_vae(vae)
-            space = LatentSpace.of(self.vae, vae)
-            if space.sha256 != self.space.sha256:
-                different = space.difference(self.space)
-                raise ValueError(
-                    f"vae {space}: the latents in {root} were made with another one, {self.space}"
-                    f"{different and f': {different}'}"
-                )
-            self.space = space
+            with contextlib.suppress(NotAtHand):  # the hub is asked where samples are decoded
+                self._take_vae(vae, fetch=False)
+
+    def _take_vae(self, name: str, fetch: bool) -> None:
+        vae = load_vae(name, fetch)
+        space = LatentSpace.of(vae, name)
+        if space.sha256 != self.space.sha256:
+            different = space.difference(self.space)
+            raise ValueError(
+                f"vae {space}: the latents in {self.root} were made with another one, {self.space}"
+                f"{different and f': {different}'}"
+            )
+        self.vae, self.space = vae, space
 
     def describe_vae(self) -> str:
         size = "" if self.vae is None else f"{count_parameters(self.vae):,} parameters, "
@@ -146,9 +151,16 @@ class CachedInputs(PixelInputs):
         return NoisedLatents(self.source, seed, draw, label_drop, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
+        names = [(self.space.name, False), (self.named, True)]  # what is at hand, before the hub
+        for name, fetch in names[: 1 if self.named == "none" else 2]:
+            if self.vae is None:
+                try:
+                    self._take_vae(name, fetch)
+                except (ValueError, FileNotFoundError) as error:
+                    reason = error
         if self.vae is None:
             raise ValueError(
-                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0"
+                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0 ({reason})"
             )
         return partial(decode, self.vae.to(device))
 

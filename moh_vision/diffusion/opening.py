@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import List, Optional, Tuple
 
 import timm
+from diffusers.utils import logging
 from torch import nn
 
 from moh_vision.data.imagenet import unnamed_classes
@@ -20,10 +21,11 @@ from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import budget_pairs, set_head_budget
-from moh_vision.models.weight_files import read_tensors, weights_file
+from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
 from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
 
-MAX_SIDE = 1024  # of what a published model works on
+# Of published models. Whoever passes weights on writes their sizes, which must not decide how much memory is taken.
+LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 
 
 def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
@@ -69,7 +71,7 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
 def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
     """The model --model with the weights of a file or folder that `load_checkpoint` reads."""
     path, name = config.checkpoint, config.model
-    model = published_model(path, name)
+    model = published_model(path, name, config.weights)
     channels, vae = model.config.in_channels, None
     if config.vae:
         vae = load_vae(config.vae)
@@ -78,12 +80,13 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
             f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {name} works on latents of {channels} channels"
         )
     classes = unnamed_classes(model.config.num_classes)
-    about = dict(architecture=name, classes=classes, weights=str(weights_file(path)), run=None, label_drop=None)
+    file = weights_file(path, config.weights)
+    about = dict(architecture=name, classes=classes, weights=str(file), run=None, label_drop=None)
     about.update(objective="noise", shift=1.0)
     return model, vae, about
 
 
-def published_model(path: str, name: str) -> nn.Module:
+def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
     """The diffusion model of a name, in eval mode, with the weights of a file or folder that `load_checkpoint` reads.
 
     Raises:
@@ -94,12 +97,15 @@ def published_model(path: str, name: str) -> nn.Module:
         check_name(name, "diffusion")
     except ValueError as error:
         raise ValueError(str(error).replace("model.name", "--model", 1)) from None
-    size = _img_size(weights_file(path))
+    file = weights_file(path, weights)
+    if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
+        raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
+    sizes = _sizes(file, weights)
     try:
-        model = create(name, "diffusion", img_size=size).eval()
-        load_checkpoint(model, path)
+        model = create(name, "diffusion", **sizes).eval()
+        load_checkpoint(model, path, weights)
     except ValueError as error:
-        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, size)]
+        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, sizes)]
         raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
     return model
 
@@ -120,13 +126,13 @@ def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, 
     if name:
         if path == name:
             try:
-                model, weights = create(name, "diffusion", pretrained=True).eval(), name
+                model, said = create(name, "diffusion", pretrained=True).eval(), name
             except (RuntimeError, OSError) as error:  # none are named for it, or they cannot be fetched
                 raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
         else:
-            model, weights = published_model(path, name), str(weights_file(path))
+            model, said = published_model(path, name), weights_said(weights_file(path))
         classes = unnamed_classes(model.config.num_classes)
-        return model, dict(architecture=name, classes=classes, weights=weights, objective="noise")
+        return model, dict(architecture=name, classes=classes, weights=said, objective="noise")
     if (Path(path) / "model_index.json").is_file():
         pipe, classes = _read_pipeline(Path(path))
         about = dict(architecture=Path(path).name, classes=classes, weights=str(weights_file(path)))
@@ -157,6 +163,7 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
 
 def _read_pipeline(folder: Path) -> Tuple[MoHDiTPipeline, List[str]]:
     """(a saved pipeline, the names of its classes)"""
+    logging.disable_progress_bar()  # three parts are there at once
     try:
         pipe = MoHDiTPipeline.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -170,36 +177,45 @@ def _of_the_same_size(name: str) -> List[str]:
     return [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module) if n != name]
 
 
-def _img_size(file: Path) -> Optional[int]:
-    """The side of what the weights in a file work on; None: the file does not tell.
+def _sizes(file: Path, weights: str) -> dict:
+    """What `create` needs and the weights in a file, official or of diffusers, tell: side, channels, classes, variance.
 
-    Their table of positions tells. diffusers' DiT saves none, and config.json beside it has the side.
+    The table of positions tells the side. diffusers' DiT saves none, and config.json beside it has the side.
 
     Raises:
         ValueError, FileNotFoundError: naming the file.
     """
-    state = read_tensors(file)
-    table, patch = state.get("pos_embed"), state.get("x_embedder.proj.weight")
-    if table is not None and patch is not None and table.ndim == 3 and patch.ndim == 4:
-        size = math.isqrt(table.shape[1]) * patch.shape[-1]
-    elif "transformer_blocks.0.attn1.to_q.weight" in state and file.with_name("config.json").is_file():
-        file = file.with_name("config.json")
+    state, sizes = read_tensors(file, weights), {}
+    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in_chans, p, p]
+    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out_channels, C]
+    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes + 1, C]
+    positions = state.get("pos_embed")  # [1, N, C]
+    if labels is not None and labels.ndim == 2:
+        sizes["num_classes"] = len(labels) - 1
+    if kernel is not None and kernel.ndim == 4:
+        sizes["in_chans"] = kernel.shape[1]
+        if last is not None and last.ndim == 2:
+            sizes["learn_sigma"] = len(last) == 2 * kernel[0].numel()
+        if positions is not None and positions.ndim == 3:
+            sizes["img_size"] = math.isqrt(positions.shape[1]) * kernel.shape[-1]
+    about, beside = file, file.with_name("config.json")
+    if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
+        about = beside
         try:
-            size = json.loads(file.read_text())["sample_size"]
+            sizes["img_size"] = json.loads(about.read_text())["sample_size"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file}: no sample_size can be read ({reason_of(error)})") from None
-    else:
-        return None
-    # Whoever passes weights on writes it, and it must not decide how much memory is taken.
-    if not isinstance(size, int) or not 1 <= size <= MAX_SIDE:
-        raise ValueError(f"{file}: a side of {size!r} is out of range: 1 to {MAX_SIDE}")
-    return size
+            raise ValueError(f"{about}: no sample_size can be read ({reason_of(error)})") from None
+    for key, largest in LARGEST.items():
+        size = sizes.get(key, 1)
+        if not isinstance(size, int) or not 1 <= size <= largest:
+            raise ValueError(f"{about if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
+    return sizes
 
 
-def _fits(name: str, path: str, size: Optional[int]) -> bool:
+def _fits(name: str, path: str, sizes: dict) -> bool:
     """Whether a model takes the weights."""
     try:
-        load_checkpoint(create(name, "diffusion", img_size=size), path)
+        load_checkpoint(create(name, "diffusion", **sizes), path)
     except ValueError:
         return False
     return True

@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import (
     SAMPLERS,
@@ -46,9 +47,11 @@ class MoHDiTPipeline(DiffusionPipeline):
         label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
         objective: what the transformer predicts, "noise" or the velocity of a "flow"; None: what the scheduler takes.
             Schedulers of the other one are refused from then on.
+        downsampling: pixels to the side of a latent; None: that of the VAE. VAEs of another one are refused from then on.
 
     Raises:
-        ValueError: for another transformer, and for a VAE whose latents have other channels or statistics that cannot be.
+        ValueError: for another transformer, and for a VAE whose latents have other channels, another side, or statistics
+            that cannot be.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -63,6 +66,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         id2label: Optional[dict] = None,
         label_drop: Optional[float] = None,
         objective: Optional[str] = None,
+        downsampling: Optional[int] = None,
     ):
         super().__init__()
         if type(transformer).__name__ == "DiTTransformer2DModel":  # importing diffusers' class would take a second
@@ -71,20 +75,12 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
             )
-        channels = transformer.config.in_channels
-        if vae is not None:
-            try:
-                space = LatentSpace.of(vae)
-            except ValueError as error:
-                raise ValueError(f"the VAE: {error}") from None
-            if space.latent_channels != channels:
-                raise ValueError(
-                    f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
-                )
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
         self.register_to_config(id2label=names, label_drop=label_drop, objective=objective or objective_of(scheduler))
+        self.register_to_config(downsampling=downsampling)
+        self._check_vae()
         self._check_scheduler()
         self.image_processor = VaeImageProcessor()
 
@@ -105,25 +101,27 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
-        """Class numbers of names.
+        """Class numbers of names, or of words of ImageNet's classes.
 
         Raises:
-            ValueError: for a name that is not there.
+            ValueError: for a name that is not there, or a word of several classes.
         """
-        numbers = self.labels
+        numbers = numbers_by_name(self.labels)
         names = [label] if isinstance(label, str) else list(label)
         if not numbers:
             raise ValueError(f"class_labels {names[:5]}: this pipeline has no class names, pass class numbers")
         for name in names:
             if name not in numbers:
-                near = nearest(str(name), numbers, 1) or list(numbers)[:5]
-                raise ValueError(f"no class is named {name!r}; there are {len(numbers)}, such as {', '.join(near)}")
-        return [numbers[name] for name in names]
+                near = nearest(str(name), numbers, 1) or list(self.labels)[:5]
+                raise ValueError(f"no class is named {name!r}; there are {len(self.labels)}, such as {', '.join(near)}")
+            if len(numbers[name]) > 1:
+                raise ValueError(f"classes {', '.join(map(str, numbers[name]))} are called {name!r}; pass a number")
+        return [numbers[name][0] for name in names]
 
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Union[int, str, Sequence[int], Sequence[str], Tensor],
+        class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
         guidance_scale: float = 4.0,
         guide_channels: Union[int, str, None] = None,
         guidance_interval: Optional[Tuple[float, float]] = None,
@@ -139,7 +137,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers, or names of classes; num_classes draws without a class, where there is no guidance.
+            class_labels: B class numbers or names of classes; num_classes draws without a class, where there is no guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
             generator: a list with one generator per image, whose noise, at the start and at every step, then depends on
@@ -164,6 +162,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
+        self._check_vae()
         self._check_scheduler()
         generators = _one_per_image(generator, len(labels))
         scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
@@ -204,6 +203,25 @@ class MoHDiTPipeline(DiffusionPipeline):
         """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
         return latents if self.vae is None else decode(self.vae, latents)
 
+    def _check_vae(self) -> None:
+        if self.vae is None:
+            return
+        try:
+            space = LatentSpace.of(self.vae)
+        except ValueError as error:
+            raise ValueError(f"the VAE: {error}") from None
+        channels, needed = self.transformer.config.in_channels, self.config.downsampling
+        if space.latent_channels != channels:
+            raise ValueError(
+                f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
+            )
+        if needed is None:
+            self.register_to_config(downsampling=space.downsampling)
+        elif space.downsampling != needed:
+            raise ValueError(
+                f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {needed}"
+            )
+
     def _check_scheduler(self) -> None:
         needed, given = self.config.objective, objective_of(self.scheduler)
         if given != needed:
@@ -228,8 +246,8 @@ class MoHDiTPipeline(DiffusionPipeline):
     def _checked_labels(self, class_labels: Any, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes
         several = [class_labels] if isinstance(class_labels, str) else class_labels
-        if isinstance(several, (list, tuple)) and any(isinstance(label, str) for label in several):
-            several = self.get_label_ids(several)
+        if isinstance(several, (list, tuple)):
+            several = [self.get_label_ids(label)[0] if isinstance(label, str) else label for label in several]
         labels = torch.as_tensor(several).reshape(-1)
         if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
             raise ValueError(

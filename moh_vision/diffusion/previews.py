@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.class_rows import class_numbers, class_rows
@@ -18,6 +20,7 @@ from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time
+LONG = 10  # seconds that drawing may take before it is said how long it takes
 ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
@@ -63,10 +66,13 @@ class Samples:
         """Classes of images, [len(numbers)]."""
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
-    def sample(self, model: nn.Module, numbers: range) -> Tensor:
+    def sample(self, model: nn.Module, numbers: range, on_step: Optional[Callable] = None) -> Tensor:
         """Images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
         The mode of the model is as before afterwards, and no global random number is drawn.
+
+        Args:
+            on_step: see `sample_images`.
         """
         c, device, mode = self.config, next(model.parameters()).device, model.training
         labels = self.labels(numbers).to(device)
@@ -78,10 +84,25 @@ class Samples:
 
         model.eval()
         try:
-            x = sample_images(predict, self.scheduler, labels, shape, seeds, len(self.names), Guidance(c.cfg_scale))
+            null, guidance = len(self.names), Guidance(c.cfg_scale)
+            x = sample_images(predict, self.scheduler, labels, shape, seeds, null, guidance, on_step)
             return to_uint8(self.decode(x)).cpu()
         finally:
             model.train(mode)
+
+    def announce(self, log, batches: int) -> Callable:
+        """An `on_step` that says, as drawing begins, how long it takes, if that is long."""
+        steps, ends = len(self.scheduler.timesteps), []
+
+        def on_step(*_) -> None:
+            ends.append(time.monotonic())
+            if len(ends) == 2:  # the first step warms up
+                seconds = (ends[1] - ends[0]) * steps * batches
+                if seconds >= LONG:
+                    what = f"{self.config.section}: {self.config.images} images in {steps} steps each"
+                    log.say(f"{what} take about {tqdm.format_interval(seconds)}")
+
+        return on_step
 
     def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
         """Write a PNG grid and hand its images to the log; every process may call it, and the log's own process writes.
@@ -96,8 +117,9 @@ class Samples:
         """
         c = self.config
         starts = range(0, c.images, BATCH)
+        on_step = self.announce(log, len(starts))
         try:
-            images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images))) for i in starts])
+            images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images)), on_step) for i in starts])
             if log.enabled:
                 narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
                 if c.classes or (c.columns is None and narrow):
@@ -112,7 +134,7 @@ class Samples:
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
-    def score(self, model: nn.Module, scorer: Callable, run: Path, step: int, accelerator) -> Tuple[dict, str]:
+    def score(self, model: nn.Module, scorer: Callable, run: Path, log, step: int, accelerator) -> Tuple[dict, str]:
         """Scores of `images` samples that the processes share; every process calls it.
 
         A failure is counted. It does not end the training.
@@ -120,6 +142,7 @@ class Samples:
         Args:
             scorer: (ImageParts, labels, device, batch size) -> (scores, text), of `scores.make_scorer`.
             run: folder of the run; the samples stay in its subfolder .scoring while they are scored.
+            log: a `RunLog`.
             step: of the weights.
             accelerator: accelerate's Accelerator.
 
@@ -136,8 +159,10 @@ class Samples:
 
         def make_own() -> None:
             parts = open_parts()
-            for batch in parts.missing(accelerator.process_index, accelerator.num_processes):
-                parts.add(batch, self.sample(model, parts.numbers(batch)))
+            own = parts.missing(accelerator.process_index, accelerator.num_processes)
+            on_step = self.announce(log, len(own))
+            for batch in own:
+                parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
             found.append(scorer(open_parts(), labels, accelerator.device, BATCH))

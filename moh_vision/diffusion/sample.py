@@ -35,12 +35,14 @@ from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, write_json
-from moh_vision.engine.ranks import by_main
+from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
+from moh_vision.models.weight_files import kind_in, weights_said
 
 NAME = "sample.py"
+WORTH_MEASURING = 60  # seconds of drawing
 # What the images depend on, beside the weights.
 SAMPLING = (
     "sampler", "steps", "cfg_scale", "guide_channels", "cfg_interval", "seed", "labels", "mixed_precision", "head_budget"
@@ -55,10 +57,11 @@ def main(argv: Optional[List[str]] = None) -> None:
         accelerator = make_accelerator(config.mixed_precision)
         refuse_missing("--checkpoint", config.checkpoint)
         if accelerator.is_main_process:
-            print(f"loading {config.checkpoint}", flush=True)
+            say(f"loading {config.checkpoint}")
         pipe, about = open_pipeline(config)
         classes, weights = about["classes"], Path(about["weights"])
         chosen, ema = settle(config, about)
+        said = weights_said(weights, config.weights)
         run, step = about["run"], step_of(weights.parent)
         if config.score and not run and not config.score_file:
             raise ValueError(
@@ -66,17 +69,21 @@ def main(argv: Optional[List[str]] = None) -> None:
             )
         scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
-        files, folders = [config.grid, config.denoising, config.head_usage, config.head_load], [config.save_pipeline]
-        files.append(scores_path)
-        (files if str(config.out).endswith(".npz") else folders).append(config.out)
-        instead = {}
-        if config.out and config.score:
-            instead[Path(config.out)] = f"{fidelity_command(config)} scores what is there"
+        names = ("grid", "denoising", "head_usage", "head_load")
+        files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
+        folders = {"--save-pipeline": config.save_pipeline}
+        (files if str(config.out).endswith(".npz") else folders)["--out"] = config.out
+        instead = f"{fidelity_command(config)} scores what is there" if config.out and config.score else ""
         claim_outputs(files, folders, config.overwrite, instead)
         with accelerator.main_process_first():
-            where = dict(index_dir=index_dir(str(run or scores_path)), classes=classes)
+            where = dict(
+                index_dir=index_dir(str(run or scores_path)),
+                classes=classes,
+                channels=(pipe.vae or pipe.transformer).config.in_channels,
+            )
             scorer = make_scorer(**config.scoring(), **where) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
+        settings["ema"] = ema
         if config.classes is not None:
             settings["classes"] = chosen
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
@@ -85,22 +92,22 @@ def main(argv: Optional[List[str]] = None) -> None:
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
         kept = keep_settings(attention, parts.folder, accelerator, held)
-        if kept and kept.refused:
+        if kept and kept.settle(build=True):
             raise ValueError(f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over")
         if kept:
             by_main(lambda: kept.save(parts.folder), accelerator)
     pipe.to(accelerator.device).set_progress_bar_config(disable=True)
     if config.save_pipeline and accelerator.is_main_process:
         pipe.save_pretrained(config.save_pipeline)
-        print(f"pipeline: {config.save_pipeline}")
+        say(f"pipeline: {config.save_pipeline}, weights of {said}")
 
-    record = dict(settings, num_images=config.num_images, batch_size=config.batch_size, ema=ema)
+    record = dict(settings, num_images=config.num_images, batch_size=config.batch_size)
     record.update(
         vae=pipe.vae and pipe.vae.config.get("_name_or_path"), **{f"{k}_sha256": v for k, v in hashes.items()}
     )
     record = dict(protocol=config.protocol, sampling=record, versions=versions())
     if config.protocol and not config.score:
-        accelerator.print(record_text(record))
+        say(record_text(record))
 
     # ---------------------------------------------------------------- sample
     labels = draw_labels(config, chosen)
@@ -108,8 +115,10 @@ def main(argv: Optional[List[str]] = None) -> None:
     if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
         how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     if config.num_images:
-        accelerator.print(f"{config.num_images} images, {how}, {config.labels} labels, {weights}", flush=True)
+        say(f"{config.num_images} images, {how}, {config.labels} labels, {said}")
     denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
+    if kept and kept.table is None:
+        measure(config, accelerator, pipe, parts, labels, kept)
     load = draw(config, accelerator, pipe, parts, labels, classes, denoising)
     accelerator.wait_for_everyone()
 
@@ -118,25 +127,23 @@ def main(argv: Optional[List[str]] = None) -> None:
         write(config, parts, labels, classes, chosen)
         if denoising:
             denoising.save([classes[c] for c in labels[: len(denoising.frames[0])]])
-            print(f"denoising, from noise to image: {config.denoising}")
+            say(f"denoising, from noise to image: {config.denoising}")
     if scorer:
         with user_errors(NAME):  # what fails on one process fails on all
             scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
         if accelerator.is_main_process:
-            scores.update(weights=str(weights), step=about.get("step"), **record)
+            scores.update(weights=said, step=about.get("step"), **record)
             write_json(scores_path, scores)
-            print(f"{text}\n{record_text(record)}\nscores: {scores_path}")
+            say(f"{text}\n{record_text(record)}\nscores: {scores_path}")
     if config.counts_heads and accelerator.is_main_process:
         load.sums = parts.sums()
-        load.of = dict(
-            model=about["architecture"], data=f"{config.num_images} samples", split=how, weights=str(weights)
-        )
+        load.of = dict(model=about["architecture"], data=f"{config.num_images} samples", split=how, weights=said)
         if config.head_load:
             load.save(Path(config.head_load))
-            print(f"head load: {config.head_load}")
+            say(f"head load: {config.head_load}")
         if config.head_usage:
             draw_usage(load, config.head_usage)
-            print(f"head usage: {config.head_usage}")
+            say(f"head usage: {config.head_usage}")
 
     # ---------------------------------------------------------------- the end
     accelerator.wait_for_everyone()
@@ -159,7 +166,8 @@ def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]
         ValueError: for a class that does not exist, and for weights or a reference that are not the protocol's.
     """
     chosen, weights = class_numbers("--classes", config.classes, about["classes"]), Path(about["weights"])
-    ema = {"ema.safetensors": True, "model.safetensors": False}.get(weights.name) if about["run"] else None
+    kind = weights.stem if about["run"] else kind_in(weights, config.weights)
+    ema = {"ema": True, "model": False}.get(kind)
     against_adm = bool(config.score) and is_adm(config.score)
     if config.protocol and ema is False:
         raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {weights} holds none")
@@ -190,6 +198,31 @@ def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
     return torch.tensor([chosen[i % len(chosen)] for i in draws], dtype=torch.long)
 
 
+def measure(config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, kept) -> None:
+    """Measure where skipping heads pays, if drawing will take more than a minute; kept: an `AttentionRecord`."""
+    calls: dict = {}
+    todo = len(parts.missing(accelerator.process_index, accelerator.num_processes))
+
+    class OneStep(Exception):
+        pass
+
+    def stop(*_):
+        raise OneStep
+
+    def step() -> None:
+        with accelerator.autocast(), contextlib.suppress(OneStep):
+            noise = [torch.Generator().manual_seed(0) for _ in labels[: config.batch_size]]
+            pipe(
+                labels[: config.batch_size], config.cfg_scale, config.guide_channels, config.cfg_interval, config.steps,
+                noise, output_type="latent", callback_on_step_end=stop,
+            )  # fmt: skip
+
+    for _ in range(2 if todo else 0):  # the first one also warms up
+        forward = attention.collect(calls, pipe.transformer, step, training=False)
+    short = not todo or forward * todo * len(pipe.scheduler.timesteps) < WORTH_MEASURING
+    kept.measure(lambda: ({}, "") if short else attention.measured_table(calls, forward), parts.folder, accelerator)
+
+
 def draw(
     config: SampleConfig,
     accelerator,
@@ -212,7 +245,7 @@ def draw(
     todo = parts.missing(accelerator.process_index, accelerator.num_processes)
     here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
     if len(todo) < here:
-        accelerator.print(f"{here - len(todo)} of {here} batches of this process are there already")
+        say(f"{here - len(todo)} of {here} batches of this process are there already")
     if denoising and accelerator.is_main_process and 0 not in todo:
         todo = [0, *todo]  # nobody kept how its images came about
     steps, main = len(todo) * len(pipe.scheduler.timesteps), accelerator.is_main_process
@@ -251,13 +284,13 @@ def write(config: SampleConfig, parts: ImageParts, labels: Tensor, classes: List
     """Write --out and --grid."""
     if config.out:
         write_images((batch for _, batch in parts.batches()), labels, Path(config.out))
-        print(f"images: {config.out}")
+        say(f"images: {config.out}")
     if config.grid:
         wanted = chosen if config.classes else sorted(set(labels.tolist()))[:10]
         rows, numbers, columns = class_rows(labels, wanted, config.grid_columns)
         draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in rows])
         of = "" if len(rows) == len(chosen) else f" ({len(rows)} of {len(chosen)} classes; --classes chooses)"
-        print(f"grid, one class a row{of}: {config.grid}")
+        say(f"grid, one class a row{of}: {config.grid}")
 
 
 if __name__ == "__main__":

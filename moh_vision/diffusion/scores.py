@@ -80,17 +80,24 @@ class FidelityScores:
         extractor, inception_weights: see `make_extractor`.
         allow_biased: see `fidelity.score`.
         num_images: how many are going to be scored.
+        channels: of them.
 
     Raises:
         ValueError, FileNotFoundError: for a reference or extractor that cannot be used, or too few images for it.
     """
 
     def __init__(
-        self, reference, extractor: str, inception_weights: Optional[str], allow_biased: bool, num_images: int
+        self,
+        reference,
+        extractor: str,
+        inception_weights: Optional[str],
+        allow_biased: bool,
+        num_images: int,
+        channels: int,
     ):
         self.allow_biased, self.source, self.reference = allow_biased, reference, Reference(reference)
         self.network = make_extractor(extractor, inception_weights)  # which may be fetched, so the last to fail
-        self.reference.check(self.network, num_features(self.network), num_images, allow_biased)
+        self.reference.check(self.network, num_features(self.network), num_images, allow_biased, channels)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
         """Samples -> (scores, text); every process calls it."""
@@ -118,6 +125,7 @@ def make_scorer(
     inception_weights: Optional[str],
     allow_biased: bool,
     num_images: int,
+    channels: int,
     index_dir: str,
     classes: Optional[list] = None,
 ):
@@ -130,6 +138,7 @@ def make_scorer(
         extractor, inception_weights: see `make_extractor`.
         allow_biased: see `fidelity.score`.
         num_images: how many are going to be scored.
+        channels: of them, 1 or 3.
         index_dir: see `open_source`.
         classes: of the diffusion run. With a classification run as extractor and a data set as reference, the result is a
             `ClassifierScores` then; without them, and otherwise, a `FidelityScores`.
@@ -139,7 +148,7 @@ def make_scorer(
     """
     source = open_set(key, reference, split, default_split, index_dir)
     if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
-        return FidelityScores(source, extractor, inception_weights, allow_biased, num_images)
+        return FidelityScores(source, extractor, inception_weights, allow_biased, num_images, channels)
     for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
         if value:
             raise ValueError(f"{name} {value} has no effect with a run as extractor and a data set as reference")

@@ -14,10 +14,10 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
-from moh_vision.analysis import Conditions, describe, in_short
+from moh_vision.analysis import describe, in_short
 from moh_vision.attention import settings
 from moh_vision.data import splits
-from moh_vision.data.batches import BadSamples, training_batches
+from moh_vision.data.batches import BadSamples, check_images_fit, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
@@ -30,6 +30,7 @@ from moh_vision.diffusion.scores import make_scorer
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.config import keep_budget
 from moh_vision.engine.optimizers import make_optimizer
+from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.elastic import elastic_budget
@@ -53,7 +54,8 @@ def train(run: Run) -> None:
         stream = open_stream(d, run.flags.given, accelerator)
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
-    accelerator.print(splits.in_short(d.root, source, config.max_steps, o.batch_size))
+    check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
+    say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
 
     # ---------------------------------------------------------------- objective and model
     objective = make_objective(config.tree())
@@ -70,18 +72,17 @@ def train(run: Run) -> None:
     if checkpoint:
         keep_shared_heads(model, checkpoint)
     elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
-        load_source(model, config, accelerator.print)
+        load_source(model, config, classes, say)
         origin = config.model.pretrained or config.init_from
         before = trained_objective(origin) if origin else objective.name
         if before != objective.name:
-            accelerator.print(f"{origin} was trained with objective {before}, this run with {objective.name}")
+            say(f"{origin} was trained with objective {before}, this run with {objective.name}")
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
-        conditions = Conditions(**run.conditions())
-        print(describe(name, model, example, zeros, zeros, conditions=conditions))
-        return print(inputs.describe_vae(), end="")
+        text = describe(name, model, example, zeros, zeros)
+        return say(f"{text}\n{inputs.describe_vae()}".rstrip())
     train_only(model, config.train_only)
     if config.checkpointing:
         model.enable_gradient_checkpointing()
@@ -92,20 +93,27 @@ def train(run: Run) -> None:
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
-    accelerator.print(in_short(name, model))
+    say(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
-    draws = config.preview.every or config.score.every
-    if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+    previewing, scoring = (0 < c.every <= config.max_steps for c in (config.preview, config.score))
+    for c in (config.preview, config.score):
+        if c.every > config.max_steps:
+            accelerator.print(
+                f"{c.section}.every {c.every}: none in {config.max_steps} steps; --{c.section}.every {config.max_steps} asks for it"
+            )
+    if (previewing or scoring) and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
-    decode = inputs.decoder(accelerator.device) if draws else None
+    with accelerator.main_process_first():
+        decode = inputs.decoder(accelerator.device) if previewing or scoring else None
     previews, scored = (
         Samples(c, classes, arguments["learn_sigma"], inputs.space is None, objective, decode)
         for c in (config.preview, config.score)
     )
     with accelerator.main_process_first():
-        scorer = make_scorer(**config.score.scoring(d.root), index_dir=run.index_dir) if config.score.every else None
+        where = dict(index_dir=run.index_dir, channels=(inputs.vae or model).config.in_channels)
+        scorer = make_scorer(**config.score.scoring(d.root), **where) if scoring else None
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not checkpoint:
@@ -146,10 +154,10 @@ def train(run: Run) -> None:
         run.save()
         if run.due(config.preview.every, at_end=True):
             picture = run.folder / "previews" / f"step_{run.done}.png"
-            previews.draw(drawn, picture, run.log, step, ema=bool(run.ema))
+            previews.draw(drawn, picture, run.log, run.done, ema=bool(run.ema))
             run.log.pause()
         if run.due(config.score.every, at_end=True):
-            scores, text = scored.score(drawn, scorer, run.folder, run.done, accelerator)
+            scores, text = scored.score(drawn, scorer, run.folder, run.log, run.done, accelerator)
             run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Collection, List, Optional
+from typing import Callable, Collection, List, Optional, Tuple
 
 from accelerate.utils import gather_object
 
-from moh_vision.engine.commands import MISTAKES
+from moh_vision.engine.commands import BUILD, MISTAKES
 from moh_vision.engine.config import KEPT_KEYS
 from moh_vision.engine.io import write_whole
-from moh_vision.engine.ranks import attempt
+from moh_vision.engine.ranks import attempt, by_main, from_first, say
 
 RECORD = "attention.json"
 PATH, TABLE = KEPT_KEYS
@@ -46,39 +47,52 @@ class AttentionRecord:
 
     Args:
         attention: `moh_vision.attention.settings`.
-        folder: of the work that goes on, or None for work that begins. Without a record, as earlier versions left it,
-            the settings of this machine are taken.
+        folder: of the work that goes on, or None for work that begins.
         allowed: keys of --allow-change: a setting among them is taken from this machine, whatever is stored.
         device: the kind of device. Stored operators of another kind of device count for nothing: the bits differ anyway.
             Plain PyTorch stays plain PyTorch.
 
     Attributes:
-        path, table: the settings; JSON.
+        path, table: the settings; JSON. The table is None until `measure` makes one, before the first step.
         refused: stored settings that cannot be used here, in the form of `changed_keys`.
         line: which path runs and why, for the user.
 
     Raises:
-        ValueError: on every process, if the record or the environment variable MOH_VISION_KERNELS has no meaning.
+        ValueError: on every process, if the record or an environment variable has no meaning.
     """
 
     def __init__(self, attention, folder: Optional[Path], allowed: Collection[str] = (), device: str = "cpu"):
-        here: dict = {}
+        self.attention, self.folder, self.allowed, self.device = attention, folder, allowed, device
+        self.settle()
+
+    def settle(self, build: bool = False) -> List[str]:
+        """Decide the settings; returns what is refused.
+
+        Args:
+            build: build the operators for a CPU first where they are missing; for work that nothing else refuses.
+        """
+        attention, device, here = self.attention, self.device, {}
+        attention.use(None)
+
+        def kept(key: str):
+            return None if key in self.allowed else here["stored"].get(key.removeprefix("attention."))
 
         def look():
-            here.update(path=attention.path(device), about=attention.about(device), table=attention.table())
-            here["stored"] = _read(folder / RECORD) if folder and (folder / RECORD).exists() else None
+            file = self.folder and self.folder / RECORD
+            here["stored"] = _read(file) if file and file.exists() else {}
+            if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
+                os.environ[BUILD] = "auto"
+            here.update(path=attention.path(device), about=attention.about(device), off=attention.off())
 
         problem = attempt(look, MISTAKES)
         if problem:
             raise ValueError(problem)
         ranks = gather_object([here])
-        self.line, stored = ranks[0]["about"], ranks[0]["stored"] or {}
-        kept_path = stored.get("path")
-        if PATH in allowed or kept_path not in attention.PATHS[device]:
-            kept_path = None
-        kept_table = None if TABLE in allowed else stored.get("table")
-        self.refused: List[str] = []
-        self.path, self.table = kept_path or ranks[0]["path"], kept_table or ranks[0]["table"]
+        here, self.line, self.refused = ranks[0], ranks[0]["about"], []
+        kept_path = kept(PATH) if kept(PATH) in attention.PATHS[device] else None
+        self.path, self.table = kept_path or here["path"], kept(TABLE)
+        if self.table is None and here["off"]:
+            self.table = {}
 
         lacking = [
             f"process {rank}: {seen['about']}" if rank else seen["about"]
@@ -89,14 +103,29 @@ class AttentionRecord:
             if kept_path:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({lacking[0]})")
             self.path, self.line = "torch", f"attention runs in plain PyTorch on all processes ({lacking[0]})"
-        elif self.path != ranks[0]["path"]:
-            self.line = f"attention runs in plain PyTorch, as {folder} began; --allow-change {PATH} takes the operators"
+        elif self.path != here["path"]:
+            self.line = (
+                f"attention runs in plain PyTorch, as {self.folder} began; --allow-change {PATH} takes the operators"
+            )
         if not self.refused:
             attention.use(self.path)
             try:
-                attention.use_table(self.table)
-            except ValueError as error:  # the table is of another version
+                attention.use_table(self.table or {})
+            except ValueError as error:  # of another version or card
                 self.refused.append(f"{TABLE}: {error}")
+        return self.refused
+
+    def measure(self, make: Callable[[], Tuple[dict, str]], folder: Path, accelerator) -> None:
+        """Let the main process measure, take its answer, and write it into a folder; every process calls it.
+
+        Args:
+            make: returns the table, and a line for the user or "".
+        """
+        self.table, line = from_first(make)
+        self.attention.use_table(self.table)
+        by_main(lambda: self.save(folder), accelerator)
+        if line:
+            say(line)
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder."""
@@ -106,8 +135,8 @@ class AttentionRecord:
 def _read(file: Path) -> dict:
     try:
         record = json.loads(file.read_text("utf-8"))
-        if record["path"] not in ("cpp", "triton", "torch") or not isinstance(record["table"], dict):
-            raise ValueError("path is cpp, triton or torch, table is a mapping")
+        if record["path"] not in ("cpp", "triton", "torch") or not isinstance(record["table"], (dict, type(None))):
+            raise ValueError("path is cpp, triton or torch, table is a mapping or null")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{file}: not a record of attention that can be read ({error!r}); delete it to take this machine's settings"

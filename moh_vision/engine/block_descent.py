@@ -9,6 +9,7 @@ gates has one phase a step, in which nothing is done that a plain loop would not
 
 from __future__ import annotations
 
+import contextlib
 from itertools import tee
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -146,6 +147,18 @@ class BlockDescent:
         if self.in_turns:
             self._freeze(WEIGHTS)
             self._set_mode("soft")
+
+    @contextlib.contextmanager
+    def drawing_experts(self) -> Iterator[None]:
+        """Let the model run as in F, which most steps do."""
+        modes = ("sampled", "soft") if self.in_turns else ()
+        try:
+            for mode in modes[:1]:
+                self._set_mode(mode)
+            yield
+        finally:
+            for mode in modes[1:]:
+                self._set_mode(mode)
 
     def update(self, step: int, losses: List[dict]) -> Tuple[float, bool]:
         """What the `Updater` does, for the present phase; see there."""

@@ -46,6 +46,7 @@ ELSEWHERE = {
     **dict.fromkeys(("fp16", "bf16", "amp"), ("mixed_precision",)),
     "wd": ("optim.weight_decay",),
     "resolution": ("data.img_size",),
+    "ckpt": ("checkpoint",),
 }
 
 # Options that a run does not remember: name, type, default, help.
@@ -312,6 +313,7 @@ def _one_line(message: str) -> str:
     """jsonargparse's message without its line breaks, its list of failed attempts and Python's names of types."""
     text = " ".join(message.replace("Parser key", "key").split())
     text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", text).replace("NoneType", "null")
+    text = re.sub(r"Expected an? ", "Expected ", text)  # "a int"
     union = re.match(r"(.*?)Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors: .*", text)
     if union is None:
         return text
@@ -345,8 +347,9 @@ def _sections(keys: Iterable[str]) -> Dict[str, None]:
 def _unknown_key(key: str, known: Iterable[str]) -> str:
     known = list(known)
     near = [k for k in ELSEWHERE.get(key, ELSEWHERE.get(key.partition(".")[2], ())) if k in known]
-    # Else a right name under a wrong section, or without its section.
-    near = near or nearest(key, known, 1) or [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    # Else a right name without its section, or under a wrong one.
+    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = near or ("." not in key and same) or nearest(key, known, 1) or same
     return f"unknown key '{key}'{f', did you mean {near[0]!r}?' if near else '; --help lists the known ones'}"
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
-import signal
 import sys
+import tempfile
 import time
-from difflib import get_close_matches
-from typing import Callable, Iterable, List, Optional, Tuple
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+from typing import Callable, Iterable, Iterator, List, Optional, Sized, Tuple, Union
 
 from tqdm import tqdm
 
@@ -21,7 +23,9 @@ EXTRAS = {  # packages that a plain install does not bring, and the extra that d
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "export"),
 }
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
-LINE_EVERY = 60  # seconds between lines of progress in a log
+BUILD = "MOH_VISION_BUILD"  # "auto": the first model that runs on a CPU builds the operators; "later": a set-up goes on
+LIKE = 0.6  # from this likeness on a name may be meant, where 1 is the same one
+LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines of progress in a log, and until the first
 
 
 class BadData(ValueError):
@@ -79,11 +83,27 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_output(option: str, path: Optional[str]) -> None:
-    """Raise ValueError for a file that cannot be a new one: it is there, or its folder is not. None is left out."""
+    """Raise ValueError for a file that cannot be made: it is there, or its folder is not. None is left out."""
     if path and os.path.exists(path):
         raise ValueError(f"{option} {path} exists; give another path")
     if path and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise ValueError(f"{option} {path}: no such folder")
+    if path:
+        refuse_unwritable(option, path)
+
+
+def refuse_unwritable(option: str, path: Union[Path, str]) -> None:
+    """Raise ValueError, with the system's reason, where nothing can be written at a path or in the first folder above it."""
+    place = path = Path(path).absolute()
+    try:
+        while not place.exists() or place == path and place.is_file():
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place) as file:  # permissions do not tell of root, /proc or a full disk
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {place}: {error.strerror}") from None
 
 
 def refuse_missing(option: str, path: str) -> None:
@@ -96,28 +116,37 @@ def refuse_missing(option: str, path: str) -> None:
     raise FileNotFoundError(f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}")
 
 
-def say(text: str) -> None:
-    """Print a line that is read at once, also through a pipe; end the process where nobody reads it any more, as after `| head`."""
+def say(text: str) -> bool:
+    """Print a line above the bars, read at once also through a pipe; where nobody reads on, as after `| head`, no line follows.
+
+    The work goes on, for its files; returns False, where it may stop.
+    """
     try:
-        print(text, flush=True)
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 class Progress:
-    """Progress of a long work, in a `with` block: a bar on a terminal, in a log a line every minute.
+    """Progress of a long work, in a `with` block: a bar on a terminal, in a log a line after ten seconds and every minute.
 
     Args:
-        title, total, unit: what is done, how many steps there are, and what a step is called.
+        title, total, unit: what is done, how many steps there are (None: nobody knows), and what a step is called.
         done: steps that were there before.
         enabled: whether this process shows it.
+        scaled: whether a bar writes 1.5M for 1500000.
     """
 
-    def __init__(self, title: str, total: int, unit: str, done: int = 0, enabled: bool = True):
+    def __init__(
+        self, title: str, total: Optional[int], unit: str, done: int = 0, enabled: bool = True, scaled: bool = False
+    ):
         self.terminal, self.enabled = sys.stderr.isatty(), enabled
         self.title, self.total, self.unit, self.first, self.done = title, total, unit, done, done
-        self.started = self.said = time.monotonic()
+        self.started, self.scaled = time.monotonic(), scaled
+        self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
 
     def __enter__(self):
         off = not (self.enabled and self.terminal)
@@ -126,6 +155,7 @@ class Progress:
             initial=self.first,
             desc=self.title,
             unit=self.unit,
+            unit_scale=self.scaled,
             disable=off,
             dynamic_ncols=True,
             leave=None,
@@ -144,10 +174,21 @@ class Progress:
         """So many steps more are done."""
         self.done += count
         self.bar.update(count)
-        if count and self.enabled and not self.terminal and time.monotonic() - self.said >= LINE_EVERY:
-            self.said = time.monotonic()
-            left = tqdm.format_interval((self.total - self.done) / self.rate)
-            say(f"{self.title}: {self.done} of {self.total} {self.unit}s, {left} left")
+        if count and self.enabled and not self.terminal and time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + LINE_EVERY
+            if self.total is None:
+                say(f"{self.title}: {self.done} {self.unit}s")
+            else:
+                left = tqdm.format_interval((self.total - self.done) / self.rate)
+                say(f"{self.title}: {self.done} of {self.total} {self.unit}s, {left} left")
+
+    @classmethod
+    def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
+        """The same things, one step each."""
+        with cls(title, len(things) if isinstance(things, Sized) else None, unit, **options) as progress:
+            for thing in things:
+                yield thing
+                progress.add()
 
     def note(self, text: str) -> None:
         """Show a text behind the bar."""
@@ -160,9 +201,12 @@ def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:
     if name in allowed:
         return [name]
     # Similarity alone takes 'optim.ets' for 'optim.betas', where one letter makes it 'optim.eps'.
-    near = get_close_matches(name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=0)
-    near = near or [a for a in allowed if name and a.startswith(name)][:most]
-    return near or get_close_matches(name, allowed, most, cutoff=0.5)
+    near = get_close_matches(name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=LIKE)
+    near = near or [a for a in allowed if len(name) > 2 and a.startswith(name)][:most]
+    if near:
+        return near
+    alike = {a: _likeness(name, a) for a in allowed}
+    return sorted((a for a in alike if alike[a] >= LIKE), key=alike.get, reverse=True)[:most]
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
@@ -170,6 +214,13 @@ def closest(name: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     near = nearest(name, allowed)
     return f"did you mean {' or '.join(near)}?" if near else f"only {', '.join(allowed)}"
+
+
+def _likeness(a: str, b: str) -> float:
+    """From 0 to 1; a section, folder or dashes that both begin with do not count."""
+    common = os.path.commonprefix([a, b])
+    start = max(map(common.rfind, "./-")) + 1
+    return SequenceMatcher(None, a[start:], b[start:]).ratio()
 
 
 def _one_edit_apart(a: str, b: str) -> bool:
@@ -210,6 +261,8 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
         every_rank: print on every process that has the error; otherwise once on each machine.
         code: exit code.
     """
+    # That a hub cannot be reached is said once it is given up, not at each of five retries.
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
         with extras_named():
             yield
@@ -242,6 +295,7 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
         work: what it does.
         kept: what the same command finds finished after an interruption, such as "shards".
     """
+    os.environ.setdefault(BUILD, "auto")
     try:
         with user_errors(command, every_rank=True):
             work()

@@ -99,6 +99,7 @@ class ModelConfig:
         pretrained: start from a dense model with its weights, and name must be "pretrained". Classification: a ViT of timm
             by name, such as deit3_small_patch16_224.fb_in1k, "hf-hub:OWNER/NAME", or a folder that timm's save_for_hf
             has written ("local-dir:FOLDER"). Diffusion: a registered DiT, or the folder of a DiT of diffusers, or of its pipeline.
+            Both: a run of ours, or what publish made of it.
         convert: arguments of moh_vision.convert for it, such as {router: moh, scope: token}; left out, without head_budget: it
             stays as it is.
     """
@@ -389,6 +390,7 @@ FREE_KEYS = (
     "preview",
     "score",
     "data.workers",
+    "data.max_bad_fraction",
     "data.eval_batch_size",
     "data.test",
     "generate",

@@ -45,7 +45,7 @@ class Patience:
 
 
 def earlier_losses(metrics: Path, start: int) -> List[Tuple[int, float]]:
-    """(steps done, validation loss) in a run's metrics.jsonl from before step `start`."""
+    """(steps done, validation loss) in a run's metrics.jsonl up to step `start`."""
     if not metrics.exists():
         return []
     losses = []
@@ -54,6 +54,6 @@ def earlier_losses(metrics: Path, start: int) -> List[Tuple[int, float]]:
             entry = json.loads(line)
         except ValueError:
             continue  # a torn last line
-        if "validation" in entry and entry["step"] < start:
-            losses.append((entry["step"] + 1, entry["validation"]["loss"]))
+        if "validation" in entry and entry["step"] <= start:
+            losses.append((entry["step"], entry["validation"]["loss"]))
     return losses

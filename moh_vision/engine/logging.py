@@ -15,7 +15,7 @@ from typing import List, Optional, Tuple
 import torch
 from tqdm import tqdm
 
-from moh_vision.engine.commands import Progress
+from moh_vision.engine.commands import Progress, say
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.tracking import Tracker, open_tracker
 
@@ -26,8 +26,8 @@ class RunLog:
     """Logs a run; on processes other than the main one it does nothing.
 
     Args:
-        path: metrics.jsonl; lines of steps from `start` on, left by an interrupted run, are dropped.
-        start, total: first step and end of the run.
+        path: metrics.jsonl; lines of more than `start` steps, left by an interrupted run, are dropped.
+        start, total: steps done, and at the end of the run.
         enabled: whether this is the main process.
         title: of the lines and the bar.
         tracker: it gets the same numbers.
@@ -56,7 +56,7 @@ class RunLog:
             return
         if path.exists():
             finished = start == total and ends_with_validation
-            kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) < start]
+            kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) <= start]
             write_whole(path, "".join(line + "\n" for line in kept))
         self.file = open(path, "a", buffering=1)
         self.bar = tqdm(
@@ -77,10 +77,10 @@ class RunLog:
             self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
-        """Write a line {"step": step, **values} and show `show`, the rate and peak memory."""
+        """After so many steps, write a line {"step": step, **values} and show `show`, the rate and peak memory."""
         seconds = time.monotonic() - self.since
         rate, memory = self.count / max(seconds, 1e-9), peak_memory_mib()
-        left = (self.total - step - 1) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
+        left = (self.total - step) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
         remaining = f", {timedelta(seconds=round(left))} left" if self.steps else ""
         self.pause()
         if not self.enabled:
@@ -92,7 +92,7 @@ class RunLog:
             self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
         else:
             about = f"{show}, {speed}, peak {memory:.0f} MiB{remaining}"
-            print(f"{self.title} {step + 1}/{self.total}: {about}", flush=True)
+            say(f"{self.title} {step}/{self.total}: {about}")
 
     def event(self, step: int, values: dict, show: str) -> None:
         """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
@@ -120,15 +120,11 @@ class RunLog:
 
     def say(self, text: str) -> None:
         if self.enabled:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            say(text)
 
     def progress(self, batches, title: str):
         """`batches` with a `Progress` of their own, for work beside training."""
-        with Progress(title, len(batches), "step", enabled=self.enabled) as progress:
-            for batch in batches:
-                yield batch
-                progress.add()
+        return Progress.over(batches, title, enabled=self.enabled)
 
     def pause(self) -> None:
         """Start counting and timing anew; call it after work that is not training."""
@@ -184,7 +180,7 @@ def write_json(path: Path, values: dict) -> None:
     values, replaced = without_nan(values)
     write_whole(path, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if replaced:
-        print(f"{path}: null stands for a number that is not finite: {', '.join(replaced)}")
+        say(f"{path}: null stands for a number that is not finite: {', '.join(replaced)}")
 
 
 def peak_memory_mib() -> float:

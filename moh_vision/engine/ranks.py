@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from safetensors import SafetensorError
 from torch import Tensor
 
+from moh_vision.engine import commands
 from moh_vision.engine.commands import MISTAKES
 
 T = TypeVar("T")
@@ -17,7 +18,8 @@ T = TypeVar("T")
 
 def say(text: str) -> None:
     """Print a line, on one process of each machine."""
-    PartialState().print(text)
+    if PartialState().is_local_main_process:
+        commands.say(text)
 
 
 def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:

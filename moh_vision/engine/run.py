@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
@@ -22,14 +23,14 @@ from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, message_of, user_errors
+from moh_vision.engine.commands import MISTAKES, BadData, message_of, refuse_unwritable, user_errors
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.ending import ending
 from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.optimizers import check_sharded
-from moh_vision.engine.ranks import by_main
+from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
@@ -132,12 +133,11 @@ class Run:
         sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
         return dict(sizes, start=self.start, stop=self.stop)
 
-    def conditions(self) -> dict:
-        """How a training step calls the model: what `analysis.calls.Conditions` is made of."""
-        c, a = self.config, self.accelerator
-        batch = max(1, c.optim.batch_size // (c.optim.accumulation * a.num_processes))
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(c.mixed_precision)
-        return dict(batch=batch, device=a.device, dtype=dtype, train=True, compiled=c.compile)
+    @property
+    def micro_batch(self) -> int:
+        """Samples that a process reads at once, as optim.batch_size has it."""
+        o = self.config.optim
+        return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
     def take_model(
         self, model: nn.Module, routers: List[nn.Module], elastic=None, beside: Optional[nn.Module] = None
@@ -183,9 +183,9 @@ class Run:
         about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
         by_main(lambda: add_environment(*about), self.accelerator)
         count, device = self.accelerator.num_processes, self.accelerator.device.type
-        self.accelerator.print(f"{count} process{'es' * (count > 1)} on {device}")
+        say(f"{count} process{'es' * (count > 1)} on {device}")
         if self.settings:
-            self.accelerator.print(self.settings.line)
+            say(self.settings.line)
         self.setting_up = False
 
     def prepare(
@@ -225,9 +225,9 @@ class Run:
         self.model = accelerator.unwrap_model(self.task).model
         if self.checkpoint:
             with self.errors():
-                load_training(accelerator, self.checkpoint, self.model, self.ema, accelerator.print)
+                load_training(accelerator, self.checkpoint, self.model, self.ema, say)
                 by_main(lambda: write_records(self.folder, c.tree(), *self._records), accelerator)
-            accelerator.print(f"resuming {self.folder} at step {self.start}")
+            say(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
@@ -258,9 +258,11 @@ class Run:
             count: its images or tokens, for the log's rate.
             **more: arguments of the task, beside a batch.
         """
-        elastic = self.elastic
+        elastic, batches = self.elastic, self._fetched(batches)
+        if self.settings and self.settings.table is None:
+            batches = self._measured(batches, more)
         with elastic.running(self.model, elastic.share_of(self.done)) if elastic else contextlib.nullcontext():
-            updated = self._step(self.done, self._fetched(batches), epoch, **more)
+            updated = self._step(self.done, batches, epoch, **more)
         self.done += 1
         if self.ema and updated:
             self.ema.update(self.model, self.done)
@@ -284,17 +286,17 @@ class Run:
         counts = dict(self._step.values(), failed_saves=self.saver.failed, **counts)
         if self.elastic:
             counts["active_share"] = self.elastic.active_share(self.elastic.share_of(self.done - 1))
-        self.log.metrics(self.done - 1, dict(values, **counts), show)
+        self.log.metrics(self.done, dict(values, **counts), show)
 
     def due(self, every: int, at_end: bool = False) -> bool:
         """Whether something that is done after every so many steps (0: never) is to be done now.
 
         Args:
-            at_end: also after the last step.
+            at_end: also after the last step, of a run of at least so many.
         """
         if not every or self._step.stop:
             return False
-        return self.done % every == 0 or (at_end and self.done == self.stop)
+        return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
     def end_early(self) -> None:
         """Make the step just done the last one; call it before `save`."""
@@ -313,7 +315,7 @@ class Run:
 
     def event(self, values: dict, show: str) -> None:
         """Log an evaluation after the step just done, and leave its time out of the rate; see `RunLog.event`."""
-        self.log.event(self.done - 1, values, show)
+        self.log.event(self.done, values, show)
         self.log.pause()
 
     def write_results(self, results: dict) -> None:
@@ -329,7 +331,7 @@ class Run:
             return
         rates = lr(self.start, max_steps=before), lr(self.start)
         if rates[0] != rates[1]:
-            self.accelerator.print(
+            say(
                 "max_steps {} -> {}: the learning rate at step {} goes from {:.3g} to {:.3g}".format(
                     before, now, self.start, *rates
                 )
@@ -340,6 +342,24 @@ class Run:
             for batch in batches:  # noqa: UP028  `yield from` would close them after a step
                 yield batch
 
+    def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
+        """Measure where skipping heads pays in calls with the first of these batches; returns all of them."""
+        c, attention, calls, elastic = self.config, self.attention, {}, self.elastic
+        first = next(batches)
+        size = next(len(value) for value in first.values() if isinstance(value, torch.Tensor))
+        evaluated = getattr(getattr(c, "data", None), "eval_batch_size", size) / size
+        shares = [elastic.smallest, elastic.between[len(elastic.between) // 2], elastic.largest] if elastic else [None]
+        for training in (True, False):
+            about = (training, c.compile, 1.0) if training else (training, c.compile and not self.ema, evaluated)
+            with self.descent.drawing_experts() if training else contextlib.nullcontext():
+                for share in shares:
+                    with elastic.running(self.model, share) if elastic else contextlib.nullcontext():
+                        forward = attention.collect(calls, self.task, lambda: self.task(**first, **more), *about)
+        make = partial(attention.measured_table, calls, forward * c.optim.accumulation)
+        self.settings.measure(make, self.folder, self.accelerator)
+        self.log.pause()
+        return chain([first], batches)
+
     def _take_settings(self, held: contextlib.ExitStack) -> Optional[AttentionRecord]:
         """Use the settings of attention that the run in config.output keeps, before any model runs."""
         folder, flags = Path(self.config.output), self.flags
@@ -347,7 +367,7 @@ class Run:
         earlier = folder if goes_on else None
         settings = keep_settings(self.attention, earlier, self.accelerator, held, flags.allow_change)
         if settings and flags.dry_run:
-            self.accelerator.print(settings.line)
+            say(settings.line)
         return settings
 
     def _finish(self) -> None:
@@ -425,7 +445,7 @@ def take_up(
             held.enter_context(only_one(folder, "--output"))
 
     by_main(lock_it, accelerator)
-    return resume_point(Path(output), max_steps, fresh, accelerator.print)
+    return resume_point(Path(output), max_steps, fresh, say)
 
 
 def open_run(
@@ -466,22 +486,25 @@ def open_run(
             earlier = yaml.safe_load(saved.read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
-        differences = changed(earlier, config) + (attention.refused if attention else [])
+        differences = changed(earlier, config)
+        differences += attention.settle(build=not differences) if attention else []
         if differences and only_records(folder):
-            accelerator.print(f"{output}: no step was done there; it starts over with {'; '.join(differences)}")
+            say(f"{output}: no step was done there; it starts over with {'; '.join(differences)}")
         elif differences:
             raise ValueError(
                 f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
                 "Take another folder, --allow-change KEY, or --fresh to move that run aside"
             )
         elif data:
-            data.check(folder, accelerator.print)
+            data.check(folder, say)
     elif (
         folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name, EARLIER}
     ):
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
         )
+    elif attention:
+        attention.settle(build=True)
     accelerator.wait_for_everyone()  # all have looked before one writes
 
     def write():
@@ -518,34 +541,31 @@ def only_records(folder: Path) -> bool:
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
-def claim_outputs(files, folders, overwrite: bool, instead: Optional[Dict[Path, str]] = None) -> None:
+def claim_outputs(files, folders, overwrite: bool, instead: str = "") -> None:
     """Make the parents of output paths, before any work.
 
     Args:
-        files, folders: paths; None and "" are left out.
+        files, folders: paths by the options that name them; None and "" are left out.
         overwrite: what is there may be replaced.
-        instead: path -> what to do with what is there, for the message.
+        instead: what to do with an --out that is there, for the message.
 
     Raises:
-        ValueError: naming the path, if it is there, is of the other kind, is given twice, or cannot be written.
+        ValueError: naming option and path, if it is there, is of the other kind, is given twice, or cannot be written.
     """
-    files, folders = ([Path(p) for p in paths if p] for paths in (files, folders))
-    for path in (every := [*files, *folders]):
-        if every.count(path) > 1:
-            raise ValueError(f"{path} is given for two outputs")
-        if path.is_dir() and path in files:
-            raise ValueError(f"{path} is a folder, expected a file")
-        if path.is_file() and path in folders:
-            raise ValueError(f"{path} is a file, expected a folder")
+    files, folders = ({o: Path(p) for o, p in paths.items() if p} for paths in (files, folders))
+    every = {**files, **folders}
+    for option, path in every.items():
+        if list(every.values()).count(path) > 1:
+            raise ValueError(f"{option} {path} is given for two outputs")
+        if path.is_dir() and option in files:
+            raise ValueError(f"{option} {path} is a folder, expected a file")
+        if path.is_file() and option in folders:
+            raise ValueError(f"{option} {path} is a file, expected a folder")
         if not overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
-            use = f"; {instead[path]}" if instead and path in instead else ""
-            raise ValueError(f"{path} exists; give another path, or --overwrite true{use}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror})") from None
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{path} cannot be written")
+            use = f"; {instead}" if instead and option == "--out" else ""
+            raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
+        refuse_unwritable(option, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def finish(accelerator, signum: int = 0) -> None:

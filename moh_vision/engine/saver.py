@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Dict
 
 from moh_vision.engine.checkpoint import save_training
-from moh_vision.engine.io import fsync
+from moh_vision.engine.commands import refuse_unwritable
+from moh_vision.engine.ranks import say
 
 MAX_FAILED_SAVES = 3
 
@@ -58,7 +58,7 @@ class Saver:
         if last or self.in_a_row >= MAX_FAILED_SAVES:
             count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
             raise SaveError(f"{told}{count}; earlier checkpoints are intact, and the same command resumes from them")
-        self.accelerator.print(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+        say(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
         return False
 
 
@@ -71,16 +71,5 @@ def check_writable(folder: Path) -> None:
     Raises:
         ValueError: naming the folder and the system's reason.
     """
-    folder = Path(folder).absolute()
     for place in (folder, folder / "checkpoints"):
-        try:
-            if place == folder:
-                place = next(p for p in (folder, *folder.parents) if p.exists())
-            elif not place.exists():
-                continue
-            with tempfile.TemporaryDirectory(prefix=".probe-", dir=place) as probe:
-                file = Path(probe) / "file"
-                file.write_bytes(bytes(4096))
-                fsync(file)
-        except OSError as error:
-            raise ValueError(f"--output {folder} cannot be written: {place}: {error.strerror}") from None
+        refuse_unwritable("--output", place)

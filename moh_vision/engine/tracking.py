@@ -48,7 +48,7 @@ def open_tracker(
 
     Args:
         name: "tensorboard" (events in RUN/tensorboard) or "wandb" (a resumed run goes on under its id).
-        start: first step; tensorboard drops what an interrupted run wrote from there on.
+        start: steps done; tensorboard drops what an interrupted run wrote behind them.
         title: the project in wandb.
         config: nested dict; wandb shows it.
     """
@@ -57,7 +57,7 @@ def open_tracker(
     from accelerate.tracking import TensorBoardTracker, WandBTracker
 
     if name == "tensorboard":
-        tracker = TensorBoardTracker("tensorboard", run, purge_step=start)
+        tracker = TensorBoardTracker("tensorboard", run, purge_step=start + 1)
         tracker.start()
         return Tracker(tracker)
     which = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]

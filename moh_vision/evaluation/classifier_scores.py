@@ -7,6 +7,7 @@ from typing import Iterable
 
 import torch
 
+from moh_vision.engine.commands import Progress
 from moh_vision.evaluation.fidelity.metrics import frechet_distance
 from moh_vision.evaluation.fidelity.statistics import Moments
 
@@ -38,7 +39,10 @@ def score_with_classifier(classifier, generated: Iterable[dict], reference: Iter
             count += len(features)
         return right / count, count, moments.result()
 
-    (recognised, fakes, fake), (recognised_real, reals, real) = run(generated), run(reference)
+    (recognised, fakes, fake), (recognised_real, reals, real) = (
+        run(Progress.over(generated, "samples")),
+        run(Progress.over(reference, "real images")),
+    )
     features = len(fake[0])
     return dict(
         recognised=recognised,

@@ -10,6 +10,7 @@ from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, LossOf
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import run_of
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.language.config import LanguageConfig
@@ -66,7 +67,7 @@ def open_scored(argv: List[str]) -> Scored:
             return task(**batch)[0]
 
     def scores() -> dict:
-        return perplexity(losses, batches, accelerator.device, lambda total: total)
+        return perplexity(losses, Progress.over(batches, "scoring"), accelerator.device, lambda total: total)
 
     of = dict(weights=str(file), model=config.model.name, data=f"{config.data.root}, {config.data.val}")
     return Scored(model, scores, lambda: losses(first), dict(of, batch_size=len(first["labels"])))

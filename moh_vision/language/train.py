@@ -17,18 +17,20 @@ from typing import List, Optional
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
-from moh_vision.analysis import Conditions, describe, in_short
+from moh_vision.analysis import describe, in_short
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.optimizers import make_optimizer
+from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
+from moh_vision.models.weights import taken_for
 
 NAME = "train_text.py"
 
@@ -54,7 +56,7 @@ def train(run: Run) -> None:
         text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
 
     if config.max_steps and not checkpoint:  # an earlier run may go on
-        accelerator.print(text.scored_files())
+        say(text.scored_files())
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
@@ -62,9 +64,7 @@ def train(run: Run) -> None:
     check_gate_modes(model, config.generate.gate_modes)
     if run.flags.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        example, conditions = text.example(), Conditions(**run.conditions())
-        conditions = conditions._replace(batch=text.micro_batch(conditions.batch))
-        return print(describe(config.model.name, model, conditions=conditions, **example))
+        return say(describe(config.model.name, model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError("max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained")
     micro_batches = o.accumulation * accelerator.num_processes
@@ -72,12 +72,13 @@ def train(run: Run) -> None:
         text.check(Path(config.output), micro_batches)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
     if config.init_from and not checkpoint:
-        fresh = init_text(model, config.init_from, fingerprints)
+        with taken_for(config.model.name):
+            fresh = init_text(model, config.init_from, fingerprints)
         if fresh:
-            accelerator.print(f"init_from: {len(fresh)} router tensors start fresh")
+            say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    accelerator.print(in_short(config.model.name, model))
+    say(in_short(config.model.name, model))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()

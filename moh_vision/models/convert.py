@@ -1,7 +1,7 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
 import re
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Union
 
 import torch
 from timm.layers import Attention, AttentionRope
@@ -20,6 +20,8 @@ from moh_vision.attention import (
     resolve_budget,
     runs_all_heads,
 )
+from moh_vision.attention.budget import log
+from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.head_order import Batch, order_heads
@@ -84,7 +86,8 @@ def convert(
         group: for language models, see `convert_llama`.
 
     Returns:
-        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm.
+        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm. Layers left
+        with one routed head are logged as `set_head_budget` does it.
 
     Raises:
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
@@ -92,9 +95,17 @@ def convert(
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
+    converter = converter_of(model)
+    model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
+    if remark := single_routed(attention_layers(model)):
+        log.warning(remark)
+    return model
+
+
+def converter_of(model: nn.Module) -> Callable[..., nn.Module]:
+    """What `convert` does for the model's class, without its remark."""
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
-    converter = next(filter(None, (registered("converter", kind) for kind in kinds)), route_heads)
-    return converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
+    return next(filter(None, (registered("converter", kind) for kind in kinds)), route_heads)
 
 
 def route_heads(

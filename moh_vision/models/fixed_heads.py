@@ -3,17 +3,15 @@
 Heads that are fixed for good: the others leave the model, with their weights. Heads that an image chooses: their weights are gathered.
 """
 
-from functools import partial
-from typing import List, Optional, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, token_heads
+from moh_vision.attention.executors.sequences import Sequences
 from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routers.common import TopKRouter
-from moh_vision.attention.routing import Call
 
 OF_CANDIDATES = ("routed", "gate", "noise")  # linear layers of routers that have a row a candidate
 
@@ -96,37 +94,18 @@ def gather_heads(model: nn.Module) -> int:
         plain = type(layer) is HeadMixtureAttention and not layer.grouped and not layer.needs_query
         fewer = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
         if plain and fewer and layer.scope == "sample":
-            layer.execute = partial(_gathered, layer)
-        computed += layer.budget.active if "execute" in vars(layer) else layer.num_heads
+            layer.executor = Sequences
+        computed += layer.budget.active if layer.executor is Sequences else layer.num_heads
     return computed
 
 
-def _gathered(layer: HeadMixtureAttention, call: Call) -> Tensor:
-    """The output [B, N, C] of a call without masks, in which every image runs as many heads."""
-    H, D, K, x = layer.num_heads, layer.head_dim, layer.budget.active, call.x
-    heads = call.routing.active.squeeze(1).int().topk(K).indices  # [B, K]
-    rows = layer.qkv.weight.unflatten(0, (3, H, D)).transpose(0, 1).flatten(1)[heads]  # [B, K, 3 * D * C]
-    qkv = x @ rows.view(-1, K * 3 * D, layer.dim).transpose(1, 2)  # [B, N, K * 3 * D]
-    if layer.qkv.bias is not None:
-        bias = layer.qkv.bias.unflatten(0, (3, H, D)).transpose(0, 1).flatten(1)[heads]  # [B, K, 3 * D]
-        qkv = qkv + bias.view(-1, 1, K * 3 * D)
-    q, k, v = qkv.unflatten(-1, (K, 3, D)).unbind(-2)  # [B, N, K, D]
-    q, k = layer.prepare_queries(q, call.rotary), layer.prepare_keys(k, call.rotary)
-    o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)  # [B, N, K, D]
-    gates = call.routing.weights.squeeze(1).gather(1, heads).to(o.dtype)
-    o = (o * gates.unsqueeze(1).unsqueeze(-1)).flatten(2)  # [B, N, K * D]
-    columns = layer.proj.weight.unflatten(1, (H, D)).permute(1, 2, 0).flatten(1)[heads]  # [B, K, D * C]
-    y = o @ columns.view(-1, K * D, layer.dim)
-    return y if layer.proj.bias is None else y + layer.proj.bias
-
-
-def busiest(shares: Tensor, shared: int, active: int) -> List[int]:
+def busiest(shares: Tensor, shared: int, active: int) -> list[int]:
     """The heads that stay where tokens ran heads in these shares [H]: the shared ones, and the routed ones that ran most."""
     routed = shares[shared:].argsort(descending=True, stable=True)[: active - shared] + shared
     return [*range(shared), *sorted(routed.tolist())]
 
 
-def _why_not(layer: HeadMixtureAttention, heads: List[int]) -> Optional[str]:
+def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
     S, H = layer.budget.shared, layer.num_heads
     if heads != sorted(set(heads)) or not set(range(S)) <= set(heads) <= set(range(H)):
         return f"heads {heads} are not some of its {H} with the {S} shared ones, in rising order"
@@ -142,7 +121,7 @@ def _why_not(layer: HeadMixtureAttention, heads: List[int]) -> Optional[str]:
 
 
 @torch.no_grad()
-def _cut(layer: HeadMixtureAttention, heads: List[int]) -> None:
+def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
     """Take the rows and columns of other heads out of a layer's projections."""
     D, H, G = layer.head_dim, layer.num_heads, layer.kv_heads
     of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
@@ -155,7 +134,7 @@ def _cut(layer: HeadMixtureAttention, heads: List[int]) -> None:
     layer.grouped = layer.kv_heads < layer.num_heads
 
 
-def _linear(weight: Tensor, bias: Optional[Tensor]) -> nn.Linear:
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(*weight.shape[::-1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
     linear.weight.copy_(weight)
     if bias is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from pathlib import Path
-from typing import Callable, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.models.convert import convert
-from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import FETCHING, check_name, init_from
+from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
+from moh_vision.models.weights import FETCHING, check_name, create, init_from, near_model, read_described, taken_for
 
 OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
 
@@ -52,9 +53,11 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
             return about["architecture"], about["arguments"]
     try:
         name, arguments, _ = of_source(m.pretrained, kind)
-        routed = arguments.get("router", "dense") != "dense"
+        with torch.device("meta"):
+            routed = not is_dense(create(name, kind, **arguments))
     except Exception as error:  # files of others may hold anything
-        raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}") from None
+        near = near_model(m.pretrained) if kind == "classifier" else ""  # `check_name` has said it
+        raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}{near}") from None
     if routed and m.convert is not None:
         raise ValueError(f"model.convert: model.pretrained {m.pretrained} has routed heads already; leave it out")
     if not routed:
@@ -64,52 +67,74 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
     return name, {**arguments, **m.arguments()}
 
 
-def load_source(model: nn.Module, config, say: Callable[[str], None]) -> None:
-    """Load what init_from or model.pretrained names, if one does, into the model of a new run.
+def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]) -> None:
+    """Load what init_from or model.pretrained names, if one does, into the model of a new run, which has these classes.
 
     Raises:
         ValueError, FileNotFoundError: see `init_from`; or where calibrate_images has nothing to order.
     """
     key = "model.pretrained" if config.model.pretrained else "init_from"
     source = config.model.pretrained or config.init_from
-    dense = bool(source) and init_from(model, source, say, key)
+    with contextlib.nullcontext() if config.model.pretrained else taken_for(config.model.name):
+        dense = bool(source) and init_from(model, source, say, key, classes)
+    file = Path((source or "").removeprefix("local-dir:"))
+    if source and file.exists():
+        say(f"{key}: weights of {weights_said(weights_file(str(file)))}")
     if not config.calibrate_images:
         return
     if not dense:
         raise ValueError(f"calibrate_images {config.calibrate_images}: the routers of {key} are trained already")
-    if all(layer.router.all_heads for layer in attention_layers(model)):
+    if is_dense(model):
         raise ValueError(
             f"calibrate_images {config.calibrate_images} needs a model that routes its heads: model.convert"
         )
 
 
+def is_dense(model: nn.Module) -> bool:
+    """Whether no layer of a model can leave heads out."""
+    return all(layer.router.all_heads for layer in attention_layers(model))
+
+
 def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
-    """(name, arguments, pretrained_cfg) of the model that others have saved or published, for `weights.create`.
+    """(name, arguments, pretrained_cfg) of the model of a run, or one that others have saved or published, for `create`.
 
     Args:
         source: see `model.pretrained` in docs/guides/convert.md.
         kind: "classifier" or "diffusion".
 
     Returns:
-        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name alone.
+        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name or run.
 
     Raises:
         ValueError: for a model that cannot be converted; files of others may raise anything.
     """
-    name, arguments, cfg = (_classifier if kind == "classifier" else _diffusion)(source)
+    local = source.removeprefix("local-dir:")
+    found = _run(local, kind)
+    if found is None and Path(local).is_file():
+        writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
+        raise ValueError(
+            "a file of weights does not say of which model it is; --init-from takes it for a --model.name, or give the "
+            f"folder that {writer} writes"
+        )
+    name, arguments, cfg = found or (_classifier(source) if kind == "classifier" else _diffusion(local))
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{key} in its config.json would read other weights than its own")
     return name, arguments, cfg
 
 
+def _run(source: str, kind: str) -> Optional[Tuple[str, dict, dict]]:
+    """That of a run, one of its checkpoints or one of its files; None: it is none."""
+    try:
+        file = weights_file(source)
+    except FileNotFoundError:
+        return None
+    about = read_described(file, kind)[1] if file.is_file() and file.suffix == ".safetensors" else {}
+    return (about["architecture"], about["arguments"], {}) if "architecture" in about else None
+
+
 def _classifier(source: str) -> Tuple[str, dict, dict]:
     """timm's model of a source, as "moh_vit" with `base`; one of ours as it was saved."""
-    if Path(source).is_file():
-        raise ValueError(
-            "a file of weights does not say of which model it is; --init_from takes it for a --model.name, or give the "
-            "folder that timm.models.save_for_hf writes"
-        )
     place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
     arguments, cfg = {}, {}
     if place is not None:
@@ -130,7 +155,7 @@ def _classifier(source: str) -> Tuple[str, dict, dict]:
             timm.create_model("moh_vit", **arguments)
         return "moh_vit", arguments, cfg
     check_name(name, "classifier")
-    return name, {"router": "dense" if name.startswith("transnext_") else "moh", **arguments}, cfg
+    return name, arguments, cfg
 
 
 def _diffusion(source: str) -> Tuple[str, dict, dict]:
@@ -139,7 +164,7 @@ def _diffusion(source: str) -> Tuple[str, dict, dict]:
         if source.count("/"):
             raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")
         check_name(source, "diffusion")
-        return source, {} if source.startswith("dit_") else {"router": "moh"}, {}
+        return source, {}, {}
     from diffusers import DiTTransformer2DModel
 
     from moh_vision.models.dit_transformer import settings_of
@@ -148,7 +173,7 @@ def _diffusion(source: str) -> Tuple[str, dict, dict]:
         (f for f in (Path(source, "config.json"), Path(source, "transformer", "config.json")) if f.is_file()), None
     )
     if file is None:
-        raise ValueError("no folder of diffusers: neither config.json nor transformer/config.json is there")
+        raise ValueError("no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there")
     about = json.loads(file.read_text())
     kind = about.get("_class_name")
     if kind == "DiTTransformer2DModel":

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.models.weights import from_run
+from moh_vision.models.class_names import listed
+from moh_vision.models.weights import from_run, near_model
 
 
 class Teacher(nn.Module):
@@ -35,17 +36,18 @@ class Teacher(nn.Module):
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
-        self.name, about = f"{key} {source}", {}
+        self.name = f"{key} {source}"
         self.size: Optional[int] = None  # side of the images that `tokens` takes
         try:
             if Path(source).exists():
                 model, about = from_run(source, "classifier")
+                self.classes = about.get("classes")
             else:
                 model = timm.create_model(source, pretrained=True, in_chans=len(mean))
+                self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
         except Exception as error:  # files of others may hold anything
-            raise ValueError(f"{self.name}: {reason_of(error)}") from None
-        self.classes = about.get("classes")
+            raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
             own = getattr(self.teacher, f"{name}_kd")

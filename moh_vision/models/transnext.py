@@ -8,8 +8,8 @@ tokens. timm does not ship the family.
 """
 
 import re
+from collections.abc import Sequence
 from functools import partial
-from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -65,7 +65,7 @@ class TransNeXtBlock(nn.Module):
         self.mlp = ConvGLU(dim, int(2 * int(dim * mlp_ratio) / 3), proj_drop, **dd)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, positions: Positions, stats: Optional[List[RoutingStats]] = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, stats: list[RoutingStats] | None = None) -> Tensor:
         """x [B, H, W, C] -> [B, H, W, C]; appends the layer's statistics to `stats`."""
         y, layer_stats = self.attn(self.norm1(x), positions)
         if stats is not None:
@@ -100,10 +100,10 @@ class TransNeXtStage(nn.Module):
     def __init__(
         self,
         downsample: Downsample,
-        blocks: List[TransNeXtBlock],
+        blocks: list[TransNeXtBlock],
         dim: int,
-        size: Tuple[int, int],
-        pretrain: Tuple[int, int],
+        size: tuple[int, int],
+        pretrain: tuple[int, int],
         pool: int,
         dynamic: bool,
         device=None,
@@ -117,20 +117,18 @@ class TransNeXtStage(nn.Module):
         self.grad_checkpointing = False
         self.set_size(size, device)
 
-    @torch.jit.unused
     def init_non_persistent_buffers(self) -> None:
         """Build the tables again, on the device of the weights. timm's `reinit_non_persistent_buffers` calls this."""
         self.set_size(self.size, self.norm.weight.device)
 
-    def set_size(self, size: Tuple[int, int], device=None) -> None:
+    def set_size(self, size: tuple[int, int], device=None) -> None:
         """Build the tables for maps of size (H, W)."""
         self.size = size
         # Not persistent: they follow from sizes, and official checkpoints hold none.
         for name, table in self.tables(size[0], size[1], device)._asdict().items():
             self.register_buffer(name, table, persistent=False)
 
-    @torch.jit.unused
-    def tables(self, H: int, W: int, device: Optional[torch.device]) -> Positions:
+    def tables(self, H: int, W: int, device: torch.device | None) -> Positions:
         pooled = (max(H // self.pool, 1), max(W // self.pool, 1))
         arrays = position_tables((H, W), pooled, self.pretrain, self.pool > 1)
         return Positions(*(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays))
@@ -146,11 +144,11 @@ class TransNeXtStage(nn.Module):
             _assert(W == self.size[1], "input width does not match img_size; see set_input_size, dynamic_img_size")
         return Positions(self.length, self.outside, self.coordinates, self.index)
 
-    def forward(self, x: Tensor, stats: Optional[List[RoutingStats]] = None) -> Tensor:
+    def forward(self, x: Tensor, stats: list[RoutingStats] | None = None) -> Tensor:
         x = self.downsample(x)  # [B, H, W, C]
         positions = self.positions(x)
         for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
+            if self.grad_checkpointing:
                 x = run_block(block, x, positions, stats=stats, checkpoint=partial(checkpoint, use_reentrant=False))
             else:
                 x = block(x, positions, stats)
@@ -166,7 +164,7 @@ RENAMED = (
 )
 
 
-def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Official TransNeXt and MoH-ViT names -> ours; ours pass through.
 
     Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
@@ -211,7 +209,7 @@ class TransNeXt(nn.Module):
 
     def __init__(
         self,
-        img_size: Union[int, Tuple[int, int]] = 224,
+        img_size: int | tuple[int, int] = 224,
         pretrain_size: int = 224,
         in_chans: int = 3,
         num_classes: int = 1000,
@@ -225,7 +223,7 @@ class TransNeXt(nn.Module):
         router: str = "dense",
         scope: str = "token",
         executor: str = "auto",
-        router_kwargs: Optional[dict] = None,
+        router_kwargs: dict | None = None,
         qkv_bias: bool = True,
         dynamic_img_size: bool = False,
         drop_rate: float = 0.0,
@@ -279,7 +277,6 @@ class TransNeXt(nn.Module):
         self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
 
-    @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Set new weights: linear layers truncated normal 0.02, convolutions by fan-out.
 
@@ -307,13 +304,11 @@ class TransNeXt(nn.Module):
         """As in torch; official checkpoints fit too."""
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set:
         """As the published recipe: what scales or places attention. Routers are decayed."""
         spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
         return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict:
         """Layers for layer-wise learning rates."""
         if coarse:
@@ -325,25 +320,22 @@ class TransNeXt(nn.Module):
         ]
         return dict(stem=r"^stages\.0\.downsample", blocks=blocks)
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks in backward instead of keeping their activations."""
         self.grad_checkpointing = enable
         for stage in self.stages:
             stage.grad_checkpointing = enable
 
-    @torch.jit.ignore
-    def set_input_size(self, img_size: Union[int, Tuple[int, int]]) -> None:
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Build all tables for another image size; the weights stay."""
         for stage, size in zip(self.stages, stage_sizes(img_size)):
             stage.set_size(size, stage.length.device)
         update_model_input_size(self, to_2tuple(img_size))
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         return self.head
 
-    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A new head; `global_pool` None keeps the pooling."""
         if global_pool is not None:
             check_pool(global_pool)
@@ -356,12 +348,12 @@ class TransNeXt(nn.Module):
     def forward_intermediates(
         self,
         x: Tensor,
-        indices: Optional[Union[int, List[int]]] = None,
+        indices: int | list[int] | None = None,
         norm: bool = False,
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> Union[List[Tensor], Tuple[Tensor, List[Tensor]]]:
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Outputs of stages, [B, C, H, W] each; every stage ends in a norm, so `norm` changes nothing.
 
         Args:
@@ -375,7 +367,7 @@ class TransNeXt(nn.Module):
             raise ValueError(f"output_fmt {output_fmt!r} is not supported: only 'NCHW'")
         take, last = feature_take_indices(len(self.stages), indices)
         intermediates = []
-        stages = self.stages if torch.jit.is_scripting() or not stop_early else self.stages[: last + 1]
+        stages = self.stages if not stop_early else self.stages[: last + 1]
         for i, stage in enumerate(stages):
             x = stage(x)
             if i in take:
@@ -385,8 +377,8 @@ class TransNeXt(nn.Module):
         return x, intermediates
 
     def prune_intermediate_layers(
-        self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> List[int]:
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
         """Drop the stages behind the last index, and the head that needs them."""
         take, last = feature_take_indices(len(self.stages), indices)
         cut = last < len(self.stages) - 1
@@ -410,10 +402,9 @@ class TransNeXt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
 
-    @torch.jit.unused
-    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
-        stats: List[RoutingStats] = []
+        stats: list[RoutingStats] = []
         for stage in self.stages:
             x = stage(x, stats)
         return self.forward_head(x), stats
@@ -424,7 +415,7 @@ def check_pool(global_pool: str) -> None:
         raise ValueError(f"global_pool {global_pool!r} is not one of 'avg', ''")
 
 
-def stage_sizes(img_size: Union[int, Tuple[int, int]]) -> List[Tuple[int, int]]:
+def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
     """(H, W) of the maps of the four stages: the convolutions round up."""
     H, W = to_2tuple(img_size)
     if H < 1 or W < 1:
@@ -434,7 +425,7 @@ def stage_sizes(img_size: Union[int, Tuple[int, int]]) -> List[Tuple[int, int]]:
 
 def stage_budgets(
     spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int], shared: float = SHARED_SHARE
-) -> List[List[HeadBudget]]:
+) -> list[list[HeadBudget]]:
     """head_budget -> one HeadBudget per layer, by stage; `shared`: see `resolve_budget`."""
     if spec is None:
         spec = [(h, 0) for h in heads]
@@ -446,7 +437,7 @@ def stage_budgets(
     return [[budgets.pop(0) for _ in range(depth)] for depth in depths]
 
 
-def pretrained_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+def pretrained_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """`checkpoint_filter_fn` for timm's loading; the model takes the shared heads of the weights."""
     state_dict = checkpoint_filter_fn(state_dict, model)
     take_shared_heads(model, state_dict)

@@ -8,7 +8,7 @@ import math
 import re
 import zipfile
 from pathlib import Path
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Optional, Tuple, Union
 
 import torch
 from safetensors import safe_open
@@ -17,7 +17,8 @@ from torch import Tensor
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import run_of, step_of
 
-STATE_KEYS = ("ema", "state_dict_ema", "model_ema", "state_dict", "model")  # in this order
+EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
+STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
 NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # how the published MoH code names its routers
 # torch.save does not compress; compressed arrays of weights shrink by a tenth.
 MAX_UNPACKED = 10
@@ -30,9 +31,12 @@ def weights_file(path: str, weights: str = "ema") -> Path:
 
     Raises:
         FileNotFoundError: for a folder without them.
+        ValueError: for the file of an EMA where the model is asked for.
     """
     file = Path(path)
     if not file.is_dir():
+        if weights == "model" and file.name == "ema.safetensors":
+            raise ValueError(f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it")
         return file
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
     theirs = [
@@ -48,15 +52,15 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     return found[0]
 
 
-def read_tensors(file: Path) -> Dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file.
+def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
+    """The state dict in a .safetensors, .pt or .pth file; `weights` as `read_pickled_tensors` has it.
 
     Raises:
         ValueError, FileNotFoundError: naming the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
-    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file)
+    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file, weights)
 
 
 def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
@@ -85,22 +89,52 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
     return state, metadata
 
 
-def read_pickled_tensors(file: Path) -> Dict[str, Tensor]:
-    """The state dict in a .pt or .pth file; its EMA where it has one.
+def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
+    """A file of weights as commands name it: of a pickled one that has several kinds, also the one that `read_tensors` takes."""
+    kind = kind_in(Path(file), weights)
+    return f"{file} ({kind})" if kind else str(file)
 
-    Raises:
-        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace.
-    """
+
+def kind_in(file: Path, weights: str = "ema") -> Optional[str]:
+    """ "ema" or "model": what `read_tensors` takes of a pickled file that says what it holds; None for any other file."""
+    if file.suffix in (".safetensors", ".npz") or not file.is_file():
+        return None
+    key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
+    return key and ("ema" if key in EMA_KEYS else "model")
+
+
+def _unpickled(file: Path, mmap: bool = False):
     refuse_unpacking(file)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files make many kinds
         raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
-    for key in STATE_KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
+
+
+def _state_key(content: object, weights: str) -> Optional[str]:
+    """Under which key a pickled file has the state dict that is asked for; None: it is one itself."""
+    keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
+    return next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+
+
+def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
+    """The state dict in a .pt or .pth file.
+
+    Args:
+        weights: "ema" (where it has one) or "model".
+
+    Raises:
+        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace; or where the
+            model is asked for and it does not say that it holds one.
+    """
+    content = _unpickled(file)
+    key = _state_key(content, weights)
+    if weights == "model" and key is None:
+        held = _state_key(content, "ema") or "one kind of weights"
+        raise ValueError(f"{file}: weights model: it holds {held}, and nothing under {' or '.join(MODEL_KEYS)}")
+    if key is not None:
+        content = content[key]
     if (
         not isinstance(content, dict)
         or not content

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
@@ -13,18 +14,39 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import is_searched
-from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.commands import closest, nearest, reason_of
+from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.registry import registered
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
-from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file
+from moh_vision.models.weight_files import (
+    read_safetensors,
+    read_tensors,
+    refuse_unpacking,
+    weights_file,
+    weights_said,
+)
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
+OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
 # Tensors whose shape follows the class count, the image size or the objective; they start anew where the shape differs.
-REMADE = ("head.", "head_dist.", "y_embedder.", "pos_embed", "final_layer.linear.")
+REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
 # By the modules that timm groups registered names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py", text="train_text.py")
+
+
+class OtherModel(ValueError):
+    """Weights are of another model than the one that they are loaded into."""
+
+
+@contextlib.contextmanager
+def taken_for(name: str) -> Iterator[None]:
+    """Add to the message of `OtherModel` which model it was, and how another is named."""
+    try:
+        yield
+    except OtherModel as error:
+        raise ValueError(f"{error}; they were taken for model.name {name}, --model.name names another") from None
 
 
 def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
@@ -40,6 +62,8 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
         if "unexpected keyword" in str(error):
             raise ValueError(f"{name}: {error}; look at model.kwargs") from None
         raise
+    except (RuntimeError, MemoryError) as error:  # sizes that torch has no memory for, or that make no model
+        raise ValueError(f"{name} cannot be made: {reason_of(error)}") from None
     # Models that others have registered are known by what they can do.
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
@@ -47,6 +71,19 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
     if kind not in (None, actual):
         raise ValueError(f"model.name '{name}' is a {actual} model, a {kind} model is needed")
     return model
+
+
+def check_side(model: nn.Module, side: Optional[int]) -> None:
+    """Raise ValueError unless patches cover images of this side, as those of the size that timm trained the model for may not.
+
+    Args:
+        model: a classifier.
+        side: of data.img_size; None: the model's own.
+    """
+    embed = getattr(model, "patch_embed", None)
+    patch = getattr(embed, "patch_size", (1,))[0]
+    if side and side % patch and not embed.dynamic_img_pad and side != model.pretrained_cfg["input_size"][-1]:
+        raise ValueError(f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model")
 
 
 def check_name(name: str, kind: Optional[str]) -> None:
@@ -108,14 +145,25 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
         ValueError, FileNotFoundError: naming the file.
     """
     file = weights_file(path, weights)
-    state, metadata = read_safetensors(file)
+    state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
-    _refuse_strange_run(file, kind, state, metadata)
     model = create(metadata["architecture"], kind, **metadata["arguments"])
     take_shared_heads(model, state)
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
+
+
+def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
+    """(tensors, metadata) of a .safetensors file; an `architecture` and `arguments` among these are a model that they fit.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the file.
+    """
+    state, metadata = read_safetensors(file)
+    if "architecture" in metadata:
+        _refuse_strange_run(file, kind, state, metadata)
+    return state, metadata
 
 
 def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor], metadata: dict) -> None:
@@ -174,7 +222,7 @@ def refuse_other_shapes(
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise ValueError, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats.
+    """Raise `OtherModel`, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats.
 
     may_lack: whether a tensor of the model need not be there.
     """
@@ -183,14 +231,14 @@ def refuse_other_shapes(
         if name not in own:
             continue
         if tensor.shape != own[name].shape:
-            raise ValueError(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
+            raise OtherModel(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
         # Whole numbers would be taken over as if they were weights, of complex ones a half.
         if tensor.is_floating_point() != own[name].is_floating_point() or tensor.is_complex():
-            raise ValueError(f"{file}: {name} is of {tensor.dtype}, the model needs {own[name].dtype}")
+            raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {own[name].dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
     unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # of any length in a file
     if missing or unexpected:
-        raise ValueError(
+        raise OtherModel(
             f"{file} does not fit {type(model).__name__}: "
             f"{len(missing)} tensors are missing {missing[:3]}, {len(unexpected)} are unexpected {unexpected[:3]}"
         )
@@ -204,7 +252,7 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
         img_size: another one than the run's; positions are resized.
 
     Returns:
-        (model in eval mode, dict(name, arguments, classes or None, weights: the file, of_run: whether it brings its model))
+        (model in eval mode, dict(name, arguments, classes or None, weights: as `weights_said` has it, of_run: whether it brings its model))
 
     Raises:
         ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
@@ -213,12 +261,12 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     if Path(path).exists():
         path = str(weights_file(path))
         if path.endswith(".safetensors"):  # the only kind of file that says what it is
-            state, about = read_safetensors(Path(path))
+            about = read_described(Path(path), "classifier")[1]
             if "architecture" in about:
-                _refuse_strange_run(Path(path), "classifier", state, about)
                 name, arguments = about["architecture"], about["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
+    check_side(model, img_size)
     said: list = []
     try:
         init_from(model, path, said.append, "--checkpoint")
@@ -228,19 +276,27 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
     of_run = "architecture" in about
-    return model.eval(), dict(name=name, arguments=arguments, classes=about.get("classes"), weights=path, of_run=of_run)
+    named = dict(name=name, arguments=arguments, classes=about.get("classes"), weights=weights_said(path))
+    return model.eval(), dict(named, of_run=of_run)
 
 
-def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print, key: str = "init_from") -> bool:
+def init_from(
+    model: nn.Module,
+    source: str,
+    say: Callable[[str], None] = print,
+    key: str = "init_from",
+    classes: Optional[Sequence[str]] = None,
+) -> bool:
     """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
 
-    The head or label table is made anew for another class count, position tables and patch kernels are resized (or made
-    anew, where the layout has no such rule) for another size of images, patches or colours, the last layer of a DiT is made
-    anew with or without a learned variance, and routers start fresh where the source has none; each is named through
-    `say`. The model takes the shared heads of a source with routers; how many run stays its own.
+    The head or label table is made anew for other classes, by name where the source names its own. Position tables and patch
+    kernels are resized (or made anew, where the layout has no such rule) for another size of images, patches or colours,
+    the last layer of a DiT is made anew with or without a learned variance, and routers start fresh where the source has
+    none; each is named through `say`. The model takes the shared heads of a source with routers; how many run stays its own.
 
     Args:
         key: of the configuration, named in messages.
+        classes: names of the model's classes; None: they are the source's, if it has as many.
 
     Returns:
         whether the source is dense.
@@ -250,14 +306,17 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print,
     """
     local = source.removeprefix("local-dir:")
     if Path(local).exists():
-        state = read_tensors(weights_file(local))
+        file = weights_file(local)
+        state, theirs = read_tensors(file), classes and saved_with(file)
     elif source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
         try:
-            state = timm.create_model(source, pretrained=True).state_dict()
+            network = timm.create_model(source, pretrained=True)
+            state, theirs = network.state_dict(), listed(network.pretrained_cfg.get("label_names"), "label_names")
         except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
-            raise ValueError(f"{key} {source}: {reason_of(error)}") from None
+            raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
     else:
-        raise FileNotFoundError(f"{key} {source}: neither a run, a file of weights, nor a registered model name")
+        what = "neither a run, a file of weights, nor a registered model name"
+        raise FileNotFoundError(f"{key} {source}: {what}{near_model(source)}")
     own = model.state_dict()
     kernel = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
     before = {name: list(tensor.shape) for name, tensor in state.items()}
@@ -271,6 +330,15 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print,
     ]
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
         changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
+    of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
+    if classes and of_classes:
+        part = "label table" if of_classes[0].startswith("y_embedder.") else "head"
+        if theirs is None:
+            changes.append(f"{key}: the {part} is kept; {source} does not name its {len(classes)} classes")
+        elif theirs != list(classes):
+            odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
+            changes.append(f"{key}: the {part} is made anew: class {odd!r} is not in the same place in {source}")
+            state = {name: tensor for name, tensor in state.items() if name not in of_classes}
     refuse_other_shapes(f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
     for change in changes:  # only of weights that fit
         say(change)
@@ -280,6 +348,13 @@ def init_from(model: nn.Module, source: str, say: Callable[[str], None] = print,
     if routers:
         say(f"{key}: {routers} router tensors start fresh")
     return dense
+
+
+def near_model(source: str) -> str:
+    """A question for the message on a mistyped name of timm's models or ours; empty where none is near."""
+    is_name = not ({":", "/"} & {*source} or Path(source).exists())
+    near = nearest(source, timm.list_models(pretrained="." in source), 1) if is_name else []
+    return f", did you mean {near[0]}?" if near and near != [source] else ""
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
@@ -294,14 +369,16 @@ def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
             return take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
-def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
+def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
     """Load published or own weights into a model, whatever their layout.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects), the
-    .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. An EMA is preferred where the file
-    holds one. Layouts: ours; timm's ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose
+    .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose
     outputs a model with compat="diffusers" has. Weights of a dense model leave MoH's routers at zero. The shared heads
     of weights with MoH's routers become the model's; how many heads run stays its own.
+
+    Args:
+        weights: "ema", where the file or folder holds one, or "model".
 
     Returns:
         the model.
@@ -309,10 +386,10 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path]) -> nn.Module:
     Raises:
         FileNotFoundError, ValueError: naming the file, and what does not fit.
     """
-    file = weights_file(str(path))
+    file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
         return _load_npz(model, file)
-    state = read_tensors(file)
+    state = read_tensors(file, weights)
     if hasattr(model, "checkpoint_filter"):
         state = zero_missing_routers(_translated(str(file), state, model), model)
     refuse_other_shapes(file, state, model)
@@ -326,7 +403,7 @@ def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[s
         state = model.checkpoint_filter(state, model)
         take_shared_heads(model, state)
     except Exception as error:  # filters look at shapes that nobody has checked
-        raise ValueError(f"{file}: {reason_of(error)}") from None
+        raise OtherModel(f"{file}: {reason_of(error)}") from None
     odd = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if odd:
         raise ValueError(f"{file}: {odd[0]} is no tensor")

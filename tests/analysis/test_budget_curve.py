@@ -62,14 +62,14 @@ def test_shares_that_the_shared_heads_do_not_allow():
 def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     """Scores and times of a model that counts its heads."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 3)
-    monkeypatch.setattr(budget_curve, "on_cpu", lambda run: run() / 1000)
+    monkeypatch.setattr(budget_curve, "seconds_of", lambda run: run() / 1000)
     model = vit(0.75)
     before = budget_pairs(model)
 
     def running():
         return head_budget(model)["active"]
 
-    one = Scored(model, lambda: dict(top1=float(running()), active_heads=[1]), running, dict(batch_size=2))
+    one = Scored(model, lambda: dict(top1=float(running()), active_heads=[1]), running, dict(batch_size=2, weights="W"))
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]
@@ -85,6 +85,7 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
 
 def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(budget_curve, "ROUNDS", 2)
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     runs = [str(tmp_path / scope) for scope in ("token", "sample")]
     for run in runs:
         train_cls.main(arguments("cls", run, 2, 2, *HEADS, "--model.scope", run.rpartition("/")[2]))
@@ -92,7 +93,9 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert main([*runs, "--output", str(figure), "--shares", "0.5", "1", "--data.eval_batch_size", "50"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count(" of the heads, top-1, % ") == 6 and figure.read_bytes()[:4] == b"\x89PNG"
+    assert all(shown.count(f"{run}: weights of {run}/ema.safetensors\n") == 1 for run in runs)
+    assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
+    assert figure.read_bytes()[:4] == b"\x89PNG"
     token, sample = json.loads(figure.with_suffix(".json").read_text())["lines"]
     assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [0.5, 0.75, 1.0]
     assert token["batch_size"] == 50 and token["executor"] == "auto" and token["data"] == "digits, val split"
@@ -107,7 +110,6 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
 
     there, new = ["--output", str(figure)], ["--output", str(tmp_path / "new.svg")]
     assert "exists; give another path" in error(*runs, *there)
-    assert "curve.json exists" in error(*runs, "--output", str(figure.with_suffix(".svg")))
     assert "--checkpoint has no effect: RUN says" in error(runs[0], *new, "--checkpoint", runs[1])
     assert "expected a name that ends in .png or .svg" in error(*runs, "--output", "curve.pdf")
     assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in error(
@@ -129,6 +131,7 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
 
 
 def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     cls, dit = str(tmp_path / "cls"), str(tmp_path / "dit")
     train_cls.main(arguments("cls", cls, 6, 6, *HEADS))
@@ -137,6 +140,8 @@ def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
     score = ["--score", "digits", "--extractor", cls]
     capsys.readouterr()
     assert main([dit, "--output", str(figure), "--shares", "1", *short, *score]) == 0
+    said = capsys.readouterr().out
+    assert said.count("samples: 2 steps\n") == 2 == said.count("real images: 1 of ")
     (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
     assert line["shares"] == [0.75, 1.0] and line["batch_size"] == 20
     for scores in line["scores"]:
@@ -150,6 +155,7 @@ def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
 
 def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     run, figure, new = tmp_path / "text", tmp_path / "curve.png", ["--output", str(tmp_path / "new.png")]
     options = (
         f"--model.name clm_moh_small_75 --data.root {write_plain(tmp_path / 'plain')} --data.block 16 --data.merges 30 "
@@ -158,6 +164,7 @@ def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
     )
     train_text.main(options.split())
     assert main([str(run), "--output", str(figure), "--shares", "0.5", "1"]) == 0
+    assert capsys.readouterr().out.count("scoring: 1 of ") == 3
     (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
     # The preset's budget is uniform, and so are the shares.
     assert line["shares"] == [0.5, 0.75, 1.0] and line["layers"][0][0] == line["layers"][0][1]

@@ -119,7 +119,7 @@ def test_every_kind_is_drawn(tmp_path, kind, end, capsys):
     made().save(tmp_path / "head_load.json")
     out = tmp_path / f"figure.{end}"
     assert main([str(tmp_path), "--output", str(out), "--kind", kind]) == 0
-    assert f"{out}: {kind} by class" in capsys.readouterr().out
+    assert f"{out}, {out.with_suffix('.json')}: {kind} by class" in capsys.readouterr().out
     if end == "png":
         pixels = np.asarray(Image.open(out).convert("RGB"))
         assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
@@ -145,6 +145,8 @@ def test_a_map_has_colours_for_heads_that_are_chosen(tmp_path):
     load.of["run"] = "$run$ {1}"
     figure = draw(load, "map")[0]
     assert figure.axes[0].get_title() == r"\$run\$ {1}, 87.5 % of the heads, made up, nothing, val"
+    load.of["data"] = "x" * 30 + ", dpm-solver++"  # the hyphen is where a line could end
+    assert "dpm-solver++" in draw(load, "map")[0].axes[0].get_title()
     (image,) = figure.axes[0].images
     figure.canvas.draw()
     shown = image.to_rgba(image.get_array(), bytes=True)  # [groups, 8 + 1 + 8 + 1 + 8, 4]
@@ -218,7 +220,6 @@ def test_names_of_layers():
         (["{}/none", "--output", "{}/a.png"], "none: no such file; a run writes it at its end"),
         (["{}/empty", "--output", "{}/a.png"], "empty/head_load.json: no such file"),
         (["{}/head_load.json", "--output", "{}/a.jpg"], "a.jpg: expected a name that ends in .png or .svg"),
-        (["{}", "--output", "{}/head_load.png"], "head_load.json, which is the input; give another name"),
         (["{}", "--output", "{}/none/a.png"], "none/a.png: no such folder"),
         (["{}", "--output", "{}/a.png", "--by", "timestep"], "--by timestep: only class"),
         (
@@ -239,6 +240,15 @@ def test_mistakes(tmp_path, capsys, argv, words):
     assert main([a.format(tmp_path) for a in argv]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and not list(tmp_path.glob("a.*"))
+
+
+def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, capsys):
+    made().save(tmp_path / "load.json")
+    before = (tmp_path / "load.json").read_bytes()
+    assert main([str(tmp_path / "load.json"), "--output", str(tmp_path / "load.png")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/load.png, {tmp_path}/load.png.json: map by class\n"
+    assert json.loads((tmp_path / "load.png.json").read_text())["by"] == "class"
+    assert (tmp_path / "load.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(

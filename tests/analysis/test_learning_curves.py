@@ -16,9 +16,9 @@ def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), 
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "trained_parameters": 3}]
     for i, loss in enumerate(losses):  # smoothed labels make the loss another one than validation's
-        lines.append({"step": 10 * i, "loss": 99.0, "nll": loss, "epoch": 10 * i // epoch})
-    lines += [{"step": 20 * (i + 1) - 1, "validation": {"loss": loss}} for i, loss in enumerate(dev)]
-    lines.append({"step": 10 * len(losses), "loss": None, "nll": None, "epoch": 10 * len(losses) // epoch})
+        lines.append({"step": 10 * i + 1, "loss": 99.0, "nll": loss, "epoch": 10 * i // epoch})
+    lines += [{"step": 20 * (i + 1), "validation": {"loss": loss}} for i, loss in enumerate(dev)]
+    lines.append({"step": 10 * len(losses) + 1, "loss": None, "nll": None, "epoch": 10 * len(losses) // epoch})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if bleu is not None:
         scores = dict(soft=dict(tokenised_bleu=dict(bleu=bleu), bleu=dict(bleu=bleu)))
@@ -60,7 +60,7 @@ def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
 
 def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
+        "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
     found = read_curves(tmp_path)
     assert found.steps_an_epoch == 7 and found.validation == [] and found.train[-1] == (30, 1.0)
@@ -110,7 +110,7 @@ def test_scores_over_a_share_of_the_data(tmp_path, capsys):
 
 def test_mistakes_are_one_line(tmp_path, capsys):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
-    (tmp_path / "old.json").touch()
+    (tmp_path / "old.png").touch()
 
     def refused(*argv):
         code, out, error = command(capsys, *(argv if "--output" in argv else [*argv, "--output", tmp_path / "new.png"]))
@@ -118,7 +118,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         return error
 
     assert "new.pdf: expected a name that ends in .png or .svg" in refused(run, "--output", tmp_path / "new.pdf")
-    assert "old.json exists" in refused(run, "--output", tmp_path / "old.png")
+    assert "old.png exists" in refused(run, "--output", tmp_path / "old.png")
     assert "are the same run with the same seed" in refused(run, run)
     assert "--window 0: expected 1 or more" in refused(run, "--window", 0)
     assert "no run has got so far" in refused(write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9)
@@ -133,3 +133,17 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (run / "results.json").unlink()
     assert "has no results.json" in refused(run, "--over", "data.share")
     assert not (tmp_path / "new.png").exists()
+
+
+def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, capsys):
+    runs = []
+    for seed, objective in enumerate(("noise", "flow", "noise")):
+        run = write_run(tmp_path / str(seed), model="moh_dit_small_patch2_75", seed=seed, losses=[3, 2])
+        about = dict(yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(about))
+        runs.append(run)
+    for name, several, y in (
+        ("both", runs[:2], "losses of noise and flow, which have no common scale"), ("one", runs[::2], "loss")
+    ):  # fmt: skip
+        assert command(capsys, *several, "--output", tmp_path / f"{name}.png")[0] == 0
+        assert json.loads((tmp_path / f"{name}.json").read_text())["y"] == y

@@ -117,7 +117,9 @@ def test_the_commands(run, capsys):
     assert patches.main([*argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
     assert attention_maps.main([*argv, "--output", str(run / "maps.svg"), "--token", "3,0"]) == 0
     said = capsys.readouterr().out
-    assert "heads of 1 of 2 layers" in said and "attention of patch 3,0 in 8 heads of layer 1" in said
+    file = next(file for name in ("ema", "model") if (file := run / "run" / f"{name}.safetensors").exists())
+    assert f"heads of 1 of 2 layers, weights of {file}\n" in said
+    assert f"attention of patch 3,0 in 8 heads of layer 1, weights of {file}\n" in said
     assert Image.open(run / "heads.png").size[0] > 600 and (run / "maps.svg").read_text().startswith("<?xml")
     heads, maps = (json.loads((run / name).read_text()) for name in ("heads.json", "maps.json"))
     (layer,) = heads["layers"]
@@ -127,6 +129,14 @@ def test_the_commands(run, capsys):
     gates = gates[:, 3, 0]  # the same layer and patch
     np.testing.assert_allclose(np.array(maps["gates"], dtype=float), gates)
     assert np.array(maps["attention"]).shape == (8, 4, 4) and maps["token"] == [3, 0]
+
+
+def test_layers_that_leave_heads_out_are_drawn(run, tmp_path, capsys):
+    pairs = ["--model.head_budget", "[[1, 3], [8, 0]]"]
+    train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *pairs))
+    argv = [str(tmp_path / "run"), "--image", str(run / "zero.png"), "--output", str(tmp_path / "heads.png")]
+    assert patches.main(argv) == 0
+    assert [layer["layer"] for layer in json.loads((tmp_path / "heads.json").read_text())["layers"]] == [0]
 
 
 def test_a_title_says_what_the_model_takes_the_image_for(run):

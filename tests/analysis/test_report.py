@@ -112,7 +112,7 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
         capsys.readouterr()
         script.main([*small_runs.arguments(kind, runs / kind, 4, 100), "--dry-run"])
         _, _, described = capsys.readouterr().out.partition("parameters: ")
-        assert "executed: a training step on cpu, batch 8," in " ".join(described.split()) in page.text
+        assert "of dense ideal" in " ".join(described.split()) in page.text
     command = json.loads((runs / "cls" / "environment.jsonl").read_text())["command"]
     assert command in page.text and "max_steps: 4" in page.text
     assert (tmp_path / "report.html").stat().st_size < 1_000_000

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from refusals import unread
 from safetensors.torch import save_file
 from small_runs import arguments, same
 from small_text import write_plain
@@ -238,11 +239,12 @@ def test_files_of_something_else(tmp_path, text):
         resolve_budget(f"searched:{tmp_path / 'none.json'}", 3, 6, 8)
 
 
-def test_a_run_keeps_the_budget_and_not_the_file(tmp_path, capsys):
+def test_a_run_keeps_the_budget_and_not_the_file(tmp_path, capsys, monkeypatch):
     """The whole way: a run, its search, a run with what it found, which goes on and loads without the file."""
     first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "budget.json"
     train_cls.main(arguments("cls", first, 2, 2))
-    assert main([str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
+    with unread(monkeypatch):
+        assert main([str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["active"] == sum(layer["active"] for layer in found["layers"]) == 12
     assert found["measured_on"]["images"] == 16 and set(found["compared"]) == {"searched", "uniform", "ramp"}
@@ -267,15 +269,18 @@ def test_a_run_keeps_the_budget_and_not_the_file(tmp_path, capsys):
     assert "model.head_budget has no effect" in capsys.readouterr().err
 
 
-def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_path, capsys):
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     run, files = tmp_path / "run", [tmp_path / "1.json", tmp_path / "2.json"]
     train_dit.main(arguments("dit", run, 2, 2, "--model.router", "dense"))
     for file in files:
         assert main([str(run), "--share", "0.8", "--images", "8", "--output", str(file)]) == 0
     found, again = (json.loads(file.read_text()) for file in files)
     assert found == again and found["measured_on"]["converted"] and found["active"] == 13
-    assert "converted with its strongest heads shared: diffusion loss" in capsys.readouterr().out
-    capsys.readouterr()
+    out = capsys.readouterr().out
+    assert "converted with its strongest heads shared: diffusion loss" in out
+    count = out.partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
+    assert f"search: {count} of {count} measurements, 00:00 left" in out
     assert main([str(run), "--share", "0.8", "--output", str(tmp_path / "3.json"), "--model.depth", "3"]) == 2
     assert "model.depth has no effect: a diffusion run" in capsys.readouterr().err
 

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("triton")
 
 from moh_vision.attention import kernels
-from moh_vision.attention.kernels import gpu
 from moh_vision.attention.kernels.gpu import attend
 
 module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
@@ -305,20 +304,33 @@ def tf32():
 def test_every_operator_runs_with_tf32(tf32):
     q, k, v, weights, token, offsets = operands()
     attend(q, k, v, weights, token, offsets)[0].sum().backward()
-    every = torch.ones(1, 1, 2, dtype=torch.bool, device=DEVICE)
-    with torch.no_grad():
-        gpu.decode(q[:, :, :1], k, v, None, every)
     x, weight = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((1, 6, 16), (4, 16)))
     torch.ops.moh_vision_triton.route(x, weight, 4, 0, 2, "released", None)[0].sum().backward()
-    heads = torch.tensor([[0, 1]], dtype=torch.int32, device=DEVICE)
-    gpu.project_heads(x, torch.randn(32, 16, device=DEVICE, requires_grad=True), None, heads, 16).sum().backward()
 
 
-def test_second_derivative_is_refused():
-    q, k, v, *rest = operands()
-    (dq,) = torch.autograd.grad(attend(q, k, v, *rest)[0].square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        dq.sum().backward()
+@pytest.mark.parametrize("kind, gates", [("none", None), ("causal", 1), ("bool", 6)])
+def test_second_derivatives_equal_the_loop(kind, gates):
+    """Of a sum too, whose gradient has no graph; the list is longer than what runs."""
+    active = some_active(2, 6, 4)
+    q, k, v = torch.randn(2, 4, 6, 16), torch.randn(2, 2, 6, 16), torch.randn(2, 2, 6, 16)
+    weights = None if gates is None else torch.rand(2, gates, 4)
+    how = dict(is_causal=True) if kind == "causal" else {}
+    if kind == "bool":
+        how = dict(mask=torch.rand(2, 1, 6, 6) < 0.6)
+    for loss in (torch.Tensor.sum, lambda o: o.square().sum()):
+        results = []
+        for function, pairs, convert in (
+            (attend_in_a_loop, [active], lambda x: x.double()),
+            (lambda *args, **kwargs: attend(*args, **kwargs)[0], list_of(active), lambda x: x.to(DEVICE)),
+        ):
+            tensors = [convert(x).requires_grad_() for x in (q, k, v, weights) if x is not None]
+            given = [*tensors, None][:4]
+            on = {name: x.to(given[0].device) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+            first = torch.autograd.grad(loss(function(*given, *pairs, **on)), tensors, create_graph=True)
+            norm = sum(grad.square().sum() for grad in first)
+            results.append(torch.autograd.grad(norm, tensors))
+        for name, want, got in zip(NAMES[1:], *results):
+            assert (got.cpu() - want).abs().max() <= 1e-4 * want.abs().max().clamp(min=1e-3), name
 
 
 def test_other_operands_are_refused():

@@ -1,103 +1,170 @@
-"""Triton's kernels compile for an H100, also where there is none.
+"""Triton's kernels compile for three generations of GPUs, also where there is none: within its memory.
 
 The interpreter runs what the compiler refuses (a method of a size that Triton made a constant because it is 1), and it has
 no limit of shared memory. So this file, run as a script, calls the operators with kernels that are compiled from their
 arguments as on a GPU, and not launched.
 """
 
+import importlib
+import itertools
+import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
 
-SHARED_MEMORY = 227 * 1024  # bytes, of a program on an H100
+# Bytes of shared memory that a program has on an A100, on small GPUs (RTX 4090, L4) and on an H100, by capability.
+CARDS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SPILLED = 128  # bytes of a thread that may lie in memory in place of registers
+WIDTHS = [64, 72, 128, 256]
+DTYPES = ["float32", "tf32", "bfloat16", "float16"]
+TOKENS = [197, 1024]
+MASKS = ["none", "causal", "bool", "float"]
+SIX = [
+    (80, 64, "bfloat16", 1024, "none"),
+    (80, 128, "float32", 197, "bool"),
+    (89, 72, "float16", 197, "causal"),
+    (89, 256, "tf32", 197, "none"),
+    (90, 64, "bfloat16", 197, "none"),
+    (90, 128, "bfloat16", 1024, "float"),
+]
+BUDGETS = 1, 2, 16, 23
 
 
-def test_kernels_compile():
+def compiled(tasks):
+    """What a process without the interpreter compiles for the tasks, lists of a function below, a card, and arguments."""
     from conftest import ROOT
 
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, __file__, json.dumps(tasks)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert len(set(result.stdout.split())) > 10, result.stdout
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def compile_only():
-    """Have Triton compile for an H100 and launch nothing; print the names of the kernels."""
+def assert_fit(kernels):
+    for kernel in kernels:
+        wide = kernel["task"][2:4] == [256, "float32"]
+        assert kernel["spilled"] <= (320 if wide else SPILLED), kernel
+        assert kernel["shared"] <= CARDS[kernel["task"][1]], kernel
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    attend = [("attend", *case) for case in SIX]
+    route = [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
+    return compiled([*attend, *route, ("ones", 90)])
+
+
+def of(task, kernels):
+    return [kernel for kernel in kernels if kernel["task"][0] == task]
+
+
+def test_six_kinds_of_attention(kernels):
+    assert len(of("attend", kernels)) == 3 * len(SIX)
+    assert_fit(of("attend", kernels))
+
+
+@pytest.mark.slow  # minutes
+@pytest.mark.parametrize("D", WIDTHS)
+@pytest.mark.parametrize("card", CARDS)
+def test_attention_as_a_matrix(card, D):
+    tasks = list(itertools.product(["attend"], [card], [D], DTYPES, TOKENS, MASKS))
+    kernels = compiled(tasks)
+    assert len(kernels) == 3 * len(tasks)
+    assert_fit(kernels)
+
+
+def test_an_elastic_budget_compiles_nothing_anew(kernels):
+    found = of("route", kernels)
+    assert {kernel["task"][-1] for kernel in found} == set(BUDGETS)
+    assert len({kernel["hash"] for kernel in found}) == len({kernel["name"] for kernel in found})
+    assert_fit(found)
+
+
+def test_sizes_of_one(kernels):
+    """Triton makes constants of them, which have no methods of tensors."""
+    names = {kernel["name"] for kernel in of("attend", kernels) + of("route", kernels)}
+    assert {kernel["name"] for kernel in of("ones", kernels)} == names
+
+
+# ---- The script
+
+
+def compile_only(tasks):
+    """Have Triton compile for the card of each task while it lasts, and launch nothing; print a line for every kernel."""
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     class NoDriver:
         def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", task[1], 32)
 
         def get_current_device(self):
-            return 0
+            return task[1]  # kernels are kept per device
 
         def get_current_stream(self, device=None):
             return 0
 
-    run = JITFunction.run
-
     def compile_kernel(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        print(self.__name__, flush=True)
-        assert kernel.metadata.shared <= SHARED_MEMORY, f"{self.__name__}: {kernel.metadata.shared} bytes"
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        spilled = sum(int(size) for size in re.findall("(?:STACK|LOCAL):([0-9]+)", usage))
+        line = dict(name=self.__name__, task=task, hash=kernel.hash, shared=kernel.metadata.shared, spilled=spilled)
+        print(json.dumps(line), flush=True)
 
+    run = JITFunction.run
     driver.set_active(NoDriver())
     JITFunction.run = compile_kernel
+    module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
+    module.shared_memory = lambda device: CARDS[task[1]]
+    for task in tasks:
+        yield task
 
 
-def differentiate(tensors):
-    for x in tensors:
-        if x.requires_grad:
-            x.sum().backward()
-
-
-def call_all(B, N, H, G, D, C, K, dtype, mask):
-    """Call every operator: K of H heads run, C is the width of the tokens."""
+def attend(D, dtype, tokens, mask, H=4, G=2):
+    """Attention of views of one product, and gradients."""
     from moh_vision.attention.kernels import gpu
 
-    OPS = torch.ops.moh_vision_triton
-
-    def tensor(*shape, dtype=dtype):
-        return torch.zeros(shape, dtype=dtype, requires_grad=True)
-
-    token, offsets = torch.zeros(B * N * K, dtype=torch.int32), torch.zeros(H * B + 1, dtype=torch.int32)
-    gates = tensor(H, B, N, dtype=torch.float32).permute(1, 2, 0)
-    q, k, v = (
-        x.unflatten(-1, (-1, D)).transpose(1, 2)
-        for x in tensor(B, N, (H + 2 * G) * D).split([H * D, G * D, G * D], dim=-1)
-    )
-    differentiate(gpu.attend(q, k, v, gates, token, offsets, is_causal=True))
-    differentiate(gpu.attend(q, k, v, None, token, offsets, mask=mask))
-
-    x = tensor(B, N, C)
-    shared = min(1, H - 1)
-    router = tensor(H - shared + (2 if shared else 0), C)  # one shared head has no row, two groups have one each
-    differentiate(OPS.route(x, router, H - shared, shared, K - shared, "released", None)[:1])
-    OPS.pairs(torch.zeros(B, N, H, dtype=torch.bool))
-
-    heads = torch.zeros(B, K, dtype=torch.int32)
-    differentiate([gpu.project_heads(x, tensor(H * D, C), tensor(H * D), heads, D)])
-    gates = tensor(B, K, dtype=torch.float32)
-    differentiate([gpu.combine_heads(tensor(B, N, K, D), gates, tensor(C, H * D), tensor(C), heads)])
-
-    with torch.no_grad():
-        gpu.decode(q[:, :, :1], k, v, None, torch.ones(B, 1, H, dtype=torch.bool))
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
+    qkv = torch.zeros(1, tokens, (H + 2 * G) * D, dtype=dtype, requires_grad=True)
+    q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in qkv.split([H * D, G * D, G * D], dim=-1))
+    gates = torch.zeros(H, 1, tokens, requires_grad=True).permute(1, 2, 0)
+    token, offsets = torch.zeros(tokens * H, dtype=torch.int32), torch.zeros(H + 1, dtype=torch.int32)
+    shape, dtypes = (1, 1, tokens, tokens), dict(bool=torch.bool, float=dtype)
+    given = torch.zeros(shape, dtype=dtypes[mask]) if mask in dtypes else None
+    gpu.attend(q, k, v, gates, token, offsets, mask == "causal", given)[0].sum().backward()
 
 
-def main():
-    compile_only()
-    call_all(2, 130, 4, 2, 72, 64, 3, torch.bfloat16, torch.zeros(1, 1, 130, 130))
-    call_all(1, 1, 1, 1, 64, 64, 1, torch.float32, torch.zeros(1, 1, 1, 1, dtype=torch.bool))
+def route(dtype, candidates, shared, routed, tokens=64, C=768):
+    """A router with its gradients, and the list of what it chose."""
+    from moh_vision.attention.kernels.gpu.library import OPS
+
+    x = torch.zeros(2, tokens, C, dtype=getattr(torch, dtype), requires_grad=True)
+    weight = torch.zeros(candidates + (2 if shared else 0), C, requires_grad=True)
+    weights, active, *_ = OPS.route(x, weight, candidates, shared, routed, "released", None)
+    weights.sum().backward()
+    OPS.pairs(active)
+
+
+def ones():
+    attend(16, "float32", 1, "bool", H=1, G=1)
+    route("float32", 1, 0, 1, tokens=1, C=1)
 
 
 if __name__ == "__main__":
-    main()
+    for function, _, *arguments in compile_only(json.loads(sys.argv[1])):
+        globals()[function](*arguments)

@@ -100,12 +100,6 @@ def test_layers_with_groups(executor):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
-def test_scripted():
-    layer = HeadMixtureAttention(C, BUDGET, "query_norm", kv_heads=H // GROUP, router_kwargs=dict(group=GROUP))
-    x = torch.randn(B, N, C)
-    torch.testing.assert_close(torch.jit.script(layer)(x)[0], layer(x)[0])
-
-
 @pytest.mark.parametrize(
     "budget, weights", [((H, 0), [1] * H), ((6, 2), [1] * H)], ids=["all shared", "one group to choose from"]
 )

@@ -26,6 +26,12 @@ def lists(B, N, H, share):
     return active, kernels.list_pairs(active)
 
 
+def attend(path, q, k, v, pairs, heads, tokens, is_causal=False, mask=None, source=None):
+    if path == "cpp":
+        return kernels.attend(q, k, v, pairs, heads, tokens, is_causal, mask, source)
+    return eager.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)
+
+
 def attend_in_a_loop(q, k, v, pairs, heads, tokens, source, is_causal, mask):
     (_, G, M, D), segments = k.shape, len(pairs.offsets) - 1
     sequences = segments // heads
@@ -104,9 +110,9 @@ def test_equal_to_a_loop(shape, path):
 
     ours = [t.requires_grad_() for t in tensors]
     x, w, b, k, v, gates, wo, bo = ours
-    q = kernels.project(x, w, b, pairs, H, whole=False)
-    o = kernels.attend(q, k, v, pairs, H, N, is_causal=is_causal, mask=mask)
-    y = kernels.combine(o, gates, wo, bo, pairs, H, whole=False)
+    q = kernels.project(x, w, b, pairs, H)
+    o = attend(path, q, k, v, pairs, H, N, is_causal, mask)
+    y = kernels.combine(o, gates, wo, bo, pairs, H)
     grads = torch.autograd.grad((y * slope).sum(), ours)
     for name, got, exactly in zip(("y", *"x w b k v gates wo bo".split()), (y, *grads), (want, *want_grads)):
         assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-6, name
@@ -116,18 +122,16 @@ def test_whole_sequences_with_keys_of_their_own(path):
     """Scope "sample": each sequence has heads of its own, and keys and values only of these."""
     B, N, M, C, H, D = 3, 30, 21, 48, 4, 16
     active = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0]]).bool().unsqueeze(1)  # nobody runs the last head
-    chosen = kernels.list_pairs(active)
-    pairs, key_pairs = kernels.spread(chosen, N), kernels.spread(chosen, M)
-    assert all(torch.equal(a, b) for a, b in zip(pairs, kernels.list_pairs(active.expand(B, N, H)), strict=True))
+    pairs, key_pairs = (kernels.list_pairs(active.expand(B, tokens, H)) for tokens in (N, M))
     mask = torch.rand(B, H, N, M) < 0.6
     x, context, w = torch.randn(B * N, C), torch.randn(B * M, C), torch.randn(3, H * D, C) / C**0.5
     gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
     leaves = [t.requires_grad_() for t in (x, context, w, gates, wo)]
-    q = kernels.project(x, w[0], None, pairs, H, whole=True)
-    k, v = (kernels.project(context, part, None, key_pairs, H, whole=True).view(1, -1, M, D) for part in w[1:])
+    q = kernels.project(x, w[0], None, pairs, H)
+    k, v = (kernels.project(context, part, None, key_pairs, H).view(1, -1, M, D) for part in w[1:])
     source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
-    o = kernels.attend(q, k, v, pairs, H, N, source=source, mask=mask)
-    y = kernels.combine(o, gates, wo, None, pairs, H, whole=True)
+    o = attend(path, q, k, v, pairs, H, N, mask=mask, source=source)
+    y = kernels.combine(o, gates, wo, None, pairs, H)
     grads = torch.autograd.grad(y.square().sum(), leaves)
 
     x, context, w, gates, wo = exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -191,7 +195,7 @@ def test_nan_stays_where_it_is(path):
     pairs = lists(1, 40, 2, 0.5)[1]
     q, k, v = torch.randn(len(pairs.token), 16), *torch.randn(2, 1, 2, 40, 16)
     q[5, 3] = math.nan
-    o = kernels.attend(q, k, v, pairs, 2, 40)
+    o = attend(path, q, k, v, pairs, 2, 40)
     assert o[5].isnan().all() and not torch.cat([o[:5], o[6:]]).isnan().any()
 
 
@@ -210,7 +214,9 @@ def test_one_token_leaves_the_bias_as_it_is(path):
 
 @pytest.mark.parametrize("size", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_spread_over_every_dimension(size, dtype, path):
+def test_masks_spread_over_every_dimension(size, dtype, operators):
+    if not kernels.native(torch.device("cpu"), dtype, "attend"):
+        pytest.skip("this processor has no products in 16 bits")
     B, H, N, D = 2, 3, 20, 16
     pairs = lists(B, N, H, 0.5)[1]
     q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
@@ -223,7 +229,7 @@ def test_masks_spread_over_every_dimension(size, dtype, path):
 
 
 @pytest.mark.parametrize("size", [(3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)], ids=str)
-def test_masks_of_another_size_are_refused(size, path):
+def test_masks_of_another_size_are_refused(size, operators):
     pairs = lists(2, 5, 3, 0.5)[1]
     q, k, v = torch.randn(len(pairs.token), 16), *torch.randn(2, 2, 3, 5, 16)
     with pytest.raises((RuntimeError, IndexError)):
@@ -251,8 +257,11 @@ def test_gates_that_are_0_and_1(path):
     x = torch.randn(2, 7, 32)
     with torch.no_grad():
         routing, q = layer.route(x)
-        call = Call(x, Routing(routing.active, routing.active, routing.stats), q=q)
-        torch.testing.assert_close(layer.execute(call, "packed"), layer.execute(call, "reference"))
+        call, outputs = Call(x, Routing(routing.active, routing.active, routing.stats), q=q), []
+        for layer.executor in ("packed", "reference"):
+            heads = layer.choose(call)
+            outputs.append(heads.combine(heads.attend(*heads.project())))
+        torch.testing.assert_close(*outputs)
 
 
 def test_compiled_with_tokens_that_lie_across(operators):
@@ -300,15 +309,3 @@ def test_smaller_instruction_sets(isa, operators):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1].lower() == isa
-
-
-def test_products_cut_the_list():
-    """Heads that all tokens run together, then whole sequences, else head by head."""
-    active = torch.zeros(2, 3, 4, dtype=torch.bool)
-    active[:, :, :2] = True
-    active[1, :, 2] = True
-    cut = eager.products(*kernels.list_pairs(active), 4, 6)
-    assert [(p.rows, p.heads, p.starts) for p in cut] == [(slice(0, 6), [0, 1], [0, 6]), (slice(3, 6), [2], [12])]
-    active[0, 1, 3] = True
-    cut = eager.products(*kernels.list_pairs(active), 4, 6)
-    assert [p.heads for p in cut] == [[0, 1], [2], [3]] and cut[2].rows.tolist() == [1]

@@ -282,25 +282,62 @@ def test_the_sources_ship_with_the_package():
     assert sources and all(any(fnmatch.fnmatch(source, p) for p in patterns) for source in sources)
 
 
-@pytest.mark.parametrize("broken, said", [("compiler", "ValueError: no C compiler"), ("choice", "chooses other heads")])
+@pytest.mark.parametrize(
+    "broken, said",
+    [
+        ("compiler", "ValueError: no C compiler"),
+        ("choice", "chooses other heads"),
+        ("gradient of float32", "gradients of the weight are not those of PyTorch (released, tokens torch.float32"),
+        ("gradient of bfloat16", "gradients of the weight are not those of PyTorch (released, tokens torch.bfloat16"),
+        ("gradient of MoA", "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32"),
+    ],
+)
 def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):
     pytest.importorskip("triton")
     from moh_vision.attention.kernels.gpu import check
 
-    problem = check.problem
-    assert problem("cpu") is None
-    with torch.autocast("cpu"):  # as around the first call of a model
-        assert problem("cpu") is None
+    def with_wrong_gradients(x, weight, *router):
+        x, weight = x.view_as(x), weight.view_as(weight)
+        if broken.endswith(str(weight.dtype).partition(".")[2]):
+            weight.register_hook(lambda grad: 1.05 * grad)
+        elif "renormalised" in router:
+            x.register_hook(torch.neg)
+        return operators.route(x, weight, *router)
+
+    problem, operators = check.problem, check.OPS
     monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
     if broken == "compiler":
         monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=lambda *_: raise_value_error("no C compiler")))
+    elif broken == "choice":
+        monkeypatch.setattr(kernels.eager, "pairs", lambda active, pairs=kernels.eager.pairs: pairs(~active))
     else:
-        monkeypatch.setattr(check, "eager", types.SimpleNamespace(pairs=lambda active: kernels.eager.pairs(~active)))
+        monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=with_wrong_gradients))
     monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)
     assert building.path("cuda") == "torch" and said in caplog.text
     with pytest.raises(ValueError, match="need a GPU"):
         building.use("triton")
+
+
+def test_kernels_are_tried_wherever_the_first_call_is(monkeypatch):
+    """Under autocast, without gradients, in a checkpointed part or while torch.compile traces."""
+    pytest.importorskip("triton")
+    from moh_vision.attention.kernels.gpu import check
+
+    monkeypatch.setattr(check, "CASES", check.CASES[:1])
+    said = []
+
+    def first_call(x):
+        said.append(check.problem("cpu"))
+        return x.sin().sin()
+
+    with torch.autocast("cpu"), torch.inference_mode():
+        first_call(torch.ones(1))
+    x = torch.ones(1, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(first_call, x, use_reentrant=False).sum().backward()
+    tried = torch.compiler.assume_constant_result(lambda: said.append(check.problem("cpu")))
+    torch.compile(lambda x: (tried(), x.sin())[1], backend="aot_eager", fullgraph=True)(x)
+    assert len(said) >= 4 and not any(said)
 
 
 def test_a_cpu_beside_a_gpu_does_not_run_triton(monkeypatch):

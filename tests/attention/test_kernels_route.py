@@ -5,7 +5,8 @@ import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels.build import load
-from moh_vision.attention.kernels.route import choose, gate_logits, route, select_top_k
+from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
+from moh_vision.attention.kernels.route import route
 from moh_vision.attention.routers import MoARouter, MoHRouter
 
 pytestmark = pytest.mark.skipif(
@@ -225,11 +226,18 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.moh_vision.pairs.default, (torch.rand(2, 5, 3) < 0.5,))
 
 
-def test_second_derivatives_are_refused():
-    x, weight = make("released")
-    (slope,) = torch.autograd.grad(route(x, weight, *ROUTERS["released"]).weights.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        slope.sum().backward()
+@pytest.mark.parametrize("name", ["released", "paper", "not balanced", "MoA"])
+def test_second_derivatives_are_those_of_pytorch(name):
+    results = []
+    for path in ("cpp", "torch"):
+        kernels.use(path)
+        x, weight = make(name)
+        routing = route(x, weight, *ROUTERS[name])
+        loss = routing.weights.square().sum() + routing.stats.probs.square().sum()
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight)))
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() <= 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize(

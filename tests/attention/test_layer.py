@@ -60,12 +60,11 @@ def test_attention_dropout_only_in_training():
 
 
 @pytest.mark.parametrize("shared, routed", BUDGETS)
-def test_script_trace_and_compile(shared, routed):
+def test_traced_and_compiled(shared, routed):
     module = layer(shared, routed).eval()
     x = torch.randn(B, N, C)
     y, stats = module(x)
     for other in (
-        torch.jit.script(module),
         torch.fx.symbolic_trace(module, concrete_args=dict.fromkeys(OPTIONAL.split()) | dict(is_causal=False)),
         torch.compile(module, fullgraph=True, backend="aot_eager"),
     ):

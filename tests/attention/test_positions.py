@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
-from moh_vision.attention.masks import rotate, visible, without_padding
+from moh_vision.attention.masks import rotate, visible
 
 B, N, C, H, D = 2, 9, 24, 6, 4
 
@@ -21,20 +21,22 @@ def test_rotary_is_refused_with_a_context():
 
 
 def test_a_mask_that_broadcasts_over_keys_stays_causal():
-    got, _ = visible(torch.ones(4, 1, dtype=torch.bool), True, None, 4, 4, 0, torch.device("cpu"))
+    got, _ = visible(torch.ones(4, 1, dtype=torch.bool), True, None, False, 4, 4, 0, torch.device("cpu"))
     assert torch.equal(got[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
 
 
 def test_padded_keys_are_hidden_from_any_mask():
     padding = torch.tensor([[False, True, False], [False, False, True]])
     real = [[1, 0, 1], [1, 1, 0]]
-    assert without_padding(None, padding)[:, 0, 0].int().tolist() == real
-    allowed = torch.tensor([[True, True, True], [False, True, True]])
-    got = without_padding(allowed, padding)  # [N, M] of all sequences
-    assert got[:, 0].int().tolist() == [[r, [0, *r[1:]]] for r in real]
-    additive = torch.arange(3.0).expand(2, 1, 1, 3)
+
+    def hidden(mask, tokens):  # in cross-attention
+        return visible(mask, False, padding, True, tokens, 3, 0, torch.device("cpu"))[0]
+
+    assert hidden(None, 1)[:, 0, 0].int().tolist() == real
+    allowed = torch.tensor([[True, True, True], [False, True, True]])  # [N, M] of all sequences
+    assert hidden(allowed, 2)[:, 0].int().tolist() == [[r, [0, *r[1:]]] for r in real]
     inf = float("-inf")
-    assert without_padding(additive, padding)[:, 0, 0].tolist() == [[0, inf, 2], [0, 1, inf]]
+    assert hidden(torch.arange(3.0).expand(2, 1, 1, 3), 1)[:, 0, 0].tolist() == [[0, inf, 2], [0, 1, inf]]
 
 
 def test_rotary_depends_on_distance_only():
@@ -64,7 +66,7 @@ def test_one_mask_out_of_many(past, tokens, causal, padded, given):
     allowed = torch.rand(tokens, keys) > 0.3
     allowed[torch.arange(tokens), past + torch.arange(tokens)] = True
     mask = {None: None, "bool": allowed, "additive": torch.randn(tokens, keys)}[given]
-    got, is_causal = visible(mask, causal, padding, tokens, keys, past, torch.device("cpu"))
+    got, is_causal = visible(mask, causal, padding, False, tokens, keys, past, torch.device("cpu"))
     assert not (is_causal and got is not None)
     for b in range(2):
         for n in range(tokens):

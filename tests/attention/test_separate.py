@@ -93,14 +93,6 @@ def test_token_by_token_and_a_kept_context(executor):
             torch.testing.assert_close(cut(x, **call)[0], want)
 
 
-def test_scripted():
-    for kind in ("moh", "query_norm", "grouped sample"):
-        _, cut = twins(dtype=torch.float32, **OPTIONS[kind])
-        x = torch.randn(B, N, C)
-        with torch.no_grad():
-            torch.testing.assert_close(torch.jit.script(cut)(x)[0], cut(x)[0])
-
-
 def test_what_wraps_a_projection_is_not_read_past():
     class Doubled(nn.Module):
         def __init__(self, inner):

@@ -17,15 +17,15 @@ from moh_vision.models.teachers import Teacher
 VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
 
 
-def saved(folder, mean, std, **sizes):
+def saved(folder, mean, std, names=None, **sizes):
     """A teacher as timm saves it, which leans to class 3."""
     torch.manual_seed(1)
     model = timm.create_model("vit_tiny_patch16_224", **VIT, **sizes)
     with torch.no_grad():
         model.head.weight.normal_(std=0.3)
-        model.head.bias[3] = 4
+        model.head.bias[min(3, model.num_classes - 1)] = 4
     model.pretrained_cfg.update(mean=mean, std=std)
-    timm.models.save_for_hf(model, folder, model_args=dict(VIT, **sizes))
+    timm.models.save_for_hf(model, folder, model_config=dict(label_names=names), model_args=dict(VIT, **sizes))
     return f"local-dir:{folder}"
 
 
@@ -94,6 +94,13 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
     assert teacher(torch.zeros(1, 1, 8, 8)).shape == (1, 10) == (1, len(teacher.classes))
     said = error("--distill.teacher", tmp_path / "digits", "--data.img_size", 8, root=folder)
     assert f"2 in val; distill.teacher {tmp_path / 'digits'} has class '0' and 9 more, which val has not" in said
+    for names, words in (
+        (["dog", "cat"], "2 in val, in another order"),
+        (["cat", "cow"], "has class 'cow', which val"),
+    ):
+        other = saved(tmp_path / names[1], [0.5] * 3, [0.5] * 3, names, num_classes=2)
+        said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
+        assert f"distill.teacher {other}" in said and words in said
     assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error("--distill.teacher", "vit_tniy")
     assert "distill.teacher local-dir:/no: Config file not found" in error("--distill.teacher", "local-dir:/no")
     assert "distill.temperature 2.0 needs distill.teacher" in error("--distill.temperature", 2)

@@ -9,7 +9,7 @@ import timm
 import torch
 from pictures import write_folder
 from PIL import Image
-from refusals import refused
+from refusals import refused, unread
 from sklearn.datasets import load_digits
 from small_runs import arguments, results
 from timm.data import create_transform, resolve_model_data_config
@@ -20,6 +20,7 @@ from moh_vision.classification import train as train_cls
 from moh_vision.classification.opening import open_prepared
 from moh_vision.data.shards import convert
 from moh_vision.data.sources import Digits
+from moh_vision.engine import commands
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,8 @@ def test_the_probabilities_are_the_models(folder, capsys):
     ]
     assert predict.main([*argv, "--output", str(folder / "classes.json"), "--data.eval_batch_size", "3"]) == 2
     said, errors = capsys.readouterr()
-    torn, count = errors.splitlines()
+    told, torn, count = errors.splitlines()
+    assert told == f"weights of {folder}/run/ema.safetensors"
     assert torn.startswith(f"{folder}/torn.png: ") and count == "predict: error: 1 of 5 images could not be read"
     model = load_run(folder / "run")
     images = torch.stack([torch.tensor(pixels(i)) for i in (0, 3, 1, 4)])[:, None] / 255
@@ -174,7 +176,7 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
     assert rows(shards)[1][0]["image"] == r"\xff.png"
     (shards / "val.files.txt").unlink()
     (shards.with_suffix(".csv")).unlink()
-    assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, image at byte ")
+    assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, 00000000.png at byte ")
     for name, words in ((file, "exists; give another path"), (tmp_path / "a.txt", "expected a name that ends in .csv")):
         error = refused(capsys, validate.main, "--checkpoint", folder / "run", "--predictions", name)
         assert f"--predictions {name}" in error and words in error
@@ -209,3 +211,27 @@ def test_mistakes_are_one_line(folder, capsys, argv, words):
     assert predict.main(["--checkpoint", *argv]) == 2
     said, error = capsys.readouterr()
     assert words in error and error.count("\n") == 1 and error.startswith("predict: error: ") and not said
+
+
+def test_files_are_written_though_nobody_reads_on(folder, tmp_path, monkeypatch, capfd):
+    files = [tmp_path / name for name in ("p.csv", "load.json", "s.json")]
+    options = [str(a) for pair in zip(("--predictions", "--head-load", "--score-file"), files) for a in pair]
+    with unread(monkeypatch):
+        validate.main(["--checkpoint", str(folder / "run"), *options])
+    assert all(file.is_file() for file in files)
+    argv = ["--checkpoint", str(folder / "run"), *[str(folder / "other.png")] * 3, "--data.eval_batch_size", "1"]
+    with unread(monkeypatch):
+        assert predict.main([*argv, "--output", str(tmp_path / "classes.json")]) == 0
+    assert len(json.loads((tmp_path / "classes.json").read_text())["images"]) == 3
+    before, seen = predict.predict, []
+    monkeypatch.setattr(predict, "predict", lambda *a: (seen.append(found) or found for found in before(*a)))
+    with unread(monkeypatch):
+        assert predict.main(argv) == 0
+    assert len(seen) == 1  # nobody waits for the others
+    assert set(capfd.readouterr().err.splitlines()) == {f"weights of {folder / 'run' / 'ema.safetensors'}"}
+
+
+def test_validation_shows_how_far_it_is(folder, monkeypatch, capsys):
+    monkeypatch.setattr(commands, "LINE_EVERY", 0)
+    validate.main(["--checkpoint", str(folder / "run"), "--data.eval_batch_size", "100"])
+    assert "validation: 1 of 4 steps, " in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     more = "--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split()
     lines = train(root, run, *RECIPE, *more)
     steps, validations = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
-    assert [e["step"] for e in steps] == list(range(9)) and all(math.isfinite(e["loss"]) for e in steps)
+    assert [e["step"] for e in steps] == list(range(1, 10)) and all(math.isfinite(e["loss"]) for e in steps)
     assert steps[-1]["unreadable"] == 1
     assert len(validations) == 2
     for scores in validations:
@@ -238,6 +238,12 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     argv = ["--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors"]
     error = refused(capsys, *argv, given=MODEL)
     assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
+    torch.save(model.state_dict(), tmp_path / "other.pt")  # says neither its model
+    taken = "; they were taken for model.name moh_vit_small_patch16_224, --model.name names another"
+    run = ["--data.root", root, "--data.img_size", 32, "--output", tmp_path / "run"]
+    for given in ([*argv[:-1], tmp_path / "other.pt"], [*run, "--init-from", tmp_path / "other.pt"]):
+        assert taken in refused(capsys, *given, given=[])
+    assert not (tmp_path / "run").exists()
 
 
 def test_channels_last_changes_nothing_but_the_layout(tmp_path):
@@ -277,7 +283,7 @@ def test_a_run_with_fewer_heads_from_a_run(tmp_path):
     train(root, tmp_path / "second", *fewer, "--max-steps", "1")
     (tmp_path / "second" / "model.safetensors").unlink()  # killed between the checkpoint and this file
     lines = train(root, tmp_path / "second", *fewer, "--max-steps", "2")
-    assert [e["step"] for e in lines if "loss" in e] == [0, 1]
+    assert [e["step"] for e in lines if "loss" in e] == [1, 2]
     model, _ = from_run(str(tmp_path / "second"), "classifier")
     assert [(b["shared"], b["routed"]) for b in head_budget(model)["layers"]] == [(2, 1)] * 2
     argv = f"--validate-only --checkpoint {tmp_path}/second --data.root {root} --data.workers 0"

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 from pictures import encoded, gradient, kinds, write_folder
+from small_runs import SMALL
 
+from moh_vision.classification import train as train_cls
 from moh_vision.data.check import main
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.shards import convert
@@ -85,6 +87,17 @@ def test_a_folder(tmp_path, capsys):
     assert classes.startswith("classifiers refuse this: ") and "train has class 'Cat' and 1 more, which val" in classes
 
 
+@pytest.mark.parametrize("val, hint", [(3, False), (4, True)])
+def test_more_images_for_validation_than_for_training(tmp_path, capsys, val, hint):
+    """It is taken, and said: by the check, and by training."""
+    root = str(write_folder(tmp_path / "d", train=3, val=val, size=(40, 40)))
+    words = "more for validation than for training: are train and val exchanged?"
+    assert main([root, "--workers", "0"]) == 0
+    assert (f"\n{words}\nnothing that training would refuse\n" in capsys.readouterr().out) is hint
+    train_cls.main([*SMALL["cls"].split(), "--data.root", root, "--dry-run", "--output", str(tmp_path / "run")])
+    assert (f"6 training images of 2 classes, {2 * val} for validation ({words}); " in capsys.readouterr().out) is hint
+
+
 def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     root = odd_folder(tmp_path / "d")
     convert(str(root), str(tmp_path / "s"), workers=1, max_bad_fraction=0.2, say=lambda text: None)
@@ -95,7 +108,7 @@ def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     assert "train: 16 images of 3 classes, 0 to 11 each; " in out
     found = rows(out.partition("val: ")[0])
     assert found["classes without images"] == (1, "owl") and found["under 32 pixels"][0] == 9
-    assert re.fullmatch(rf"{tmp_path}/s/train-000000.tar, image at byte \d+", found["CMYK, turned into RGB"][1])
+    assert re.fullmatch(rf"{tmp_path}/s/train-000000.tar, 0000\d+.jpg at byte \d+", found["CMYK, turned into RGB"][1])
     shard = tmp_path / "s" / "train-000000.tar"
     shard.write_bytes(shard.read_bytes()[:-5000])
     assert main([str(tmp_path / "s")]) == 2 and "train-000000.tar was added or changed" in capsys.readouterr().err

@@ -227,11 +227,11 @@ def test_a_batch_without_readable_images_is_none():
     assert collate([dict(position=3, bad=[(1, "x")])]) == dict(bad=[(1, "x")], lost=1)
 
 
-def test_truncated_bytes_in_a_shard_name_shard_and_byte(tmp_path):
+def test_truncated_bytes_in_a_shard_name_shard_member_and_byte(tmp_path):
     from test_sources import append
 
     folder = write_shards(tmp_path / "d", count=3)
     append(folder / "train-000000.tar", "9999.jpg", encoded(gradient(64, 64), "JPEG")[:300])
     append(folder / "train-000000.tar", "9999.cls", b"0")
-    with pytest.raises(UnreadableImage, match=r"train-000000.tar, image at byte \d+: .*[Tt]runcated.*0 of 4 images"):
+    with pytest.raises(UnreadableImage, match=r"train-000000.tar, 9999.jpg at byte \d+: .*[Tt]runcated.*0 of 4 images"):
         list(loader(folder, 0, repeats=1, batch_size=4, stop=1))

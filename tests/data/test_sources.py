@@ -122,7 +122,7 @@ def test_bad_image_names_shard_and_place(tmp_path):
     folder = write_shards(tmp_path / "d", count=4)
     append(folder / "train-000000.tar", "9999.png", b"not an image")
     append(folder / "train-000000.tar", "9999.cls", b"0")
-    with pytest.raises(ValueError, match="train-000000.tar, image at byte [0-9]+: cannot identify"):
+    with pytest.raises(ValueError, match="train-000000.tar, 9999.png at byte [0-9]+: cannot identify"):
         Shards(str(folder), "train").image(4)
 
 

@@ -4,13 +4,16 @@ import contextlib
 import http.server
 import itertools
 import os
+import shutil
 import sys
 import tarfile
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from pictures import write_folder
 from processes import on_two_ranks
 from refusals import one_line, refused
 from small_runs import logged
@@ -21,6 +24,7 @@ from moh_vision.data import stream
 from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches
+from moh_vision.data.shards import convert
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
@@ -188,7 +192,7 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
 
 
-@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
+@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "zeros", "compressed"])
 def test_damaged_shards_are_refused(shards, where):
     path = shards / "train-000001.tar"
     with tarfile.open(path) as tar:
@@ -196,11 +200,15 @@ def test_damaged_shards_are_refused(shards, where):
     data = path.read_bytes()
     cut = dict(
         [("within a file", data[: member.offset_data + 20]), ("between two", data[: member.offset]),
-         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
+         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]),
+         ("zeros", data[: member.offset] + bytes(512) + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
     )  # fmt: skip
     path.write_bytes(cut[where])
-    with one_line(f"^{path}: ", UnreadableImage):
-        numbers(source_of([str(path)]), 100)
+    with served(shards) as (url, _):
+        for place in (str(path), f"{url}/{path.name}"):
+            why = f"byte {member.offset + 512} is not zero" if where == "zeros" else ""
+            with one_line(f"^{place}: {why}", UnreadableImage):
+                numbers(source_of([place]), 100)
 
 
 # ---------------------------------------------------------------- runs
@@ -237,7 +245,7 @@ def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
     thread.start()
     on_two_ranks(train_on_a_rank, argv, tmp_path)
     thread.join()
-    assert [entry["step"] for entry in logged(tmp_path / "run")] == list(range(6))
+    assert [entry["step"] for entry in logged(tmp_path / "run")] == list(range(1, 7))
     said = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
     assert f"{url}/train-00000" in said[0] + said[1] and "tried again for 300 s" in said[0] + said[1]
     assert said[0].count(stream.PROMISE) == 1 and stream.PROMISE not in said[1]
@@ -267,7 +275,7 @@ def test_a_diffusion_run_resumes_in_another_order(shards, tmp_path, capsys):
             "dit", str(tmp_path / "run"), "--data.root", shards, "--data.samples", 46, "--max-steps", stop,
             "--data.workers", 0, "--data.stream", f"pipe:cat {shards}/train-{{000000..000004}}.tar",
         ))  # fmt: skip
-    assert [entry["step"] for entry in logged(tmp_path / "run")] == [0, 1]
+    assert [entry["step"] for entry in logged(tmp_path / "run")] == [1, 2]
     assert "resuming" in capsys.readouterr().out
 
 
@@ -297,14 +305,23 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
     assert "latents, which data.exact_order false does not read" in said(*there, kind=dit)
 
 
-def test_the_record_of_the_shard_writer_counts_the_images(shards):
-    lines = ["{}", '{"shard": "train-000000.tar", "samples": 10}', '{"shard": "train-000001.tar", "samples": 7}']
-    (shards / "train.shards.jsonl").write_text("\n".join(lines))
-    assert (
-        stream._samples(shards, ["pipe:curl -s http://a.tar.org/b/train-000001.tar | cat", "/x/train-000000.tar"]) == 17
-    )
-    with pytest.raises(ValueError, match="data.samples is needed"):
-        stream._samples(shards, ["train-000002.tar"])
+def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
+    folder = tmp_path / "d"
+    convert(str(write_folder(tmp_path / "i")), str(folder), samples_per_shard=5, workers=1, say=lambda text: None)
+    first, second, third = paths(folder)
+
+    def opened(*more):
+        argv = ["--data.root", str(folder), "--data.exact_order", "false", *more]
+        data = command_line.parse_config(cls.ClsConfig, argv, "test")[0].data
+        return stream.open_stream(data, ["data.stream"], SimpleNamespace(is_main_process=True, num_processes=1))
+
+    assert len(opened()) == 12 and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
+    shutil.copy(first, folder / "others.tar")
+    with one_line(f"data.samples is needed: .*; no record {folder}/train.shards.jsonl has all these shards"):
+        opened("--data.stream", f"{first}::{folder}/others.tar")
+    shutil.copy(third, first)  # whoever counts them says that they are no longer those of the record
+    names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)
+    assert len(set(itertools.islice(names, 50))) == 4
 
 
 def test_old_runs_had_the_exact_order():

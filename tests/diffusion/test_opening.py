@@ -6,6 +6,7 @@ import timm
 import torch
 from diffusers import DDIMScheduler, DiTPipeline
 from diffusers.models import DiTTransformer2DModel
+from safetensors.torch import load_file
 from tiny_vae import save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion import MoHDiTPipeline, sample
@@ -16,10 +17,10 @@ FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".spl
 THEIRS = {"routed": "wg", "balance": "wg_0", "shared": "wg_1"}
 
 
-def published(folder, name):
+def published(folder, name, **sizes):
     """Random weights in a .pt as the official MoH-DiT's, for images of 64 pixels: under the names of its code, the EMA beside the model."""
     torch.manual_seed(2)
-    model = create(name, "diffusion", img_size=8)
+    model = create(name, "diffusion", **{"img_size": 8, **sizes})
     state = {}
     for key, value in model.state_dict().items():
         for ours, theirs in THEIRS.items():
@@ -48,7 +49,14 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     for key, value in load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items():
         assert torch.equal(value, pipe.transformer.state_dict()[key])
-    assert pipe.get_label_ids("n02007558") == [130]  # ImageNet's, as the classes of runs are named
+    # ImageNet's, as the classes of runs are named, and their words.
+    assert pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"]) == [130, 130, 207, 0]
+    some = ["--checkpoint", tmp_path / "pipe", "--out", tmp_path / "some.npz", "--classes"]
+    draw(*some, "golden retriever", 130, "Tinca tinca")
+    assert np.load(tmp_path / "some.npz")["arr_1"].tolist() == [207, 130, 0]
+    (tmp_path / "some.npz").unlink()
+    with refusals.one_line("classes 134, 517 are called 'crane'; pass a number"):  # a bird and a machine
+        pipe.get_label_ids("crane")
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
     drawn = pipe([0, 1, 2], 2.0, num_inference_steps=2, generator=generators).images
     assert np.abs(np.stack([np.array(i) for i in drawn]).astype(int) - images).max() <= 1
@@ -64,6 +72,8 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
         ),
         (("--model", "dit_smal_patch2", "--vae", vae), "--model 'dit_smal_patch2' is not a registered model"),
         (("--model", name, "--vae", vae, "--score", "digits"), "--score-file is needed"),
+        (("--model", name, "--vae", vae, "--classes", "crane"), "--classes crane: classes 134, 517 are called so"),
+        (("--model", name, "--vae", vae, "--classes", "golden retreiver"), "such as golden retriever, or 0 to 999"),
         ((), "does not say of which model it is: give --model"),
     ):
         assert words in refused(capsys, "--checkpoint", file, "--out", tmp_path / "c.npz", *more)
@@ -71,18 +81,32 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
     assert "--checkpoint" in refused(capsys, *missing)
 
 
+def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsys):
+    """A released-form file of a model on grey pixels, without a learned variance."""
+    sizes, name = dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False), "moh_dit_small_patch2_75"
+    file = published(tmp_path, name, **sizes)
+    draw("--checkpoint", file, "--model", name, "--classes", 11, "--out", tmp_path / "a.npz")
+    images = np.load(tmp_path / "a.npz")
+    assert images["arr_0"].shape == (3, 8, 8, 1) and (images["arr_1"] == 11).all()
+    state = torch.load(file)["ema"]
+    state["y_embedder.embedding_table.weight"] = torch.zeros(200_000, 1)
+    torch.save(state, tmp_path / "vast.pt")
+    error = refused(capsys, "--checkpoint", tmp_path / "vast.pt", "--model", name, "--out", tmp_path / "b.npz")
+    assert f"{tmp_path}/vast.pt: num_classes 199999 is out of range: 1 to 100000" in error
+
+
 def test_the_weights_say_how_large_images_are(tmp_path, capsys):
     """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
     torch.manual_seed(4)
     theirs = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=12, sample_size=64,
-                                   patch_size=8, out_channels=8)  # fmt: skip
+                                   patch_size=8, out_channels=8, num_embeds_ada_norm=5)  # fmt: skip
     emb = theirs.transformer_blocks[0].norm1.emb.state_dict()
     for block in theirs.transformer_blocks:
         block.norm1.emb.load_state_dict(emb)
     folder, vae, name = tmp_path / "transformer", tmp_path / "vae", "dit_small_patch8"
     theirs.save_pretrained(folder)
     save_tiny_vae(vae, seed=5)
-    ours = load_checkpoint(create(name, "diffusion", img_size=64), folder)
+    ours = load_checkpoint(create(name, "diffusion", img_size=64, num_classes=5), folder)
     torch.save(ours.state_dict(), tmp_path / "DiT-S-8-512x512.pt")
     how = "--num-images 1 --batch-size 1 --cfg-scale 1".split()
     for file, out in (("DiT-S-8-512x512.pt", "a.npz"), ("transformer", "b.npz")):
@@ -93,7 +117,7 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys):
         capsys, "--checkpoint", folder, "--out", tmp_path / "c.npz"
     )
     for text, words in (
-        ('{"sample_size": 99999}', "a side of 99999 is out of range: 1 to 1024"),
+        ('{"sample_size": 99999}', "img_size 99999 is out of range: 1 to 1024"),
         ("[", "no sample_size can be read"),
     ):
         (folder / "config.json").write_text(text)
@@ -122,3 +146,29 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys):
     (folder / "model_index.json").write_text("{")
     for more, words in ((("--weights", "model"), "--weights model has no effect"), ((), f"{folder}: not a pipeline")):
         assert words in refused(capsys, "--checkpoint", folder, "--out", tmp_path / "c.npz", *more)
+
+
+def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
+    """Of a file that holds both kinds; one that does not say that it holds the model is refused."""
+    name, vae = "dit_small_patch8", tmp_path / "vae"
+    ema = torch.load(published(tmp_path, name))["ema"]
+    model = {key: value if key == "pos_embed" else 0.9 * value for key, value in ema.items()}
+    save_tiny_vae(vae, seed=5)
+    file, how = tmp_path / "both.pt", ("--model", name, "--vae", vae)
+    torch.save(dict(model=model, ema=ema), file)
+    drawn, none = ("--num-images", 1, "--grid", tmp_path / "grid.png"), ("--num-images", 0)
+    for weights, state, more in (("model", model, drawn), ("ema", ema, none)):
+        pipe = tmp_path / weights
+        argv = ("--checkpoint", file, *how, "--weights", weights, "--save-pipeline", pipe, *more)
+        sample.main([str(a) for a in (*(FEW if more == drawn else ()), *argv)])
+        said, (saved,) = capsys.readouterr().out, (pipe / "transformer").glob("*.safetensors")
+        assert f"pipeline: {pipe}, weights of {file} ({weights})\n" in said
+        assert more != drawn or f"labels, {file} ({weights})\n" in said
+        assert all(torch.equal(value, state[key]) for key, value in load_file(saved).items())
+    how = (*how, "--weights", "model", "--out", tmp_path / "c.npz")
+    for held, content in {"ema": dict(ema=ema), "one kind of weights": model}.items():
+        torch.save(content, file)
+        words = f"{file}: weights model: it holds {held}, and nothing under state_dict or model"
+        assert words in refused(capsys, "--checkpoint", file, *how)
+    error = refused(capsys, "--checkpoint", pipe / "transformer", *how)
+    assert "--weights model has no effect" in error and "holds one kind" in error

@@ -18,7 +18,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from refusals import one_line
-from tiny_vae import tiny_vae
+from tiny_vae import coarse_vae, tiny_vae
 
 from moh_vision import set_head_budget
 from moh_vision.analysis import HeadLoad
@@ -320,12 +320,32 @@ def test_parts_that_do_not_fit_are_refused():
         plain([0], output_type="latent")
 
 
+def test_a_vae_of_another_downsampling_is_refused(tmp_path):
+    """Its channels fit, its images would be of another size: as a part that is replaced, now or in a saved pipeline."""
+    pipe = pipeline(with_vae=True)
+    pipe.save_pretrained(tmp_path)
+    words = "the VAE has 4 pixels to the side of a latent, the transformer was trained with 2"
+    with one_line(words):
+        MoHDiTPipeline.from_pretrained(tmp_path, vae=coarse_vae())
+    pipe.vae = coarse_vae()
+    with one_line(words):
+        draw(pipe, [0], 1)
+    pipe.vae = tiny_vae(3)
+    assert draw(pipe, [0], 1).shape == (1, 3, 8, 8)
+    index = tmp_path / "model_index.json"  # as earlier versions saved it
+    index.write_text(json.dumps({k: v for k, v in json.loads(index.read_text()).items() if k != "downsampling"}))
+    MoHDiTPipeline.from_pretrained(tmp_path, vae=coarse_vae())
+
+
 def test_class_names():
     pipe = pipeline(id2label={0: "tench, Tinca tinca", 1: "crane"})
     assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids("crane") == [1]
     with pytest.raises(ValueError, match="no class is named 'crain'; there are 2, such as crane"):
         pipe.get_label_ids("crain")
     assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
+    assert torch.equal(draw(pipe, ["crane", 0, "crane"], 1, 2, 3), draw(pipe, [1, 0, 1], 1, 2, 3))
+    with pytest.raises(ValueError, match="no class is named 'crain'"):
+        pipe(["crain", 0])
     assert torch.equal(draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None))
 
 

@@ -20,10 +20,12 @@ from processes import on_two_ranks
 from refusals import one_line
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_vae import save_tiny_vae
+from tiny_vae import coarse_vae, save_tiny_vae
 
+from moh_vision import load_run
 from moh_vision.analysis import HeadLoad
-from moh_vision.attention.executors import limits
+from moh_vision.attention import measure
+from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import manifest_path
@@ -45,9 +47,9 @@ NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
 JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
-def run_of(folder, channels, label_drop=0.1, pixels=False, **more):
+def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more):
     torch.manual_seed(4)
-    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[(1, 1)])
+    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
     arguments = dict(sizes, in_chans=channels, num_classes=3)
     model = create(NAME, "diffusion", **arguments)
     with torch.no_grad():  # a new DiT is the zero function
@@ -95,7 +97,10 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
 
 def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
     sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
-    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {tmp_path}/pipe\n"
+    weights = f"{tmp_path}/ema.safetensors"
+    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {tmp_path}/pipe, weights of {weights}\n"
+    with one_line(f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"):
+        load_run(weights, "model")
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
     assert pipe([0], num_inference_steps=2).images[0].mode == "L"
@@ -157,14 +162,19 @@ def test_guidance_options(tmp_path, capsys):
         ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
         ("--sampler dpm", "dpm-solver++"),
         ("--out {}/x.zip", "x.zip' is out of range: a path that ends in"),
-        ("--grid {0}/g.png --head-usage {0}/g.png", "g.png is given for two outputs"),
-        ("--out {}", "exists; give another path"),
-        ("--out {}/ema.safetensors/images", "ema.safetensors/images cannot be written (File exists)"),
+        ("--grid {0}/g.png --head-usage {0}/g.png", "--grid {0}/g.png is given for two outputs"),
+        ("--out {}", "--out {0} exists; give another path"),
+        (
+            "--out {}/ema.safetensors/images",
+            "--out {0}/ema.safetensors/images cannot be written: {0}/ema.safetensors: Not a directory",
+        ),
+        ("--out /proc/x.npz", "--out /proc/x.npz cannot be written: /proc: No such file or directory"),
+        ("--grid /proc/x.png", "--grid /proc/x.png cannot be written"),
         ("--score {0} --score-file {0}", "is a folder, expected a file"),
     ],
 )
 def test_mistakes(tmp_path, capsys, argv, words):
-    assert words in refused(capsys, run_of(tmp_path, 1), *argv.format(tmp_path).split())
+    assert words.replace("{0}", str(tmp_path)) in refused(capsys, run_of(tmp_path, 1), *argv.format(tmp_path).split())
     assert [p.name for p in tmp_path.iterdir()] == ["ema.safetensors"]
 
 
@@ -184,6 +194,11 @@ def test_mistakes_with_vaes(tmp_path, capsys):
     assert "the VAE has latents of 3 channels, the transformer works on 4" in refused(capsys, run, "--vae", three)
     error = refused(capsys, run_of(tmp_path / "c", 3, pixels=True), "--vae", three)
     assert f"--vae {three}: {tmp_path}/c was trained on pixels" in error
+    coarse_vae().save_pretrained(tmp_path / "coarse")
+    words = f"vae {tmp_path}/coarse: does not fit the latents of {tmp_path}/vae (sha256 {about['sha256'][:12]}): downsampling is 4 here, 2 there"
+    assert words in refused(capsys, run, "--vae", tmp_path / "coarse")
+    sample.main(f"--checkpoint {run} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
+    assert ": downsampling is 4 here, 2 there" in refused(capsys, tmp_path / "pipe", "--vae", tmp_path / "coarse")
     lost = run_of(tmp_path / "b", 4, vae=dict(about, name=str(tmp_path / "gone")))
     assert f"vae {tmp_path}/gone" in refused(capsys, lost)
     other = run_of(tmp_path / "b", 4, vae=dict(about, sha256="0" * 64))
@@ -235,7 +250,7 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
     monkeypatch.setattr(building, "_used", None)  # an interrupted command leaves it as it is
-    monkeypatch.setattr(limits, "_given", None)
+    monkeypatch.setattr(measured, "_table", None)
 
     def stop(self, number, *more):
         add(self, number, *more)
@@ -251,6 +266,32 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     record.write_text(json.dumps(dict(began, path="cpp")))
     error = refused(capsys, run, "--out", tmp_path / "a.npz")
     assert f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain" in error
+
+
+def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(tmp_path, monkeypatch, capsys):
+    run, add = run_of(tmp_path, 3, heads=(0, 1)), ImageParts.add
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    call(run, "--out", tmp_path / "short.npz")
+    assert "attention measured" not in capsys.readouterr().out
+
+    def stop(self, number, *more):
+        add(self, number, *more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
+    monkeypatch.setattr(measure, "timed", lambda call, left: (2.0, 0.0))  # all heads run
+    monkeypatch.setattr(ImageParts, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        call(run, "--out", tmp_path / "long.npz")
+    assert capsys.readouterr().out.count("attention measured in ") == 1
+    (record,) = tmp_path.glob(".samples-*/attention.json")
+    assert json.loads(record.read_text())["table"].keys() == {"device", "rows"}
+    monkeypatch.setattr(ImageParts, "add", add)
+    call(run, "--out", tmp_path / "long.npz")
+    assert "attention measured" not in capsys.readouterr().out
+    for ours, whole in zip(drawn(tmp_path / "long.npz"), drawn(tmp_path / "short.npz")):
+        assert np.array_equal(ours, whole)
 
 
 def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):
@@ -505,7 +546,7 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
     want = score(images, reference, extractor=network)
     assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6) and scores["precision"] == want["precision"]
-    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}"
+    assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}/model.safetensors"
     assert out.index(f"{want['fd']:.4f}") < out.index("sampling: sampler ddpm, steps 4, ")  # the numbers come first
     assert "None" not in out and f"weights_sha256 {sha256_of(run / 'ema.safetensors')[:12]}\n" in out
     assert scores["sampling"]["steps"] == 4 and len(scores["sampling"]["weights_sha256"]) == 64
@@ -545,9 +586,9 @@ def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
     a, b, run = tmp_path / "a.npz", tmp_path / "b.npz", classifier_in(tmp_path / "cls")
     assert fidelity_command([str(a), str(b), "--extractor", str(run)]) == 0
     model, _ = from_run(str(run), "classifier")
-    want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}"))
+    want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}/model.safetensors"))
     text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
-    assert f"FD-moh_vit_tiny_patch16_224 of {run}" in text
+    assert f"FD-moh_vit_tiny_patch16_224 of {run}/model.safetensors" in text
     assert f"\nFD{want['fd']:>{width}.4f}\n" in text  # the long name does not push the number
     assert fidelity_command([str(a), str(b), "--extractor", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -677,9 +718,8 @@ def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, c
 def references(folder):
     """Paths that cannot be compared with, and what is said of them."""
     rng = np.random.default_rng(0)
-    grey, small = (rng.integers(0, 255, shape, dtype=np.uint8) for shape in ((20, 4, 4, 2), (5, 4, 4, 3)))
-    np.savez(folder / "pairs.npz", arr_0=grey)
-    np.savez(folder / "few.npz", arr_0=small)
+    for name, shape in dict(pairs=(20, 4, 4, 2), grey=(20, 4, 4, 1), few=(5, 4, 4, 3)).items():
+        np.savez(folder / f"{name}.npz", arr_0=rng.integers(0, 255, shape, dtype=np.uint8))
     np.savez(folder / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
     for name in ("sizes", "colours", "classes/train/cat"):
         (folder / name).mkdir(parents=True)
@@ -688,8 +728,9 @@ def references(folder):
             Image.new(mode, size).save(folder / name / f"{i}.png")
     (folder / "latents").mkdir()
     manifest_path(folder / "latents", "val").write_text("{}")
-    return {
+    said = {
         "pairs.npz": "arr_0 is uint8 [20, 4, 4, 2]; expected uint8 [N, height, width, 3 or 1]",
+        "grey.npz": "the generated images are in colour, those of {} grey; convert one of the sets",
         "few.npz": "5 reference images for 8 features",
         "wide.npz": "does not say which weights made it",
         "none.npz": "no such file",
@@ -698,6 +739,7 @@ def references(folder):
         "classes": "classes: neither val-*.tar shards nor a folder val in it",
         "latents": "latents: latents, which train_dit.py reads; images are needed here",
     }
+    return {name: words.replace("{}", str(folder / name)) for name, words in said.items()}
 
 
 def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, capsys):

@@ -1,15 +1,22 @@
 """Diffusion on latents, stored and made on the way, through train_dit.py."""
 
+import json
+import shutil
+
+import huggingface_hub
 import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from pictures import write_folder
+from PIL import Image
 from refusals import refused
 from safetensors import safe_open
 from small_runs import entries
-from tiny_vae import save_tiny_vae
+from tiny_vae import coarse_vae, save_tiny_vae
 
+from moh_vision.analysis.search import main as search
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
 from moh_vision.diffusion.latents import load_vae
@@ -20,13 +27,14 @@ from moh_vision.models.weights import from_run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """dict(vae, other, images, cache): two VAEs, images of 21 x 16 pixels, and their latents by the first."""
+    """dict(vae, other, coarse, images, cache): three VAEs, images of 21 x 16 pixels, and their latents by the first."""
     tmp = tmp_path_factory.mktemp("latents")
     vae, other = save_tiny_vae(tmp / "vae"), save_tiny_vae(tmp / "other", seed=1)
     images, cache = write_folder(tmp / "images", train=10, size=(21, 16)), tmp / "cache"
     argv = f"--vae {vae} --data {images} --out {cache} --size 16 --dtype float32 --samples-per-shard 9 --workers 0"
     assert write_latents(argv.split()) == 0
-    return dict(vae=vae, other=other, images=str(images), cache=str(cache))
+    coarse_vae().save_pretrained(tmp / "coarse")
+    return dict(vae=vae, other=other, coarse=str(tmp / "coarse"), images=str(images), cache=str(cache))
 
 
 def collated(items):
@@ -123,7 +131,7 @@ def train(output, *more):
 
 
 @pytest.mark.parametrize("kind", ["stored", "stored, vae given", "encoded"])
-def test_training(made, tmp_path, kind):
+def test_training(made, tmp_path, capsys, kind):
     more = {
         "stored": ["--data.root", made["cache"]],
         "stored, vae given": ["--data.root", made["cache"], "--vae", made["vae"], "--data.img_size", "16"],
@@ -134,7 +142,7 @@ def test_training(made, tmp_path, kind):
         timm.models.save_for_hf(timm.create_model("vit_tiny_patch16_224", **sizes), tmp_path / "t", model_args=sizes)
         more += ["--repa.teacher", f"local-dir:{tmp_path / 't'}", "--repa.block", "1"]
     lines = train(tmp_path / "run", *more)
-    assert [line["step"] for line in lines] == [0, 1] and all(np.isfinite(line["loss"]) for line in lines)
+    assert [line["step"] for line in lines] == [1, 2] and all(np.isfinite(line["loss"]) for line in lines)
     assert all(("repa_loss" in line) == (kind == "encoded") for line in lines)
     space = open_inputs(made["cache"], "none", None, "none").about_vae()
     for weights in ("ema", "model"):
@@ -145,6 +153,19 @@ def test_training(made, tmp_path, kind):
         with safe_open(file, "pt") as opened:
             assert not [name for name in opened.keys() if "encoder" in name or "quant_conv" in name], file
     train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
+    if kind == "stored":  # latents of another VAE are other numbers
+        cache = tmp_path / "other"
+        assert (
+            write_latents(f"--vae {made['other']} --data {made['images']} --out {cache} --size 16 --workers 0".split())
+            == 0
+        )
+        argv = f"{tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
+        assert search(argv.split()) == 2
+        error = capsys.readouterr().err
+        assert (
+            f"{cache}: latents of the VAE {made['other']} (" in error
+            and f"was trained on those of {made['vae']} (" in error
+        )
 
 
 def test_a_dry_run_counts_the_vae_apart(made, tmp_path, capsys):
@@ -174,20 +195,74 @@ def test_pixel_runs_have_no_vae(tmp_path):
     assert from_run(str(tmp_path / "run"), "diffusion")[1]["vae"] is None
 
 
+def named(cache, folder, name):
+    """The latents, moved to `folder`, as if made with the VAE of that name."""
+    shutil.copytree(cache, folder)
+    manifest = folder / "train.latents.json"
+    about = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(dict(about, vae=dict(about["vae"], name=name))))
+    return str(folder)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A hub that cannot be reached, and a folder that is its local cache."""
+
+    download = huggingface_hub.hf_hub_download
+
+    def offline(*what, local_files_only=False, **more):
+        if not local_files_only:
+            raise LocalEntryNotFoundError("offline")
+        return download(*what, local_files_only=True, **more)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    return tmp_path / "hub"
+
+
+PICTURES = "--preview.every 2 --preview.images 4 --preview.steps 2".split()
+
+
+@pytest.mark.parametrize("where", ["folder", "hub's cache"])
+@pytest.mark.parametrize("asked", ["none", "some/vae"])
+def test_pictures_use_the_vae_that_latents_were_made_with(made, tmp_path, no_hub, where, asked):
+    """Where it is at hand, without the hub; also if the configuration names one on the hub that cannot be reached."""
+    cache = made["cache"]
+    if where != "folder":
+        cache = named(cache, tmp_path / "cache", "other/vae" if asked == "none" else asked)
+        place = no_hub / f"models--{asked.replace('none', 'other/vae').replace('/', '--')}"
+        shutil.copytree(made["vae"], place / "snapshots" / ("0" * 40) / "vae")
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("0" * 40)
+    train(tmp_path / "run", "--data.root", cache, "--vae", asked, *PICTURES)
+    assert Image.open(tmp_path / "run" / "previews" / "step_2.png").size[1] > 16
+
+
+def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_path, no_hub, capsys):
+    cache = named(made["cache"], tmp_path / "cache", "some/vae")
+    for i, vae in enumerate(("none", "other/vae")):
+        train(tmp_path / str(i), "--data.root", cache, "--vae", vae, "--preview.every", "3")
+        assert from_run(str(tmp_path / str(i)), "diffusion")[1]["vae"]["name"] == "some/vae"
+        argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
+        error = refused(capsys, train_dit.main, *argv)
+        assert (
+            "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set both to 0"
+            in error
+        )
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
         ("{cache} --vae {other}", "vae {other} (sha256 "),
         ("{cache} --vae {other}", "): the latents in {cache} were made with another one, {vae} (sha"),
+        ("{cache} --vae {coarse}", "): downsampling is 4 here, 2 there"),
         ("{cache} --data.img_size 32", "data.img_size 32: the latents in {cache} are of images of 16"),
         ("{cache} --data.augment affine", "data.augment affine: with latents it is none or flip"),
         ("{images} --vae {vae} --data.augment crop_flip", "data.augment crop_flip: with"),
         ("{images} --vae {vae} --data.img_size 15", "data.img_size 15: not a multiple of 2"),
         ("{images} --vae /no/where", "vae /no/where: no such folder"),
-        (
-            "{cache} --score.every 1",
-            "score.every need the VAE of the latents: --vae {vae} or a folder; or set both to 0",
-        ),
         ("{cache} --repa.teacher x", "repa.teacher x needs images: data.root {cache} holds stored latents"),
         ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
     ],

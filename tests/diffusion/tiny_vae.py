@@ -11,6 +11,12 @@ def tiny_vae(seed=0, **changes):
     return AutoencoderKL(**{**blocks, **sizes, **changes}).eval()
 
 
+def coarse_vae(seed=0):
+    """The channels of `tiny_vae`, but downsamples by 4."""
+    blocks = dict(down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3)
+    return tiny_vae(seed, **blocks, block_out_channels=(8, 8, 8))
+
+
 def save_tiny_vae(folder, seed=0, **changes) -> str:
     tiny_vae(seed, **changes).save_pretrained(folder)
     return str(folder)

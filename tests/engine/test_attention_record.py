@@ -12,7 +12,8 @@ from processes import on_two_ranks
 from refusals import one_line, refused
 from small_runs import SMALL, outcome
 
-from moh_vision.attention.executors import limits
+from moh_vision.attention import measure
+from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
@@ -34,8 +35,8 @@ class Machine:
     def about(self, device):
         return f"attention runs on {self.found}"
 
-    def table(self):
-        return self.measured
+    def off(self):
+        return self.measured is None
 
     def use(self, path):
         self.used[0] = path
@@ -46,52 +47,70 @@ class Machine:
         self.used[1] = table
 
 
+def begin(folder, path, table, device="cpu"):
+    """A record of work that begins with these settings and has measured, written into a folder."""
+    machine = Machine(path, table)
+    record = AttentionRecord(machine, None, device=device)
+    record.measure(lambda: (table, ""), folder, Accelerator(cpu=True))
+    return machine, record
+
+
 def goes_on(folder, path, table, *allowed):
-    """(what a process with these settings uses, what it refuses) when it goes on with a folder."""
+    """(what a process with these settings uses, what it refuses, whether it is to measure) when it goes on with a folder."""
     machine = Machine(path, table)
     record = AttentionRecord(machine, folder, allowed)
-    return machine.used, record.refused
+    return machine.used, record.refused, record.table is None
 
 
 @pytest.mark.parametrize("path", ["cpp", "torch"])
 def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path, path):
-    machine = Machine(path, COLD)
-    record = AttentionRecord(machine, None)
+    machine, record = begin(tmp_path, path, COLD)
     assert machine.used == [path, COLD] and not record.refused and record.line == f"attention runs on {path}"
-    record.save(tmp_path)
     assert json.loads((tmp_path / "attention.json").read_text()) == dict(path=path, table=COLD)
-    assert goes_on(tmp_path, path, COLD) == ([path, COLD], [])
+    assert goes_on(tmp_path, path, COLD) == ([path, COLD], [], False)
 
 
-def test_what_goes_on_uses_what_it_began_with(tmp_path):
-    AttentionRecord(Machine("torch", COLD), None).save(tmp_path)
-    assert goes_on(tmp_path, "cpp", WARM) == (["torch", COLD], [])
-    assert goes_on(tmp_path, "cpp", WARM, "attention.path") == (["cpp", COLD], [])
-    assert goes_on(tmp_path, "cpp", WARM, "attention.table") == (["torch", WARM], [])
+def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path):
+    begin(tmp_path, "torch", COLD)
+    assert goes_on(tmp_path, "cpp", WARM) == (["torch", COLD], [], False)
+    assert goes_on(tmp_path, "cpp", WARM, "attention.path") == (["cpp", COLD], [], False)
+    assert goes_on(tmp_path, "cpp", WARM, "attention.table") == (["torch", {}], [], True)
     assert f"as {tmp_path} began" in AttentionRecord(Machine("cpp", WARM), tmp_path).line
 
 
-def test_operators_that_are_gone_are_refused_by_name(tmp_path):
+def test_where_nothing_is_measured_the_table_is_empty(tmp_path):
+    record = AttentionRecord(Machine("cpp", None), None)
+    record.save(tmp_path)
+    assert json.loads((tmp_path / "attention.json").read_text()) == dict(path="cpp", table={})
+    assert goes_on(tmp_path, "cpp", WARM) == (["cpp", {}], [], False)
+
+
+def test_a_run_that_ended_before_it_had_measured_measures(tmp_path):
     AttentionRecord(Machine("cpp", COLD), None).save(tmp_path)
-    _, words = goes_on(tmp_path, "torch", WARM)
+    assert goes_on(tmp_path, "cpp", WARM) == (["cpp", {}], [], True)
+
+
+def test_operators_that_are_gone_are_refused_by_name(tmp_path):
+    begin(tmp_path, "cpp", COLD)
+    _, words, _ = goes_on(tmp_path, "torch", WARM)
     assert words == ["attention.path: 'cpp' -> 'torch' (attention runs on torch)"]
-    assert goes_on(tmp_path, "torch", WARM, "attention.path") == (["torch", COLD], [])
+    assert goes_on(tmp_path, "torch", WARM, "attention.path") == (["torch", COLD], [], False)
 
 
 def test_on_a_gpu(tmp_path):
     """Triton's kernels that are gone are refused; a path of a CPU says nothing about them."""
-    AttentionRecord(Machine("triton", COLD), None, device="cuda").save(tmp_path)
+    begin(tmp_path, "triton", COLD, "cuda")
     record = AttentionRecord(Machine("torch", COLD), tmp_path, device="cuda")
     assert record.refused == ["attention.path: 'triton' -> 'torch' (attention runs on torch)"]
     assert AttentionRecord(Machine("triton", WARM), tmp_path, device="cuda").path == "triton"
     assert AttentionRecord(Machine("torch", WARM), tmp_path).path == "torch"
-    AttentionRecord(Machine("cpp", COLD), None).save(tmp_path)
+    begin(tmp_path, "cpp", COLD)
     machine = Machine("triton", WARM)
     assert not AttentionRecord(machine, tmp_path, device="cuda").refused and machine.used == ["triton", COLD]
 
 
-def test_a_folder_of_an_earlier_version_is_not_checked(tmp_path):
-    assert goes_on(tmp_path, "cpp", COLD) == (["cpp", COLD], [])
+def test_a_folder_without_a_record_is_not_checked(tmp_path):
+    assert goes_on(tmp_path, "cpp", COLD) == (["cpp", {}], [], True)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
@@ -104,7 +123,7 @@ def test_a_damaged_record_is_refused(tmp_path, text):
 def test_a_table_of_another_version_is_refused_by_name(tmp_path):
     (tmp_path / "attention.json").write_text('{"path": "torch", "table": {"border": 3}}')
     assert goes_on(tmp_path, "torch", COLD)[1] == ["attention.table: a table has a limit"]
-    assert goes_on(tmp_path, "torch", COLD, "attention.table") == (["torch", COLD], [])
+    assert goes_on(tmp_path, "torch", COLD, "attention.table") == (["torch", {}], [], True)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -113,11 +132,10 @@ def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
 
 
 def on_a_rank(rank, folder):
-    """The second process lacks the operators, and has another table."""
+    """The second process lacks the operators, and would measure another table."""
     Accelerator(cpu=True)
-    machine = Machine("torch", WARM) if rank else Machine("cpp", COLD)
-    begun = AttentionRecord(machine, None)
-    assert machine.used == ["torch", COLD]
+    machine, begun = begin(folder / "begun", *("torch", WARM) if rank else ("cpp", COLD))
+    assert machine.used == ["torch", COLD] and begun.table == COLD  # of the first process
     assert begun.line == "attention runs in plain PyTorch on all processes (process 1: attention runs on torch)"
 
     compiled = AttentionRecord(machine, folder)
@@ -125,7 +143,7 @@ def on_a_rank(rank, folder):
 
     machine = Machine("cpp", WARM) if rank else Machine("torch", COLD)
     AttentionRecord(machine, None)
-    assert machine.used == ["torch", COLD]
+    assert machine.used == ["torch", {}]
 
     machine = Machine("cpp", WARM) if rank else Machine("cpp", COLD)
     AttentionRecord(machine, folder)
@@ -138,7 +156,8 @@ def on_a_rank(rank, folder):
 
 
 def test_processes_use_what_the_main_one_has(tmp_path):
-    AttentionRecord(Machine("cpp", COLD), None).save(tmp_path)
+    (tmp_path / "begun").mkdir()
+    begin(tmp_path, "cpp", COLD)
     on_two_ranks(on_a_rank, tmp_path)
 
 
@@ -152,9 +171,7 @@ def train(monkeypatch):
 
     def arguments(folder, steps, kernels, *more):
         monkeypatch.setenv("MOH_VISION_KERNELS", kernels)
-        for module in (building, limits):
-            name = "_find" if module is building else "_found"
-            monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
+        monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
         every = f"--max-steps {steps} --save-every 1 --output {folder}"
         return [*SMALL["dit"].split(), *every.split(), *more]
 
@@ -180,24 +197,11 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
     error = refused(capsys, train_dit.main, *train.arguments(compiled, 2, "off", *PACKED, "--optim.lr", "0.5"))
     why = "attention.path: 'cpp' -> 'torch' (attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
     assert why in error and "optim.lr: " in error and "--allow-change KEY" in error
-    assert building._used is limits._given is None  # nothing of the runs is left in this process
+    assert building._used is measured._table is None  # nothing of the runs is left in this process
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
     assert json.loads((compiled / "attention.json").read_text())["path"] == "torch"
     train(compiled, 3, "auto", *PACKED)  # what was allowed stays
     assert f"as {compiled} began" in capsys.readouterr().out
-
-
-def test_a_machine_that_is_measured_meanwhile(tmp_path, train, monkeypatch):
-    run, whole, other = (tmp_path / name for name in ("run", "whole", "other"))
-    measured = tmp_path / "measured.json"
-    monkeypatch.setattr(limits, "table_path", lambda gpu=None: measured)
-    never, always = (with_rows(rows) for rows in ([], [[1, 1, 1.0]]))
-    measured.write_text(json.dumps(never))
-    begun, undisturbed = train(run, 1, "off"), train(whole, 2, "off")
-    measured.write_text(json.dumps(always))
-    assert train(other, 1, "off") != begun  # else the bits tell nothing
-    assert train(run, 2, "off") == undisturbed
-    assert json.loads((run / "attention.json").read_text()) == dict(path="torch", table=never)
 
 
 def train_on_a_rank(rank, folder):
@@ -210,13 +214,50 @@ def test_two_processes_that_were_told_otherwise(tmp_path):
     assert json.loads((tmp_path / "run" / "attention.json").read_text())["path"] == "torch"
 
 
-def with_rows(rows):
-    """A table that has the same rows for every call."""
-    modes = dict.fromkeys(limits.MODES, rows)
-    kinds = {path: {kind: dict.fromkeys(limits.BITS, modes) for kind in kinds} for path, kinds in limits.KINDS.items()}
-    return dict(kinds, about="a test")
-
-
 def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
     train_dit.main(train.arguments(tmp_path / "run", 1, "off", "--dry-run"))
     assert "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off" in capsys.readouterr().out
+
+
+def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setenv(
+        "MOH_VISION_CACHE", str(tmp_path / "cache")
+    )  # which holds no operators: all runs in plain PyTorch
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    per_sample = ("--model.scope", "sample")
+    train(run, 1, "off", *per_sample)
+    said = capsys.readouterr().out
+    assert said.count("attention measured in ") == 1 and " of 2 kinds of calls skip heads" in said
+    record = json.loads((run / "attention.json").read_text())
+    (training, first), (inference, _) = record["table"]["rows"].items()
+    assert training.startswith("Sequences training") and inference.startswith("Sequences inference")
+    assert first[0][2] == 8  # the batch
+    (cached,) = (tmp_path / "cache" / "measured").iterdir()
+    assert json.loads(cached.read_text())["rows"] == record["table"]["rows"]
+
+    train(whole, 2, "off", *per_sample)  # from the cache
+    assert json.loads((whole / "attention.json").read_text()) == record
+    capsys.readouterr()
+    cached.unlink()
+    assert train(run, 2, "off", *per_sample) == outcome(whole)
+    assert "attention measured" not in capsys.readouterr().out and not cached.exists()
+    assert json.loads((run / "attention.json").read_text()) == record
+
+
+def test_what_was_measured_changes_no_batch_and_no_random_number(tmp_path, train, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    plain = train(tmp_path / "plain", 2, "off")
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    assert train(tmp_path / "measured", 2, "off") == plain  # per token, which plain PyTorch does not skip
+
+
+def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "timed", lambda call, left: (0.5, 0.0))
+    monkeypatch.setattr(measure, "STEPS", 1000)
+    train(tmp_path / "run", 1, "off", "--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]")
+    rows = json.loads((tmp_path / "run" / "attention.json").read_text())["table"]["rows"]
+    training = next(kind for key, kind in rows.items() if "training" in key)
+    assert [row[3] for row in training] == [4, 6, 7]  # of 8 heads; the smallest, the middle, the largest

@@ -26,9 +26,9 @@ def test_nan_is_not_lower():
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
     log = tmp_path / "metrics.jsonl"
-    looks = [dict(step=9, validation=dict(loss=2.0)), dict(step=19, validation=dict(loss=2.1))]
-    entries = [dict(step=9, loss=1.0), *looks]
-    entries.append(dict(step=29, validation=dict(loss=2.2)))  # after the checkpoint that the run goes on from
+    looks = [dict(step=10, validation=dict(loss=2.0)), dict(step=20, validation=dict(loss=2.1))]
+    entries = [dict(step=10, loss=1.0), *looks]
+    entries.append(dict(step=30, validation=dict(loss=2.2)))  # after the checkpoint that the run goes on from
     log.write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"step": 3')
     earlier = earlier_losses(log, 20)
     assert earlier == [(10, 2.0), (20, 2.1)]

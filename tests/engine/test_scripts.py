@@ -99,7 +99,7 @@ def test_training_writes_what_it_promises(runs, kind):
     assert promised <= {p.name for p in run.iterdir()}
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_28", "step_30"]
     steps = logged(run)
-    assert [e["step"] for e in steps] == list(range(STEPS))
+    assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
     for e in steps:
         assert e["loss"] == pytest.approx(e["task_loss"] + 0.01 * e["balance_loss"], abs=1e-4)
         assert 0 < e["balance_share"] < 0.5
@@ -144,6 +144,8 @@ def test_a_changed_configuration_is_refused(runs, capsys):
         (["--model.head_budget", "1.5"], "head_budget 1.5 is not understood"),
         (["--model.head_bugdet", "0.5"], "unknown key 'model.head_bugdet', did you mean 'model.head_budget'?"),
         (["--data.root", "/no/where"], "data.root /no/where: no such folder"),
+        (["--data.img_size", "1000000"], "data.img_size 1000000: a batch of 128 such images takes 476,837 GiB, this"),
+        (["--model.embed_dim", "30000000", "--model.head_budget", "1"], "cannot be made: "),
         (["--data.img_size", "9"], "img_size 9 is not a multiple of patch_size 2"),
         (["--model.name", "moh_vit_smal"], "'moh_vit_smal' is not a registered model, did you mean moh_vit_"),
         (["--model.name", "resnet18"], "resnet18"),
@@ -330,6 +332,7 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
     main([*given.split(), "--model.depth=2", "--data.img_size=16"])
     out = capsys.readouterr().out
     assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16")
+    assert f"init_from: weights of {runs[0]}/{kind}/ema.safetensors\n" in out
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
         main([*given.split(), "--model.depth=2", "--data.img_size=16", "--model.embed_dim=32"])
@@ -454,6 +457,29 @@ def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, m
     said = capsys.readouterr().out
     assert said.count("could not be drawn: after decoding: 1 of 1 images hold NaN") == 3
     assert (output / "ema.safetensors").exists() and not (output / ".scoring").exists()
+
+
+def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(tmp_path, capsys, monkeypatch):
+    """A trial of a few steps with a configuration for millions is not followed by minutes of sampling; long ones are announced."""
+    argv = ["--config", "configs/quickstart/dit.yaml", *SMALL, "--preview.images", "40", "--preview.steps", "3"]
+    every = "--max-steps 3 --preview.every 4 --score.every 4 --score.reference nowhere".split()
+    train_dit.main([*argv, *every, "--output", str(tmp_path / "short")])
+    said = capsys.readouterr().out
+    assert (
+        "preview.every 4: none in 3 steps; --preview.every 3 asks for it\n" in said
+        and "score.every 4: none in 3" in said
+    )
+    assert not (tmp_path / "short" / "previews").exists() and not any(
+        "scores" in e for e in entries(tmp_path / "short")
+    )
+    monkeypatch.setattr("moh_vision.diffusion.previews.LONG", 0)
+    train_dit.main([*argv, "--max-steps", "3", "--preview.every", "2", "--output", str(tmp_path / "long")])
+    said = capsys.readouterr().out
+    assert [p.name for p in sorted((tmp_path / "long" / "previews").iterdir())] == ["step_2.png", "step_3.png"]
+    first, second = [line for line in said.splitlines() if line.startswith("preview")][:2]
+    assert first == "preview: 40 images in 3 steps each take about 00:00" and second.endswith(
+        "long/previews/step_2.png"
+    )
 
 
 @pytest.mark.parametrize("section", ["preview", "score"])

@@ -93,13 +93,13 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
 
 def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 3, "loss": 1}\n{"step": 4, "loss": 9}\n{"step": 5, "lo')
+    path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
     log = RunLog(path, start=4, total=6, enabled=True, title="t")
     log.step(8)
-    log.metrics(4, {"loss": 2.0}, "loss 2")
+    log.metrics(5, {"loss": 2.0}, "loss 2")
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(e["step"], e["loss"]) for e in lines] == [(3, 1), (4, 2.0)]
+    assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
     assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkey
         now += 1 if step else 60
         log.step(8)
         if (step + 1) % every == 0:
-            log.metrics(step, {}, "loss 2")
+            log.metrics(step + 1, {}, "loss 2")
     log.close()
     shown = capsys.readouterr().out.splitlines()
     left = [line.partition(" MiB")[2] for line in shown]
@@ -133,9 +133,9 @@ def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         log = RunLog(path, start=2, total=2, enabled=True, title="t")
-        log.event(1, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
+        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
         log.close()
-    assert path.read_text() == '{"step": 1, "validation": {"top1": 1.0}, "grad_norm": null}\n'
+    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
 
 
 def same(old, new):

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from processes import on_two_ranks
+from refusals import one_line
 from scipy.linalg import sqrtm
 
 from moh_vision.evaluation.fidelity import Extracted, Extractor, load_statistics, score
@@ -97,6 +98,19 @@ def test_splits_of_the_inception_score_are_in_file_order(monkeypatch):
         assert other[name] == pytest.approx(one[name], abs=1e-6)
 
 
+def test_a_short_last_split_of_the_inception_score_is_said(tmp_path, monkeypatch, capsys):
+    """A few images have few classes: at 5,001 of them the mean over splits falls."""
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+    many, reference = images(5001), str(adm_file_of(lambda x: Tiny()(x).pooled))
+    whole, more = (score(many[:n], reference, extractor=Tiny()) for n in (5000, 5001))
+    assert whole["notes"] == [] and more["inception_score"] < whole["inception_score"]
+    words = "inception score: the last of its 2 splits has 1 of 5000 images; the fewer, the lower is its score"
+    assert more["notes"] == [words]
+    np.savez(tmp_path / "a.npz", arr_0=many.permute(0, 2, 3, 1).numpy())
+    assert main([str(tmp_path / "a.npz"), reference]) == 0 and f"note: {words}\n" in capsys.readouterr().out
+    assert score(many[:4999], reference, extractor=Tiny())["notes"] == []
+
+
 def test_identical_sets():
     result = score(images(100), images(100), extractor=Tiny())
     assert abs(result["fid"]) < 1e-3 and abs(result["sfid"]) < 1e-3
@@ -127,6 +141,18 @@ def test_moments_of_large_numbers_keep_their_digits():
     for moments in (whole, parts[0]):
         assert np.allclose(moments.result()[1], want, rtol=1e-9, atol=1e-9) and moments.count == 3000
         assert torch.allclose(moments.mean, x.mean(0), rtol=1e-15)
+
+
+def test_a_common_offset_costs_precision_and_recall_no_digits():
+    class Far(Tiny):
+        def forward(self, x):
+            return Extracted(super().forward(x).pooled + 1000)
+
+    a, b = images(200, 0), images(150, 1, shift=20)
+    result, far = score(a, b, extractor=Far()), Far()(a).pooled
+    want = oracle(a, b, lambda x: (Far()(x).pooled, *Tiny()(x)[1:]))
+    assert far.mean() > 900 * far.std() and 0.1 < want["precision"] < 0.9 and 0.1 < want["recall"] < 0.99
+    assert (result["precision"], result["recall"]) == (want["precision"], want["recall"])
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -267,16 +293,83 @@ def bad_folder(tmp_path, name):
     return folder
 
 
-def test_grey_images_are_scored_as_rgb(tmp_path):
+def grey_sets(tmp_path):
+    """A folder and a file of the same grey images."""
     grey = images(30)[:, :1]
-    folder, other = tmp_path / "grey", write_folder(tmp_path / "other", images(30))
+    folder, file = tmp_path / "grey", tmp_path / "grey.npz"
     folder.mkdir()
     for i, image in enumerate(grey):
         Image.fromarray(image[0].numpy()).save(folder / f"{i:05}.png")
-    np.savez(tmp_path / "grey.npz", arr_0=grey.permute(0, 2, 3, 1).numpy())
-    want = score(grey.expand(-1, 3, -1, -1), other, extractor=Tiny(), batch_size=8)
-    for source in (folder, tmp_path / "grey.npz"):
-        assert score(source, other, extractor=Tiny(), batch_size=8) == want
+    np.savez(file, arr_0=grey.permute(0, 2, 3, 1).numpy())
+    return folder, file, grey
+
+
+def test_grey_images_are_scored_as_rgb(tmp_path):
+    *sources, grey = grey_sets(tmp_path)
+    sources.append(grey.expand(-1, 3, -1, -1))
+    want = score(sources[-1], sources[-1], extractor=Tiny(), batch_size=8)
+    for generated in sources:
+        for reference in sources:
+            result = score(generated, reference, extractor=Tiny(), batch_size=8)
+            assert {**result, "reference_sha256": None} == want
+
+
+def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+    colour, tiny, seen = write_folder(tmp_path / "colour", images(30)), Tiny(), []
+    tiny.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    for grey in grey_sets(tmp_path)[:2]:
+        for generated, reference in ((grey, colour), (colour, grey)):
+            kinds = ("grey", "in colour") if generated == grey else ("in colour", "grey")
+            with one_line(f"the generated images are {kinds[0]}, those of {reference} {kinds[1]}; convert one"):
+                score(generated, reference, extractor=tiny, batch_size=8)
+    assert sum(seen) <= 8  # the number of features is asked for, no more
+    statistics = str(tmp_path / "grey.safetensors")
+    assert main([str(tmp_path / "grey"), "--save-statistics", statistics]) == 0
+    assert main([str(colour), statistics]) == 2 and "the generated images are in colour" in capsys.readouterr().err
+    assert main([str(tmp_path / "grey.npz"), "digits"]) == 0  # they are grey
+    assert main([str(colour), "digits"]) == 2 and "those of digits, val split grey" in capsys.readouterr().err
+
+
+def test_images_of_another_size_are_said(tmp_path, monkeypatch, capsys):
+    """Extractors resize them, so they can be scored; saved statistics know their size too."""
+
+    class Pooled(Tiny):
+        def forward(self, x):
+            return super().forward(torch.nn.functional.adaptive_avg_pool2d(x.double(), 8))
+
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Pooled())
+    small, large = images(40), images(40, 1).repeat_interleave(2, 2)
+    folder, file, statistics = (tmp_path / name for name in ("small", "large.npz", "large.safetensors"))
+    write_folder(folder, small), np.savez(file, arr_0=large.permute(0, 2, 3, 1).numpy())
+    assert main([str(file), "--save-statistics", str(statistics)]) == 0
+    for source, reference, name in (
+        (folder, file, file), (iter([small]), large, "reference"), (small, statistics, f"{statistics} ({file})"),
+    ):  # fmt: skip
+        notes = score(source, reference, extractor=Pooled())["notes"]
+        assert notes == [f"the generated images have 8 x 8 pixels, those of {name} 8 x 16"]
+    assert score(large, statistics, extractor=Pooled())["notes"] == []
+    assert main([str(folder), str(file)]) == 0 and f"note: {notes[0][:60]}" in capsys.readouterr().out
+
+
+def test_a_rotation_noted_in_exif_is_applied(tmp_path):
+    """As in data sets: the folder of a camera's files is what a data set of them is."""
+    x, sizes = torch.cat([images(30), images(30, 1)], 3), {}  # 16 x 8 pixels
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i, image in enumerate(x.permute(0, 2, 3, 1).numpy()):
+        exif, turned = Image.Exif(), i % 2
+        exif[0x0112] = 6 if turned else 1  # to be turned clockwise
+        raw = Image.fromarray(np.rot90(image) if turned else image)
+        raw.save(folder / f"{i:05}.{('png', 'webp', 'jpg')[i // 2 % 3]}", exif=exif, lossless=True)
+        sizes[raw.size] = True
+    assert len(sizes) == 2
+    seen = torch.cat([batch for _, batch in open_images(folder, "x").batches(8)])
+    files = [np.asarray(ImageOps.exif_transpose(Image.open(file))) for file in sorted(folder.iterdir())]
+    assert (seen.permute(0, 2, 3, 1).numpy() == np.stack(files)).all() and torch.equal(seen[:4], x[:4])
+    Image.fromarray(x[0].permute(1, 2, 0).numpy()).save(folder / "9.png", exif=exif)
+    with one_line("9.png has 8 x 16 pixels, 00000.png has 16 x 8"):
+        open_images(folder, "x")
 
 
 @pytest.mark.parametrize(
@@ -372,16 +465,22 @@ def test_features_that_are_not_finite_are_named():
 def test_the_command(tmp_path, monkeypatch, capsys):
     a, b = write_folder(tmp_path / "a", images(60)), write_folder(tmp_path / "b", images(60, 1))
     monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     out = tmp_path / "scores.json"
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
     text, result = capsys.readouterr().out, json.loads(out.read_text())
     want = score(images(60), images(60, 1), extractor=Tiny(), batch_size=16)
+    assert "generated: 16 of 60 images, " in text and "reference: 60 of 60 images, 00:00 left\n" in text
     assert f"{want['fid']:.4f}" in text and "FID " in text and "60 images" in text
     assert {k: result[k] for k in want} == want and result["generated"] == str(a)
     for argv, words in (
         ([str(a), str(b), "--out", str(out)], "exists; give another path"),
         ([str(a)], "give either REFERENCE, or --save-statistics"),
         ([str(a), str(tmp_path / "bb")], f"REFERENCE {tmp_path}/bb: no such file or folder, did you mean {b}?"),
+        ([str(a), str(b), "--size", "1000000"], "--size 1000000: a batch of 64 such images takes 715,256 GiB, this"),
+        ([str(a), str(tmp_path / "c")], f"REFERENCE {tmp_path}/c: no such file or folder\n"),
+        ([str(a), str(b), "-o", "x"], "unknown argument -o\n"),
+        ([str(a), str(b), "--gpu", "1"], "unknown argument --gpu\n"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         ([str(a), str(b), "--batches", "3"], "unknown argument --batches, did you mean --batch-size?"),
         ([str(a), "--save-statistics", "s.safetensors", "--out", "x"], "--out has no effect with --save-statistics"),

@@ -94,7 +94,7 @@ def test_the_best_weights_are_scored_at_the_end(tmp_path):
     options = ["--eval-every", 6, "--patience", 9, "--optim.lr", 0.02, "--optim.weight_decay", 0]
     sharded(tmp_path, arguments(CLM, data, tmp_path / "run", 30, *options))
     found = results(tmp_path / "run")
-    losses = {e["step"] + 1: e["validation"]["loss"] for e in entries(tmp_path / "run") if "validation" in e}
+    losses = {e["step"]: e["validation"]["loss"] for e in entries(tmp_path / "run") if "validation" in e}
     assert found["best_step"] == min(losses, key=losses.get) < 30
     assert found["validation"]["loss"] == pytest.approx(min(losses.values()), rel=1e-6)
 

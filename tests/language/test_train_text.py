@@ -73,7 +73,7 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     modes = ["--generate.gate_modes", "[soft, argmax, random]"] if kind == "mt" else []
     lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes)
     steps, looks = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
-    assert [e["step"] for e in steps] == list(range(40))
+    assert [e["step"] for e in steps] == list(range(1, 41))
     first, last = (sum(e["nll"] for e in part) / 5 for part in (steps[:5], steps[-5:]))
     assert last < 0.8 * first and looks[1]["loss"] < looks[0]["loss"]
     assert all(e["tokens_per_s"] > 0 and e["peak_memory_mib"] > 100 for e in steps)

@@ -214,6 +214,9 @@ def test_mistakes(place, tmp_path, capsys):
     error = refused(run, capsys, "--model.name", "clm_small", "--data.root", place / "ids")
     assert "data.tokenizer must say of which tokenizer, or data.vocab_size" in error
     assert "no such folder" in refused(run, capsys, *CLM, *ids, "--model.pretrained", tmp_path / "none")
+    config = place / "llama" / "config.json"
+    error = refused(run, capsys, *CLM, *ids, "--model.pretrained", config)
+    assert f"model.pretrained {config} is a file: give its folder; --init-from takes" in error
     error = refused(run, capsys, *llama, "--data.vocab_size", 12)
     assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000.bin" in error
     broken = tmp_path / "broken"

@@ -105,8 +105,17 @@ def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(router, 
     assert weight.grad.abs().max() > 1e-3 and not caplog.messages
 
 
+def test_conversion_tells_of_single_routed_heads(caplog):
+    told = "one routed head in layers [0]: only the balance loss trains those routers"
+    moh_vision.convert(dense(), head_budget=0.5)
+    assert caplog.messages == [told]
+    timm.create_model("moh_vit", base="vit_small_patch16_224", **SMALL, head_budget=0.5)  # a saved one is made so
+    assert caplog.messages == [told]
+
+
 def test_then_the_budget_is_lowered(caplog):
     model, x = moh_vision.convert(dense()), images()
+    assert not caplog.messages
     before = model(x)
     assert moh_vision.set_head_budget(model, 0.5) is model
     assert caplog.messages == ["one routed head in layers [0, 1, 2]: only the balance loss trains those routers"]

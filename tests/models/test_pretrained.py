@@ -1,17 +1,23 @@
 """model.pretrained and model.convert of image runs: described, loaded, calibrated, trained, resumed without the source."""
 
 import json
+import logging
+import socket
 
 import pytest
 import timm
 import torch
+from pictures import write_folder
+from PIL import Image
 from refusals import refused
 
 import moh_vision
 from moh_vision import publish
 from moh_vision.attention import attention_layers
+from moh_vision.classification import predict, validate
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.io import write_tensors
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 
@@ -59,6 +65,7 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     assert "model.pretrained: patch_embed.proj.weight is resized, [32, 3, 8, 8] -> [32, 1, 8, 8]" in said
     assert "model.pretrained: pos_embed is resized, [1, 17, 32] -> [1, 2, 32]" in said
     assert "model.pretrained: head.weight is made anew, [5, 32] -> [10, 32]" in said
+    assert "4 of 8 heads active (50.0 %); one routed head in layers [0, 1]: only the balance loss trains" in said
     model = moh_vision.load_run(tmp_path / "run")
     assert moh_vision.head_budget(model)["share"] == 0.5 and model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
     # Two small steps from the weights: fc1 is not reordered.
@@ -68,7 +75,10 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(".")
     assert publish.main([str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
     saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
-    assert saved["base"] == "vit_small_patch16_224" and "\n# moh_vit\n" in (tmp_path / "card" / "README.md").read_text()
+    assert (
+        saved["base"] == "vit_small_patch16_224"
+        and "\n# vit_small_patch16_224\n" in (tmp_path / "card" / "README.md").read_text()
+    )
 
     at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
     source.rename(tmp_path / "moved")  # a resumed run does not need its source
@@ -91,6 +101,67 @@ def test_without_convert_it_stays_dense(vit, tmp_path):
     assert torch.equal(model(x), dense(x))
     timm.models.save_for_hf(dense, tmp_path / "safe", safe_serialization=True)
     assert init_from(model, str(tmp_path / "safe")) and torch.equal(model(x), dense(x))
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], ["dog", "cat"], ["cow", "hen"], None])
+def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
+    """By name and in order, of what timm has saved and of a run; weights that name none keep theirs, and it is said."""
+    torch.manual_seed(0)
+    data, sizes = write_folder(tmp_path / "d", size=(32, 32), train=4, val=2), {**VIT, "num_classes": 2}
+    dense = timm.create_model("vit_small_patch16_224", **sizes)
+    torch.nn.init.normal_(dense.head.weight)
+    timm.models.save_for_hf(dense, tmp_path / "t", model_config=dict(label_names=names), safe_serialization=True)
+    given = ["--data.root", data, "--data.img_size", 32, "--optim.lr", 1e-9]
+    run(train_cls.main, tmp_path / "run", *given, "--model.pretrained", f"local-dir:{tmp_path}/t", steps=1)
+    said = capsys.readouterr().out
+    kept = torch.allclose(moh_vision.load_run(tmp_path / "run").head.weight, dense.head.weight, atol=1e-6)
+    assert kept == (names in (["cat", "dog"], None))
+    odd = "the head is made anew: class 'cat' is not in the same place in local-dir:"
+    assert (f"model.pretrained: {odd}" in said) != kept
+    assert ("t does not name its 2 classes" in said) == (names is None)
+    if names == ["dog", "cat"]:  # a run of classes in this order, as of others' shards
+        state, about = read_safetensors(tmp_path / "run" / "model.safetensors")
+        write_tensors(tmp_path / "w.safetensors", state, dict(about, classes=names))
+        other = create("moh_vit", "classifier", **about["arguments"])
+        before = other.head.weight.clone()
+        init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
+        assert torch.equal(other.head.weight, before) and "init_from: the head is made anew" in capsys.readouterr().out
+
+
+def test_a_label_table_is_kept_only_for_the_same_classes(tmp_path):
+    from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
+
+    sizes = dict(embed_dim=16, depth=1, num_heads=2, img_size=8, in_chans=1, num_classes=2)
+    first, second = (create("dit_small_patch2", "diffusion", **sizes) for _ in range(2))
+    MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, {0: "cat", 1: "dog"}, 0.1).save_pretrained(
+        tmp_path
+    )
+    for classes in (["dog", "cat"], ["cat", "dog"]):
+        said = []
+        init_from(second, str(tmp_path), said.append, classes=classes)
+        same = torch.equal(first.y_embedder.embedding_table.weight, second.y_embedder.embedding_table.weight)
+        assert same == (classes == ["cat", "dog"]) != any("the label table is made anew" in line for line in said)
+
+
+def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
+    """timm leaves the last pixels out, or fails in the first batch where sizes are dynamic."""
+    words, dynamic = (
+        "data.img_size 50: not a multiple of 8, the side of a patch",
+        "--model.kwargs.dynamic_img_size=true",
+    )
+    argv = [*RUN.split(), "--model.pretrained", vit[0], "--data.img_size", "50", "--output", tmp_path / "no"]
+    assert words in refused(capsys, train_cls.main, *argv)
+    assert words in refused(capsys, train_cls.main, *argv, dynamic) and not (tmp_path / "no").exists()
+    saved = ["--checkpoint", vit[0], "--data.root", "digits", "--data.img_size"]
+    assert words in refused(capsys, validate.main, *saved, "50")
+    error = refused(capsys, validate.main, *saved, "1000000")
+    assert "data.img_size 1000000: a batch of 256 such images takes 953,674 GiB, this machine has " in error
+    small = dict(embed_dim=32, depth=1, num_heads=2)  # of SigLIP, which was trained so
+    model = timm.create_model("vit_so400m_patch14_siglip_384", num_classes=5, **small)
+    timm.models.save_for_hf(model, tmp_path / "siglip", model_args=small, safe_serialization=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    argv = [str(tmp_path / "a.png"), "--checkpoint", str(tmp_path / "siglip"), "--data.img_size"]
+    assert (predict.main([*argv, "384"]), predict.main([*argv, "385"])) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224"])
@@ -126,13 +197,47 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
     assert moved.abs().max() > 1e-3
 
 
+def is_dense(model):
+    return all(layer.router.all_heads for layer in attention_layers(model))
+
+
+@pytest.mark.parametrize(
+    "main, name, x",
+    [
+        (train_cls.main, "moh_vit_tiny_patch16_224", [torch.ones(2, 1, 8, 8)]),
+        (train_dit.main, "dit_small_patch2", [torch.ones(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])]),
+    ],
+)
+def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
+    """Its folder, its file, and the folder published of it; a routed one goes on as it is, and is not converted."""
+    argv = f"--data.root digits --data.workers 0 --optim.batch_size 8 --max-steps 1 --output {tmp_path}/dense --model.name {name}"
+    argv += " --model.embed_dim 32 --model.num_heads 4 --model.depth 1 --model.patch_size 4 --model.router dense"
+    main(argv.split())
+    assert publish.main([f"{tmp_path}/dense", "--output", f"{tmp_path}/card"]) == 0
+    dense = moh_vision.load_run(tmp_path / "dense")
+    options = "--model.convert.head_budget 1.0 --model.convert.scope sample --calibrate-images 16 --optim.lr 1e-12 --optim.weight-decay 0"
+    for i, source in enumerate(("dense", "dense/model.safetensors", "card")):
+        run(main, tmp_path / str(i), "--model.pretrained", tmp_path / source, *options.split(), steps=1)
+        model = moh_vision.load_run(tmp_path / str(i))
+        assert attention_layers(model)[0].scope == "sample" and not is_dense(model)
+        torch.testing.assert_close(model.forward_routed(*x)[0], dense.forward_routed(*x)[0], atol=1e-5, rtol=1e-5)
+    run(main, tmp_path / "as it is", "--model.pretrained", f"local-dir:{tmp_path}/dense", steps=1)
+    assert is_dense(moh_vision.load_run(tmp_path / "as it is"))
+    run(main, tmp_path / "on", "--model.pretrained", tmp_path / "0", "--model.head_budget", 0.75, steps=1)
+    assert moh_vision.head_budget(moh_vision.load_run(tmp_path / "on"))["share"] == 0.75
+    argv = f"{RUN} --output {tmp_path}/no --model.pretrained {tmp_path}/0 --model.convert.scope token"
+    assert "0 has routed heads already; leave it out" in refused(capsys, main, *argv.split())
+
+
 @pytest.mark.parametrize(
     "main, argv, words",
     [
         (train_cls, "--model.pretrained swin_tiny_patch4_window7_224", "swin.*: convert takes .*not SwinTransformer: it attends inside shifted"),
         (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
         (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
-        (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init_from takes it .* timm.models.save_for_hf"),
+        (train_cls, "--model.pretrained vit_tiny_patch16_225", "config.json of timm, did you mean vit_tiny_patch16_224\\?"),
+        (train_cls, "--model.pretrained vit_tiny_patch16_224.augrg_in21k", "did you mean vit_tiny_patch16_224.augreg_in21k\\?"),
+        (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* timm.models.save_for_hf"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
@@ -141,7 +246,9 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
         (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.pretrained needs model.name pretrained, not moh_vit"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
         (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),
+        (train_dit, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* of diffusers"),
         (train_dit, "--model.pretrained {vit}", "config.json is of None, allowed are DiTTransformer2DModel and ours"),
+        (train_dit, "--model.pretrained {run}", "model.safetensors is of a classifier model, moh_vit.*; give a run of train_dit.py"),
         (train_dit, "--model.pretrained facebook/DiT-XL-2-256", "no such folder; download a model of the hub first"),
         (train_dit, "--model.pretrained vit_tiny_patch16_224", "is not a registered model|has no head routing"),
     ],
@@ -149,7 +256,26 @@ def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
 def test_mistakes_are_one_line(main, argv, words, vit, tmp_path, capsys):
     import re
 
-    argv = argv.format(vit=vit[0], here=tmp_path).split()
+    if "{run}" in argv:
+        train_cls.main(
+            [*RUN.split(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--model.pretrained", str(vit[0])]
+        )
+    argv = argv.format(vit=vit[0], here=tmp_path, run=tmp_path / "run").split()
     error = refused(capsys, main.main, *RUN.split(), "--output", tmp_path / "no", *argv)
     assert re.search(words, error), error
     assert not (tmp_path / "no").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, capsys, monkeypatch):
+    """huggingface_hub tries again five times, and would log each."""
+
+    def unreachable(*args, **kwargs):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    logged = logging.Handler()
+    logged.emit = lambda record: pytest.fail(record.getMessage())
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [logged])
+    monkeypatch.setattr("socket.getaddrinfo", unreachable)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    argv = [*RUN.split(), "--output", tmp_path / "no", "--model.pretrained", "hf-hub:nobody/none"]
+    assert "model.pretrained hf-hub:nobody/none: " in refused(capsys, train_cls.main, *argv)

@@ -10,8 +10,9 @@ import pytest
 from growth import cost
 from pictures import encoded, gradient, rotated_by_exif, write_folder
 from PIL import Image
-from refusals import one_line
-from test_sources import write_shards
+from refusals import one_line, refused
+from small_runs import SMALL
+from test_sources import append, write_shards
 
 from moh_vision.data.batches import (
     BadSamples,
@@ -26,6 +27,7 @@ from moh_vision.data.imagenet import imagenet_eval_transform
 from moh_vision.data.order import StepBatches
 from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.splits import open_source
+from moh_vision.diffusion import train as dit
 from moh_vision.evaluation.fidelity.images import ScoredFolder
 
 
@@ -144,6 +146,25 @@ def test_a_run_ends_with_one_bad_image_too_many(tmp_path, extra):
         assert len(counted.seen) == 29
 
 
+@pytest.mark.parametrize("place", ["folder", "shards"])
+def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, place):
+    """The message names file, or shard and member, and tells of a larger fraction, which the same command then takes."""
+    root, bad = write_folder(tmp_path / "images", train=8, val=1), "dog/3.png"
+    if place == "shards":
+        root, bad = write_shards(tmp_path / "shards", count=15), "train-000001.tar, a/long.name/9.png at byte "
+        for end, data in (("png", b"bad"), ("cls", b"0")):
+            append(root / "train-000001.tar", f"a/long.name/9.{end}", data)
+    argv = [*SMALL["dit"].split(), "--data.root", root, "--data.img_size", 8, "--output", tmp_path / "run"]
+    argv = [str(a) for a in (*argv, "--preview.every", 0, "--optim.batch_size", 4, "--max-steps")]
+    dit.main([*argv, "1"])
+    if place == "folder":
+        (root / "train" / bad).write_bytes(b"bad")
+    assert bad in refused(capsys, dit.main, *argv, 8)
+    dit.main([*argv, "8", "--data.max_bad_fraction", "0.063"])
+    assert "resuming" in capsys.readouterr().out
+    assert "max_bad_fraction: 0.063" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 # ---------------------------------------------------------------- bombs
 
 
@@ -243,7 +264,7 @@ def test_a_shard_cut_while_it_is_open_is_named(tmp_path):
     source = open_source(str(write_shards(tmp_path / "d", count=10)), "train")
     assert source.image(0).size == (6, 4)
     os.truncate(tmp_path / "d" / "train-000000.tar", int(source.offset[5]) + 10)
-    with pytest.raises(UnreadableImage, match=r"train-000000.tar, image at byte \d+: 10 bytes of \d+ are there"):
+    with pytest.raises(UnreadableImage, match=r"train-000000.tar, 0005.png at byte \d+: 10 bytes of \d+ are there"):
         source.image(5)
 
 

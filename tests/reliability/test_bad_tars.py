@@ -1,20 +1,28 @@
 """Tar shards that are cut off, damaged or hostile: refused by name, nothing lost in silence, nothing written outside."""
 
 import io
+import itertools
 import os
+import shutil
+import subprocess
 import tarfile
 
 import numpy as np
 import pytest
-from pictures import encoded, gradient
-from refusals import one_line
+import webdataset
+from pictures import encoded, gradient, write_folder
+from refusals import one_line, refused
 from repeat import cases
 from safetensors.numpy import load_file, save_file
 from test_bad_folders import shard
 from test_sources import write_shards
 
+from moh_vision.data.check import main as check_main
+from moh_vision.data.shards import convert
 from moh_vision.data.sources import Shards
+from moh_vision.data.stream import ShardStream
 from moh_vision.data.tar_index import INDEX_FORMAT
+from moh_vision.diffusion import train as dit
 
 PNG = encoded(gradient())
 
@@ -70,8 +78,94 @@ def test_a_damaged_header_does_not_end_a_shard_in_silence(tmp_path):
     data = bytearray(path.read_bytes())
     data[member.offset + 5] ^= 1
     path.write_bytes(data)
-    with one_line(f"train-000000.tar: cut off or damaged behind member 9, at byte {member.offset} of"):
+    with one_line(f"train-000000.tar: cut off or damaged behind member 9, at byte {member.offset} "):
         Shards(str(tmp_path / "d"), "train")
+
+
+def zeroed(data, first, end=None):
+    return data[:first] + bytes(len(data[first:end])) + data[first:][len(data[first:end]) :]
+
+
+TORN = {
+    "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "byte {data} is not zero, .* byte {offset}"),
+    "a page": lambda data, m: (zeroed(data, m[20].offset, m[20].offset + 4096), r"byte \d+ is not zero, .* byte {offset}"),
+    "all behind": lambda data, m: (zeroed(data, m[20].offset), r"\d+ zeros behind member 20, from byte {offset} to the end; tar writes at most 10752"),
+    "two joined": lambda data, m: (data + data, "byte {size} is not zero, .* behind member 80"),
+    "one record more": lambda data, m: (data + bytes(10240), r"\d+ zeros behind member 80, from byte \d+ to the end; "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["exact", "check", "stream", "pipe"])
+@pytest.mark.parametrize("fault", TORN)
+def test_zeros_inside_a_tar_are_not_its_end(tmp_path, capsys, fault, way):
+    """A power cut or a torn download leaves blocks of zeros; cat joins tars. What stands behind was lost in silence."""
+    path = write_shards(tmp_path / "d", count=40, per_shard=40) / "train-000000.tar"
+    with tarfile.open(path) as tar:
+        listed = tar.getmembers()
+    whole = path.read_bytes()
+    data, words = TORN[fault](whole, listed)
+    path.write_bytes(data)
+    words = words.format(size=len(whole), offset=listed[20].offset, data=listed[20].offset_data)
+    if way == "exact":
+        with one_line(f"^{path}: {words}"):
+            Shards(str(tmp_path / "d"), "train")
+        assert not list((tmp_path / "d").glob(".*"))
+    elif way == "check":
+        assert check_main([str(tmp_path / "d"), "--workers", "0"]) == 2
+        with one_line(f"^check: error: {path}: {words}"):
+            raise ValueError(capsys.readouterr().err.rstrip("\n"))
+    else:
+        url = f"pipe:cat {path}" if way == "pipe" else str(path)
+        with one_line(f"^{url}: {words}"):
+            list(itertools.islice(ShardStream([url], ["a", "b", "c"], 40, "some").names(0, 0, 1), 100))
+
+
+def with_tarfile(form):
+    def write(path, size):
+        with tarfile.open(path, "w", format=form) as tar:
+            for name, data in (("0.cls", b"0"), ("0.png", PNG + bytes(size))):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+
+    return write
+
+
+def with_webdataset(path, size):
+    with webdataset.TarWriter(str(path)) as sink:
+        sink.write({"__key__": "0", "cls": "0", "png": PNG + bytes(size)})
+
+
+def with_program(name, *options):
+    def write(path, size):
+        folder = path.parent.parent
+        (folder / "0.cls").write_bytes(b"0")
+        (folder / "0.png").write_bytes(PNG + bytes(size))
+        subprocess.run([name, *options, "-cf", path, "0.cls", "0.png"], cwd=folder, check=True)
+
+    return pytest.param(write, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here"))
+
+
+@pytest.mark.parametrize("blocks", ["all", "one"])
+@pytest.mark.parametrize(
+    "write",
+    [with_webdataset, *map(with_tarfile, (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT)),
+     with_program("tar"), with_program("tar", "-b1"), with_program("tar", "-b7"), with_program("bsdtar")],
+)  # fmt: skip
+def test_what_tar_writes_at_the_end_is_taken(tmp_path, write, blocks):
+    """Every number of zeros that fills up a record, and a single block of them, by which other programs end a tar."""
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for number in range(21):
+        path = folder / f"train-{number:06d}.tar"
+        write(path, number * 512)
+        if blocks == "one":
+            with tarfile.open(path) as tar:
+                last = tar.getmembers()[-1]
+            os.truncate(path, last.offset_data + -(-last.size // 512) * 512 + 512)
+    assert len(Shards(str(folder), "train")) == 21
+    names = ShardStream(sorted(map(str, folder.glob("*.tar"))), ["a"], 21, "some").names(0, 0, 1)
+    assert len(set(itertools.islice(names, 200))) == 21
 
 
 @pytest.mark.parametrize("prefix", ["../../outside/", "/outside/", "a/../../outside/", "./", "C:\\outside\\", "\n"])
@@ -149,6 +243,93 @@ def test_a_sample_that_comes_twice_is_named(tmp_path, name):
     shard(tmp_path / "train-000000.tar", [("0.png", PNG), ("0.cls", b"0"), (name, b"1")])
     with pytest.raises(ValueError, match=f"train-000000.tar: {name} is a second (image|label) of the same sample"):
         Shards(str(tmp_path), "train")
+
+
+# ---------------------------------------------------------------- the record of what was written
+
+
+def last_sample(path):
+    """Where the last sample of a shard begins, and the shard's bytes."""
+    with tarfile.open(path) as tar:
+        return tar.getmembers()[-2].offset, path.read_bytes()
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Shards of four samples, and their record."""
+    root = write_folder(tmp_path / "images", train=6, val=1)
+    convert(str(root), str(tmp_path / "d"), samples_per_shard=4, workers=1, say=lambda text: None)
+    return tmp_path / "d"
+
+
+def tear(folder):
+    """The zeros at the end are as many as tar writes: only the record knows of the sample that was there."""
+    path = folder / "train-000001.tar"
+    first, data = last_sample(path)
+    path.write_bytes(zeroed(data, first))
+    return f"{path}: 10240 bytes, 3 samples; train.shards.jsonl says 10240 and 4"
+
+
+def shorten(folder):
+    path = folder / "train-000001.tar"
+    os.truncate(path, 9728)
+    return f"{path}: 9728 bytes, 4 samples; train.shards.jsonl says 10240 and 4"
+
+
+def lose(folder):
+    (folder / "train-000001.tar").unlink()
+    return f"train-000001.tar of {folder}/train.shards.jsonl is gone"
+
+
+def add(folder):
+    shutil.copy(folder / "train-000001.tar", folder / "train-000009.tar")
+    return f"{folder}/train-000009.tar is not in train.shards.jsonl"
+
+
+def kill(folder):
+    record = folder / "train.shards.jsonl"
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:-1]))
+    return f"{record}: 8 of 12 images are there yet; the command that writes them goes on where it stopped"
+
+
+def spoil(folder):
+    (folder / "train.shards.jsonl").write_text("{}\n")
+    return f"{folder}/train.shards.jsonl is not a record of shards that can be read: 'format'"
+
+
+@pytest.mark.parametrize("fault", [tear, shorten, lose, add, kill, spoil])
+def test_shards_are_what_their_record_says(written, fault):
+    index = written / ".train.index.safetensors"
+    words = fault(written)
+    if fault in (kill, spoil):  # the shards and their index are as they were
+        with one_line(f"^{words}"):
+            Shards(str(written), "train")
+    index.unlink()
+    with one_line(f"^{words}"):
+        Shards(str(written), "train")
+    assert not index.exists() and len(Shards(str(written), "val")) == 2
+    (written / "train.shards.jsonl").unlink()  # who changes them on purpose
+    assert len(Shards(str(written), "train")) == {tear: 11, lose: 8, add: 16}.get(fault, 12)
+
+
+@pytest.mark.parametrize("fault", [tear, shorten])
+@pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
+def test_a_stream_is_what_its_record_says(written, capsys, fault, url):
+    words = fault(written).partition(": ")[2]
+    url, size = url.format(written), "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8"
+    argv = [
+        *size.split(),
+        "--optim.batch_size",
+        4,
+        "--max-steps",
+        9,
+        "--output",
+        written / "run",
+        "--data.root",
+        written,
+    ]
+    argv += ["--data.exact_order", "false", "--data.workers", 0, "--data.stream", url, "--model.head_budget", "0.5"]
+    assert f"error: {url}: {words}\n" in refused(capsys, dit.main, "--model.name", "moh_dit_small_patch2_75", *argv)
 
 
 # ---------------------------------------------------------------- the index beside them

@@ -37,11 +37,11 @@ def test_three_in_a_row_end_the_run(tmp_path, monkeypatch, capsys, kind):
         SCRIPTS[kind].main(arguments(kind, tmp_path, 100, 2))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1 and "step 8 could not be saved" in error and "3. failure in a row" in error
-    assert checkpoint_steps(tmp_path) == [2] and logged(tmp_path)[-1]["step"] == 7
+    assert checkpoint_steps(tmp_path) == [2] and logged(tmp_path)[-1]["step"] == 8
 
 
 def test_an_output_that_cannot_be_written_is_found_before_any_work(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saver.tempfile, "TemporaryDirectory", unwritable)
+    monkeypatch.setattr("tempfile.TemporaryFile", unwritable)
     error = refused(capsys, train_dit.main, *arguments("dit", tmp_path / "run", 10, 2))
     assert "cannot be written" in error and "Read-only" in error
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import resource
 import shutil
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
+from pictures import write_folder
 from small_training import SmallTraining, at_point, fork, hidden, one_threaded, sums, wait
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -81,14 +83,14 @@ def file_sizes(run):
     return sorted({p.stat().st_size for p in (run / "checkpoints").rglob("*") if p.is_file()})
 
 
-def test_files_that_cannot_grow(tmp_path):
+def test_files_that_cannot_grow(tmp_path, monkeypatch):
     """As the system says it, to safetensors, to torch.save, and to a text file."""
 
     def work():
         training = SmallTraining(width=512)
         told = []
         saver = Saver(training.accelerator, tmp_path, 2)
-        training.accelerator.print = told.append
+        monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
         about = (training.model, training.ema, {"name": "small"})
         training.step(1)
         assert saver.save(1, *about)
@@ -113,10 +115,10 @@ def test_files_that_cannot_grow(tmp_path):
     assert wait(fork(work)) == 0
 
 
-def test_three_failures_in_a_row_end_a_run(training, tmp_path):
+def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch):
     told = []
     saver = Saver(training.accelerator, tmp_path, 2)
-    training.accelerator.print = told.append
+    monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
     about = (training.model, training.ema, {})
     (tmp_path / "checkpoints").write_text("in the way")
     assert not saver.save(1, *about) and not saver.save(2, *about)
@@ -158,7 +160,7 @@ def unprivileged(folder, work):
     return wait(fork(child))
 
 
-def test_a_folder_that_turns_read_only(training, readable):
+def test_a_folder_that_turns_read_only(training, readable, monkeypatch):
     run, told = readable / "run", []
     training.step(1)
     assert training.save(run, 1, 2) is None
@@ -166,7 +168,7 @@ def test_a_folder_that_turns_read_only(training, readable):
 
     def work():
         saver = Saver(training.accelerator, run, 2)
-        training.accelerator.print = told.append
+        monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
         about = (training.model, training.ema, {})
         assert not saver.save(2, *about) and not saver.save(3, *about)
         assert all("Permission denied" in t for t in told) and saver.failed == 2
@@ -175,6 +177,28 @@ def test_a_folder_that_turns_read_only(training, readable):
 
     assert unprivileged(run, work) == 0
     assert sums(run) == before and hidden(run) == []
+
+
+@pytest.mark.parametrize(
+    "command, argv",
+    [
+        ("data.shards.__main__", ["--in", "IMAGES", "--out", "/proc/x"]),
+        ("diffusion.latents.__main__", ["--data", "IMAGES", "--out", "/proc/x", "--vae", "/no/vae"]),
+        ("language.data.tokenise", ["/no.txt", "--tokenizer", "/no.json", "--out", "/proc/x"]),
+        ("evaluation.fidelity.__main__", ["IMAGES", "IMAGES", "--out", "/proc/x.json"]),
+        ("analysis.learning_curves", ["RUN", "--output", "/proc/x.png"]),
+        ("analysis.report", ["RUN", "--output", "/proc/x.html"]),
+        ("publish", ["RUN", "--output", "/proc/x"]),
+        ("classification.predict", ["--checkpoint", "RUN", "IMAGE", "--output", "/proc/x.csv"]),
+    ],
+)
+def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_path, capsys, command, argv):
+    """Permissions do not tell of it: for root all are there."""
+    write_folder(tmp_path / "IMAGES")
+    argv = [str(tmp_path / a) if a.isupper() else a for a in argv]
+    assert importlib.import_module(f"moh_vision.{command}").main(argv) == 2
+    option, path = argv[argv.index("--out" if "--out" in argv else "--output") :][:2]
+    assert f"error: {option} {path} cannot be written: /proc: No such file or directory\n" in capsys.readouterr().err
 
 
 def test_unwritable_output_is_found_before_any_work(readable, tmp_path):

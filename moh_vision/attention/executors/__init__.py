@@ -1,29 +1,18 @@
-"""Executors: functions from queries, keys and values of all heads to their weighted outputs, all equal to `reference`.
+"""Executors do the work of equation (*) in three steps, `project`, `attend`, `combine`, and all equal `Reference`.
 
-    executor(q [B, H, N, D], k [B, G, M, D], v, routing, attn_mask=None, is_causal=False, dropout_p=0.0) -> o [B, N, H * D]
+    Masked          all heads, by one fused call
+    Sequences       whole heads of every sequence, in plain PyTorch on any device
+    WholeSequences  the same by the C++ operators
+    Tokens          the pairs of heads and tokens that run, by the C++ operators
+    OnGpu           the same by Triton: attention alone
+    Unfused, Reference   all heads, step by step
 
-The layer projects before and after. Where "packed" can leave out projections too the layer does so itself, see
-`HeadMixtureAttention.packed`.
+A user names one of EXECUTORS. "packed" is whichever of the four that skip heads takes a call, see `choose`.
 """
 
-from typing import Callable, Dict, Optional
+from moh_vision.attention.executors.choice import choose
+from moh_vision.attention.executors.masked import Masked
 
-from torch import Tensor
+EXECUTORS = ("auto", "masked", "packed", "reference")
 
-from moh_vision.attention.executors.auto import announce, choose
-from moh_vision.attention.executors.decode import attend_chosen, decode
-from moh_vision.attention.executors.masked import masked
-from moh_vision.attention.executors.packed import packed
-from moh_vision.attention.executors.reference import reference
-from moh_vision.attention.executors.varlen import varlen
-
-EXECUTORS: Dict[str, Optional[Callable[..., Tensor]]] = {
-    "reference": reference,
-    "masked": masked,
-    "packed": packed,
-    "varlen": varlen,
-    "decode": decode,
-    "auto": None,  # one of the others, which `choose` names for every call
-}
-
-__all__ = ["EXECUTORS", "announce", "attend_chosen", "choose", "decode", "masked", "packed", "reference", "varlen"]
+__all__ = ["EXECUTORS", "Masked", "choose"]

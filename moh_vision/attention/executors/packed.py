@@ -1,87 +1,92 @@
-"""Only the heads that run, out of queries that are projected for all; and what `HeadMixtureAttention.packed` decides by."""
-
-from typing import Optional
+"""Heads chosen per token: only the (head, sequence, token) pairs that run, through the operators of `kernels`."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moh_vision.attention import kernels
-from moh_vision.attention.executors.masked import masked
-from moh_vision.attention.routing import Call, Pairs, Routing
-
-# Numbers of a sequence's tokens, times the share of heads that do not run, from which products of its own pay in 16 bits.
-# Measured by benchmarks/attention.py on 2 EPYC cores: 38,000 to 49,000 took 1.1 to 1.3 of one product for all heads,
-# 74,000 to 390,000 took 0.66 to 0.94.
-LEFT_OUT = 60_000
+from moh_vision.attention.executors.masked import Masked
+from moh_vision.attention.routing import Call, Pairs
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    routing: Routing,
-    attn_mask: Optional[Tensor] = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Attention of the heads that run. It cannot be differentiated twice.
+class Tokens(Masked):
+    """Skips queries, attention and output projection. Other tokens need the keys and values of a head.
 
-    On a CPU, and on a GPU where heads are chosen per sequence, a layer skips projections too (`HeadMixtureAttention.packed`)
-    and comes here only where they must be called.
+    The operators are C++ for float32; for 16 bits attention alone is, and the projections are those of all heads.
     """
-    active = routing.active
-    if active is None or q.numel() == 0 or k.numel() == 0:
-        return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    path = kernels.attend_path(q.device, v.dtype, q.shape[3], attn_mask, dropout_p)
-    if torch.compiler.is_compiling() and not has_static_shapes(routing, path):
-        return masked(q, k, v, routing, attn_mask, is_causal, dropout_p)
-    # A norm leaves queries and keys in float32 under autocast. One context may serve all sequences.
-    q, k, v = q.to(v.dtype), k.to(v.dtype).expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
-    pairs = pairs_of(routing, q.shape[2], path)
-    return kernels.attend_placed(q, k, v, in_float(routing.weights), pairs, is_causal, attn_mask, dropout_p)
+
+    def __init__(self, layer: nn.Module, call: Call):
+        super().__init__(layer, call)
+        routing, N = call.routing, call.x.shape[1]
+        listed = routing.pairs is not None and routing.active.shape[1] == N
+        self.pairs = routing.pairs if listed else kernels.list_pairs(routing.active.expand(-1, N, -1))
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [P, D], k and v [B, G, M, D]."""
+        queries, *keys_values = self.layer.weights()
+        q, B = self.queries(*queries), self.call.x.shape[0]
+        k, v = self.layer.project_kv(self.call, keys_values)
+        # A norm leaves queries and keys in float32 under autocast. One context may serve all sequences.
+        return q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
+
+    def queries(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The queries of the pairs [P, D], normalised and rotated."""
+        layer, call, pairs = self.layer, self.call, self.pairs
+        if call.q is None:
+            q = kernels.project(call.x.flatten(0, 1), weight, bias, pairs, layer.num_heads)
+        else:
+            q = kernels.select(call.q.transpose(1, 2), pairs, layer.num_heads)
+        return layer.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, call.x)).squeeze(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[P, D]"""
+        call = self.call
+        H, N = self.layer.num_heads, call.x.shape[1]
+        return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask)
+
+    def combine(self, o: Tensor) -> Tensor:
+        layer, (B, N, _) = self.layer, self.call.x.shape
+        gates = kernels.in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
+        y = kernels.combine(o, gates, layer.proj.weight, layer.proj.bias, self.pairs, layer.num_heads)
+        return y.view(B, N, -1)
 
 
-def in_float(weights: Tensor) -> Tensor:
-    """In float32 or better."""
-    return weights.to(torch.promote_types(weights.dtype, torch.float32))
+class WholeSequences(Tokens):
+    """Heads chosen per sequence: keys and values too are those of heads that run, [1, X, M, D]."""
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        layer, call = self.layer, self.call
+        context = call.x if call.context is None else call.context.expand(call.x.shape[0], -1, -1)
+        M = context.shape[1]
+        key_pairs = self.pairs if M == call.x.shape[1] else kernels.list_pairs(call.routing.active.expand(-1, M, -1))
+        queries, *keys_values = layer.weights()
+        k, v = (kernels.project(context.flatten(0, 1), *rows, key_pairs, layer.num_heads) for rows in keys_values)
+        k = layer.prepare_keys(k.unsqueeze(1), of_pairs(call.rotary, key_pairs, context)).squeeze(1)
+        return self.queries(*queries), *(t.view(1, -1, M, layer.head_dim) for t in (k, v))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        call = self.call
+        source = (self.pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1  # of every segment
+        H, N = self.layer.num_heads, call.x.shape[1]
+        return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)
 
 
-def pairs_of(routing: Routing, tokens: int, path: str) -> Pairs:
-    """The pairs of all tokens, N of each sequence, for `attend` on a path."""
-    pairs = routing.pairs if routing.pairs is not None else kernels.list_pairs(routing.active, path == "triton")
-    return kernels.spread(pairs, tokens) if routing.active.shape[1] == 1 else pairs
+class OnGpu(Masked):
+    """All queries are projected. One kernel in Triton attends for the pairs that run, weighs, and puts in place."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, N, H*D], weighted."""
+        B = q.shape[0]
+        q, k, v = q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
+        return kernels.attend_on_gpu(q, k, v, self.call.routing, self.call.is_causal, self.call.attn_mask)
+
+    def combine(self, o: Tensor) -> Tensor:
+        return self.layer.proj(o)
 
 
-def gates_of(routing: Routing, batch: int, tokens: int) -> Tensor:
-    """[B * N, H], in float32 or better."""
-    return in_float(routing.weights).expand(batch, tokens, -1).reshape(batch * tokens, -1).contiguous()
-
-
-def has_static_shapes(routing: Routing, path: str) -> bool:
-    """Whether no shape depends on which heads run: C++ needs the list of a top-k router for that, Triton any list."""
-    return path == "triton" or (path == "cpp" and routing.pairs is not None)
-
-
-def products_of_sequences(call: Call, x: Tensor, path: str) -> bool:
-    """Whether to multiply each sequence by the weights of its own heads, keys and values too. path: of `attend`.
-
-    In 16 bits beside the C++ `attend` one product for all heads is faster where little can be left out of the others,
-    unless all sequences chose the same heads and share a product.
-    """
-    active = call.routing.active
-    if active.shape[1] != 1:
-        return False
-    if kernels.native(x.device, x.dtype):
-        return True
-    if path != "cpp":
-        return True
-    if torch.compiler.is_compiling():  # these products have shapes that depend on the choice
-        return False
-    _, N, C = x.shape
-    left_out = 1 - active.sum().item() / active.numel()
-    return N * C * left_out >= LEFT_OUT or alike(active)
-
-
-def alike(active: Tensor) -> bool:
-    """Whether several sequences all chose the same heads, active [B, 1, H]."""
-    return active.shape[0] > 1 and bool((active == active[:1]).all())
+def of_pairs(rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
+    if rotary is None:
+        return None
+    B, N, _ = x.shape
+    cos, sin = (t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary)
+    return cos, sin

@@ -1,13 +1,12 @@
 """Compile the C++ operators of the attention core for this torch and this processor."""
 
 import time
-from typing import List, Optional
 
 from moh_vision.attention.kernels.build import COMMAND, build, library_path, load
 from moh_vision.engine.commands import Parser, exit_code, say
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
 
     def work() -> None:

@@ -4,6 +4,7 @@ The operators are compiled once on the user's machine by `python -m moh_vision.a
 cache folder. They are never required: without them plain PyTorch does the same work, only slower.
 """
 
+import fcntl
 import functools
 import hashlib
 import logging
@@ -14,9 +15,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import torch
 
@@ -24,6 +25,8 @@ log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.kernels"
 VARIABLE = "MOH_VISION_KERNELS"
+# "auto": the first model that runs on a CPU builds the operators; set by commands, which may say "later" first.
+BUILD = "MOH_VISION_BUILD"
 SOURCES = Path(__file__).with_name("csrc")
 # The instruction set that torch's own kernels use decides; ATEN_CPU_CAPABILITY=avx2 asks both for a smaller one.
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
@@ -31,7 +34,7 @@ ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "defa
 
 PATHS = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}  # by kind of device, the wanted one first
 
-_used: Optional[str] = None  # what `use` was given
+_used: str | None = None  # what `use` was given
 _interprets = False  # Triton's interpreter runs, which takes tensors of any device; set by `use`
 _loaded = False
 
@@ -43,8 +46,9 @@ def path(device: str = "cpu") -> str:
         "triton"  Triton's kernels, on a GPU; in Triton's interpreter also on a CPU, for tests
         "torch"   the same functions in plain PyTorch
 
-    Without `use` it is the first of them that is there. The choice is made at the first call, which logs it at level INFO
-    of `moh_vision.attention`, and stays: a library built meanwhile does not change a process that runs.
+    Without `use` it is the first of them that is there. The choice is made at the first call, which logs it under
+    `moh_vision.attention` (a WARNING where operators for the CPU could be built), and stays: a library built meanwhile
+    does not change a process that runs.
 
     Raises:
         ValueError: the environment variable MOH_VISION_KERNELS is neither "auto" nor "off".
@@ -56,10 +60,10 @@ def path(device: str = "cpu") -> str:
 
 def about(device: str = "cpu") -> str:
     """Which path `path` finds where `use` is not called, and how to get the other: the line that it logs."""
-    return _find(device)[1]
+    return _find(device, os.environ.get(BUILD))[1]
 
 
-def use(path: Optional[str]) -> None:
+def use(path: str | None) -> None:
     """Set the path of this process on the devices that have it, whatever the environment variable says.
 
     Args:
@@ -96,12 +100,12 @@ def _runs_triton() -> bool:
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
 def _found(device: str) -> str:
-    return _find(device)[0]
+    return _find(device, os.environ.get(BUILD))[0]
 
 
 @functools.cache
-def _find(device: str) -> Tuple[str, str]:
-    """Choose once; returns the path and the line that is logged."""
+def _find(device: str, builds: str | None) -> tuple[str, str]:
+    """Choose once; returns the path and the line that is logged. builds: the value of BUILD."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)")
@@ -111,13 +115,14 @@ def _find(device: str) -> Tuple[str, str]:
         found = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
     elif device == "cuda":
         found = "torch", "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
-    elif load():
+    elif load() or (builds == "auto" and _built() and load()):
         found = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
     else:
         found = "torch", f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
     path, text = found
     line = f"attention runs {text}"
-    log.info(line)
+    missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
+    log.log(logging.WARNING if missing else logging.INFO, line)
     return path, line
 
 
@@ -176,7 +181,29 @@ def build() -> str:
     return shlex.join(compiler)
 
 
-def _compiler() -> List[str]:
+def _built() -> bool:
+    """Build what is missing, where a compiler is found and it has not failed before; another process waits meanwhile."""
+    place = library_path()
+    failed = place.with_name("compiler.log")
+    try:
+        _compiler()
+    except ValueError:
+        return False
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(place.with_name(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if not (place.is_file() or failed.is_file()):
+                print(f"building the C++ operators, once: about half a minute; {BUILD}=off skips it", flush=True)
+                start = time.perf_counter()
+                build()
+                print(f"built the C++ operators in {time.perf_counter() - start:.0f} s: {place}", flush=True)
+    except (ValueError, OSError) as error:
+        print(f"the C++ operators are not built: {error}", flush=True)
+    return place.is_file()
+
+
+def _compiler() -> list[str]:
     """The command of the C++ compiler: $CXX, else the first of c++, g++ and clang++ that is found."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
@@ -191,7 +218,7 @@ def _compiler() -> List[str]:
     )
 
 
-def _compile(compiler: List[str], scratch: Path, report: Path) -> Path:
+def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
     """Compile all sources at once, each in a process of its own, and link them; returns the library, in `scratch`."""
     home = Path(torch.__file__).parent
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -210,7 +237,7 @@ def _compile(compiler: List[str], scratch: Path, report: Path) -> Path:
     return library
 
 
-def _run(command: List[str], report: Path) -> None:
+def _run(command: list[str], report: Path) -> None:
     """Run a compiler; if it fails, keep all that it said in the file `report` and raise ValueError with the first error."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
@@ -228,7 +255,7 @@ def isa() -> str:
     return ISA.get(torch.backends.cpu.get_cpu_capability(), "default")
 
 
-def _flags() -> List[str]:
+def _flags() -> list[str]:
     """What the compiler is told besides files: torch's C++ standard and ABI, and the instruction set."""
     # torch names the standard that it was compiled with, which its headers need: 201703 or 202002.
     standard = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())

@@ -1,229 +1,26 @@
-"""`project`, `attend` and `combine` in plain PyTorch: what runs where the C++ operators do not, on any device.
+"""The operators in plain PyTorch: what the compiled ones are compared with, and how these are differentiated twice.
 
-All take the list of pairs that run (see `Pairs`): pair p is token[p] = b * N + n, and those of segment s = h * B + b are
-offsets[s] .. offsets[s + 1] - 1.
+`project` and `combine` also run beside the C++ `attend` in 16 bits, where the others do not. All compute all heads.
+`choose` of `gate_logits` is what routes where no compiled operator does.
 """
 
-import functools
-from typing import List, NamedTuple, Optional, Tuple, Union
-
 import torch
+import torch.fx
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from moh_vision.attention.kernels.causal import attend_causal
+from moh_vision.attention.routing import Pairs, Routing, RoutingStats
+
+torch.fx.wrap("select_top_k")  # a leaf while tracing
 
 
-class Product(NamedTuple):
-    """Heads whose pairs are the same tokens: one matrix product serves them all."""
-
-    rows: Union[slice, Tensor]  # of the tokens [T, C]
-    count: int  # of these rows
-    heads: List[int]
-    starts: List[int]  # where the pairs of each head begin in the list
-
-
-def products(token: Tensor, offsets: Tensor, heads: int, T: int) -> List[Product]:
-    """Cut the list into products: heads that all tokens run, then whole sequences, else head by head."""
-    edges = offsets.tolist()
-    B = (len(edges) - 1) // heads
-    N = T // B
-    result = []
-    full = [h for h in range(heads) if edges[h * B + B] - edges[h * B] == T]
-    if full:
-        result.append(Product(slice(0, T), T, full, [edges[h * B] for h in full]))
-    partial = [h for h in range(heads) if h not in full and edges[h * B + B] > edges[h * B]]
-    counts = {edges[h * B + b + 1] - edges[h * B + b] for h in partial for b in range(B)}
-    if counts <= {0, N}:
-        for b in range(B):
-            run = [h for h in partial if edges[h * B + b + 1] > edges[h * B + b]]
-            if run:
-                result.append(Product(slice(b * N, b * N + N), N, run, [edges[h * B + b] for h in run]))
-    else:
-        for h in partial:
-            begin, end = edges[h * B], edges[h * B + B]
-            result.append(Product(token[begin:end], end - begin, [h], [begin]))
-    return result
-
-
-def rows_of(x: Tensor, product: Product) -> Tensor:
-    rows = product.rows
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def of_heads(x: Tensor, heads: List[int], dim: int) -> Tensor:
-    """x at these heads of dimension `dim`; a view where they are neighbours."""
-    if heads[-1] - heads[0] == len(heads) - 1:
-        return x.narrow(dim, heads[0], len(heads))
-    return x.index_select(dim, torch.tensor(heads, device=x.device))
-
-
-def read(pairs: Tensor, product: Product) -> Tensor:
-    """Numbers of the pairs of a product [P, D] -> [rows, heads, D]."""
-    return torch.stack([pairs[start : start + product.count] for start in product.starts], 1)
-
-
-def write(pairs: Tensor, product: Product, values: Tensor) -> None:
-    """The reverse of `read`: values [rows, heads, D]."""
-    for i, start in enumerate(product.starts):
-        pairs[start : start + product.count] = values[:, i]
-
-
-def summed(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of weights are summed in over products: in 16 bits small terms would be lost one by one."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def add(total: Tensor, heads: List[int], dim: int, part: Tensor) -> None:
-    total.index_add_(dim, torch.tensor(heads, device=total.device), part.to(total.dtype))
-
-
-def add_rows(total: Tensor, product: Product, part: Tensor) -> None:
-    if isinstance(product.rows, slice):
-        total[product.rows] += part
-    else:
-        total.index_add_(0, product.rows, part.to(total.dtype))
-
-
-def in_own_dtype(backward):
-    """A backward that cannot be differentiated and computes in the dtypes of what it gets, also under autocast."""
-
-    @once_differentiable
-    @functools.wraps(backward)
-    def wrapped(ctx, grad):
-        with torch.autocast(grad.device.type, enabled=False):
-            return backward(ctx, grad)
-
-    return wrapped
-
-
-class Project(torch.autograd.Function):
-    """Queries of the pairs: x [T, C], weight [H*D, C], bias [H*D] -> [P, D]. It gathers again in backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, token, offsets, heads):
-        w, b = weight.unflatten(0, (heads, -1)), None if bias is None else bias.unflatten(0, (heads, -1))
-        q = x.new_empty(token.shape[0], w.shape[1])
-        ctx.products, ctx.heads, ctx.has_bias = products(token, offsets, heads, x.shape[0]), heads, bias is not None
-        ctx.save_for_backward(x, weight)
-        for product in ctx.products:
-            shift = None if b is None else of_heads(b, product.heads, 0).flatten()
-            out = F.linear(rows_of(x, product), of_heads(w, product.heads, 0).flatten(0, 1), shift)
-            write(q, product, out.unflatten(1, (-1, w.shape[1])))
-        return q
-
-    @staticmethod
-    @in_own_dtype
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        w = weight.unflatten(0, (ctx.heads, -1))
-        dx, dw = torch.zeros_like(x), torch.zeros(w.shape, dtype=summed(x.dtype), device=x.device)
-        db = dw.new_zeros(w.shape[:2])
-        for product in ctx.products:
-            dq = read(grad, product).flatten(1)  # [rows, heads * D]
-            add_rows(dx, product, dq @ of_heads(w, product.heads, 0).flatten(0, 1))
-            add(dw, product.heads, 0, (dq.t() @ rows_of(x, product)).unflatten(0, (-1, w.shape[1])))
-            add(db, product.heads, 0, dq.sum(0, dtype=db.dtype).unflatten(0, (-1, w.shape[1])))
-        dw, db = dw.flatten(0, 1).to(x.dtype), db.flatten().to(x.dtype)
-        return dx, dw, db if ctx.has_bias else None, None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """Weighted outputs of the pairs through W_O: o [P, D], weights [T, H], weight [C, H*D], bias [C] -> [T, C]."""
-
-    @staticmethod
-    def forward(ctx, o, weights, weight, bias, token, offsets, heads):
-        w, T = weight.unflatten(1, (heads, -1)), weights.shape[0]
-        ctx.products, ctx.heads, ctx.has_bias = products(token, offsets, heads, T), heads, bias is not None
-        ctx.save_for_backward(o, weights, weight)
-        y = torch.zeros(T, weight.shape[0], dtype=summed(o.dtype), device=o.device)
-        if bias is not None:
-            y += bias
-        for product in ctx.products:
-            z = read(o, product) * gates_of(weights, product, o)
-            add_rows(y, product, z.flatten(1) @ of_heads(w, product.heads, 1).flatten(1).t())
-        return y.to(o.dtype)
-
-    @staticmethod
-    @in_own_dtype
-    def backward(ctx, dy):
-        o, weights, weight = ctx.saved_tensors
-        w = weight.unflatten(1, (ctx.heads, -1))
-        do, dweights = torch.empty_like(o), torch.zeros_like(weights)
-        dw = torch.zeros(w.shape, dtype=summed(o.dtype), device=o.device)
-        for product in ctx.products:
-            dyr, out, gates = rows_of(dy, product), read(o, product), gates_of(weights, product, o)
-            dz = (dyr @ of_heads(w, product.heads, 1).flatten(1)).view_as(out)  # [rows, heads, D]
-            write(do, product, dz * gates)
-            dgates = (dz.to(dweights.dtype) * out).sum(-1)  # [rows, heads]
-            if isinstance(product.rows, slice):
-                dweights[product.rows].index_copy_(1, torch.tensor(product.heads, device=o.device), dgates)
-            else:
-                dweights[:, product.heads[0]].index_copy_(0, product.rows.long(), dgates[:, 0])
-            add(dw, product.heads, 1, (dyr.t() @ (out * gates).flatten(1)).unflatten(1, (-1, w.shape[2])))
-        return do, dweights, dw.flatten(1).to(o.dtype), dy.sum(0) if ctx.has_bias else None, None, None, None
-
-
-def gates_of(weights: Tensor, product: Product, like: Tensor) -> Tensor:
-    """Weights [T, H] of a product's pairs, [rows, heads, 1] in the outputs' dtype."""
-    return of_heads(rows_of(weights, product), product.heads, 1).unsqueeze(-1).to(like.dtype)
-
-
-class Select(torch.autograd.Function):
-    """Rows `index` of x [R, D], no row twice; the gradient is put back without adding."""
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).index_copy_(0, index, grad), None
-
-
-class Place(torch.autograd.Function):
-    """The reverse of `Select`: rows of x to rows `index` of [rows, D], where the others are 0."""
-
-    @staticmethod
-    def forward(ctx, x, index, rows):
-        ctx.save_for_backward(index)
-        return x.new_zeros(rows, x.shape[1]).index_copy_(0, index, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class CombineDense(torch.autograd.Function):
-    """As `Combine`, in one product for all tokens and heads. Backward places the outputs again and keeps them packed."""
-
-    @staticmethod
-    def forward(ctx, o, weights, weight, bias, where):
-        ctx.save_for_backward(o, weights, weight, where)
-        ctx.has_bias = bias is not None
-        return F.linear(CombineDense.gated(o, weights, where)[1], weight, bias)
-
-    @staticmethod
-    def gated(o, weights, where):
-        gates = weights.view(-1).index_select(0, where).unsqueeze(1)  # [P, 1]
-        full = o.new_zeros(weights.numel(), o.shape[1]).index_copy_(0, where, o * gates.to(o.dtype))
-        return gates, full.view(weights.shape[0], -1)  # [T, H*D]
-
-    @staticmethod
-    @in_own_dtype
-    def backward(ctx, dy):
-        o, weights, weight, where = ctx.saved_tensors
-        gates, full = CombineDense.gated(o, weights, where)
-        dz = (dy @ weight).view(-1, o.shape[1]).index_select(0, where)  # [P, D]
-        dgates = (dz.to(weights.dtype) * o).sum(1)
-        dweights = weights.new_zeros(weights.numel()).index_copy_(0, where, dgates).view_as(weights)
-        return dz * gates.to(o.dtype), dweights, dy.t() @ full, dy.sum(0) if ctx.has_bias else None, None
+def pairs(active: Tensor) -> Pairs:
+    """The list of what runs, active [B, N, H]."""
+    B, N, _ = active.shape
+    runs = active.permute(2, 0, 1)  # [H, B, N]
+    offsets = F.pad(runs.sum(-1).flatten().cumsum(0), (1, 0))
+    token = runs.reshape(-1).nonzero().squeeze(1) % (B * N)
+    return Pairs(token.int(), offsets.int())
 
 
 def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
@@ -237,168 +34,170 @@ def places(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
     return token.long() * heads + heads_of(token, offsets, heads)
 
 
-def dense_pays(x: Tensor, pairs: int, heads: int) -> bool:
-    """Whether one product for all heads and a gather take less time than one for each head.
-
-    Measured on a CPU by benchmarks/attention.py: narrow products cost little in float32 and much in 16 bits.
-    """
-    if torch.compiler.is_compiling():  # the other form has shapes that depend on the choice
-        return True
-    share = pairs / (x.shape[0] * heads)
-    return share > (0.2 if x.element_size() == 2 else 0.6)
+def place(rows: Tensor, where: Tensor, count: int) -> Tensor:
+    """rows [P, D] at rows `where` of [count, D], 0 elsewhere."""
+    return rows.new_zeros(count, rows.shape[1]).index_copy(0, where, rows)
 
 
-def project(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], token: Tensor, offsets: Tensor, heads: int, whole: bool
-) -> Tensor:
-    """`kernels.project` in PyTorch. Whole sequences (`whole`) are never worth a product for all heads."""
-    if whole or not dense_pays(x, token.shape[0], heads):
-        return Project.apply(x, weight, bias, token, offsets, heads)
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int) -> Tensor:
     every = F.linear(x, weight, bias).view(x.shape[0] * heads, -1)
-    return Select.apply(every, places(token, offsets, heads))
-
-
-def combine(
-    o: Tensor,
-    weights: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    token: Tensor,
-    offsets: Tensor,
-    heads: int,
-    whole: bool,
-) -> Tensor:
-    """`kernels.combine` in PyTorch; `whole` as in `project`."""
-    if whole or not dense_pays(o.new_empty(weights.shape[0], 0), token.shape[0], heads):
-        return Combine.apply(o, weights, weight, bias, token, offsets, heads)
-    return CombineDense.apply(o, weights, weight, bias, places(token, offsets, heads))
-
-
-def project_heads(x: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor, head_dim: int) -> Tensor:
-    """`kernels.project_heads` in PyTorch."""
-    chosen = weight.unflatten(0, (-1, head_dim))[heads.long()].flatten(1, 2)  # [B, K*D, C]
-    out = (x @ chosen.transpose(1, 2)).unflatten(2, (-1, head_dim))
-    return out if bias is None else out + bias.unflatten(0, (-1, head_dim))[heads.long()].unsqueeze(1)
-
-
-def combine_heads(o: Tensor, gates: Tensor, weight: Tensor, bias: Optional[Tensor], heads: Tensor) -> Tensor:
-    """`kernels.combine_heads` in PyTorch."""
-    chosen = weight.unflatten(1, (-1, o.shape[3])).permute(1, 2, 0)[heads.long()].flatten(1, 2)  # [B, K*D, C]
-    out = (o * gates[:, None, :, None]).to(o.dtype).flatten(2) @ chosen
-    return out if bias is None else out + bias
+    return every.index_select(0, places(token, offsets, heads))
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor,
-    offsets: Tensor,
-    heads: int,
-    tokens: int,
-    source: Optional[Tensor] = None,
-    is_causal: bool = False,
-    mask: Optional[Tensor] = None,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, token: Tensor, offsets: Tensor, heads: int, tokens: int,
+    source: Tensor | None = None, is_causal: bool = False, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    B = (offsets.shape[0] - 1) // heads
+    if source is not None:  # [1, X, M, D] to [B, H, M, D]
+        k, v = (t[0].index_select(0, source.clamp_min(0)).unflatten(0, (heads, B)).transpose(0, 1) for t in (k, v))
+    where = places(token, offsets, heads)
+    full = place(q, where, B * tokens * heads).view(B, tokens, heads, -1).transpose(1, 2)
+    o = F.scaled_dot_product_attention(full, k, v, mask, 0.0, is_causal, enable_gqa=k.shape[1] < heads)
+    return o.transpose(1, 2).reshape(B * tokens * heads, -1).index_select(0, where)
+
+
+def combine(
+    o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int
 ) -> Tensor:
-    """`kernels.attend` in PyTorch. With `source` all pairs of a segment run or none, and k and v are of those that run, in order."""
-    B, D, N = (offsets.shape[0] - 1) // heads, q.shape[1], tokens
-    if source is not None:  # whole sequences with keys of their own
-        runs = offsets.diff() > 0
-        if mask is not None:
-            mask = mask.expand(B, heads, -1, -1).transpose(0, 1)[runs.view(heads, B)].unsqueeze(1)  # [X, 1, N, M]
-        k, v = k.transpose(0, 1), v.transpose(0, 1)  # [X, 1, M, D]
-        o = F.scaled_dot_product_attention(q.view(-1, 1, N, D), k, v, mask, dropout_p, is_causal)
-        return o.view(-1, D)
-    edges, size = offsets.tolist(), heads // k.shape[1]
-    outputs = []
-    # The first heads, which all tokens run.
-    full = next((h for h in range(heads) if edges[h * B + B] != (h + 1) * B * N), heads)
-    if full > 0:
-        groups = torch.arange(full, device=q.device) // size
-        if full % size == 0:
-            kf, vf, grouped = k[:, : full // size], v[:, : full // size], size > 1
+    where = places(token, offsets, heads)
+    gates = weights.flatten().index_select(0, where).unsqueeze(1)
+    full = place(o * gates.to(o.dtype), where, weights.numel())
+    return F.linear(full.view(weights.shape[0], -1), weight, bias)
+
+
+# ---- route
+
+
+def choose(
+    rows: Tensor,
+    candidates: int,
+    shared: int,
+    routed: int,
+    kind: str,
+    balanced: bool = False,
+    padding_mask: Tensor | None = None,
+) -> Routing:
+    """`route` from the outputs of the router's linear layer, [B, N, R], in plain PyTorch."""
+    rows = heads_first(rows)  # [R, B, N]
+    two_groups = shared > 0 and candidates > 0
+    logits = rows[:candidates]  # [E, B, N]
+    probs = logits.softmax(0)
+    chosen = select_top_k(logits, routed)
+    selected = probs.masked_fill(~chosen, 0.0)  # probabilities of what runs
+
+    # The factors of both groups first: on [B, N] they cost less than on all heads.
+    if balanced:
+        alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
+    else:
+        alpha = torch.full((2, 1, 1), 0.5 if two_groups else 1.0, dtype=probs.dtype, device=rows.device)
+    if two_groups and kind == "released":
+        alpha = 2 * alpha
+    parts: list[Tensor] = []
+    if shared > 0:
+        factor = shared * alpha[:1] if kind == "released" else alpha[:1]
+        if shared == 1:
+            gate = torch.ones((1, rows.shape[1], rows.shape[2]), dtype=probs.dtype, device=rows.device)
         else:
-            kf, vf, grouped = k[:, groups], v[:, groups], False
-        o = F.scaled_dot_product_attention(
-            q[: full * B * N].view(full, B, N, D).transpose(0, 1),
-            kf,
-            vf,
-            mask if mask is None or mask.shape[1] == 1 else mask[:, :full],
-            dropout_p,
-            is_causal,
-            enable_gqa=grouped,
-        )  # [B, full, N, D]
-        outputs.append(o.transpose(0, 1).reshape(-1, D))
-    first = full * B * N
-    if edges[-1] > first:
-        if is_causal and dropout_p == 0 and not torch.is_grad_enabled() and q.device.type == "cpu":
-            segments = [(s % B, s // B // size, edges[s + 1] - edges[s]) for s in range(full * B, heads * B)]
-            outputs.append(attend_causal(q[first:], k, v, token[first:].long() % N, segments))
-        else:
-            outputs.append(attend_padded(q, k, v, token, offsets, full, N, is_causal, mask, dropout_p))
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0] if outputs else torch.zeros_like(q)
+            gate = rows[candidates:][:shared].softmax(0)  # [S, B, N]
+        parts.append(gate * factor)
+    if candidates > 0:
+        factor = alpha[1:]
+        if kind == "released":
+            factor = routed * factor
+            if routed < candidates:  # else the sum is 1, and rounding would spoil the identity
+                # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
+                factor = factor / selected.sum(0, keepdim=True)
+        elif kind == "renormalised":
+            selected = selected / selected.sum(0, keepdim=True).detach()
+        parts.append(selected * factor)
+
+    stats = top_k_stats(probs, chosen, logits, shared, padding_mask)
+    return Routing(heads_last(torch.cat(parts)), active_heads(shared, chosen), stats, shared + routed)
 
 
-def attend_padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    token: Tensor,
-    offsets: Tensor,
-    full: int,
-    N: int,
-    is_causal: bool,
-    mask: Optional[Tensor],
-    dropout_p: float,
-) -> Tensor:
-    """`attend` for the pairs of heads full .. H - 1, side by side in a buffer [B, L, G, D].
+class FloatLinear(torch.autograd.Function):
+    """x W^T of 16-bit tokens in float32, which keeps the tokens for backward as they came and not as float32."""
 
-    The queries that read key-value head g of sequence b lie in rows [b, :, g], padded to the longest. So one fused
-    call serves all heads, and where they share one key-value head (MoA) nothing is padded.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
+            dx = grad @ weight.float()
+            dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2).float()
+        return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.is_meta:  # which knows no autocast
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        if x.dtype != dtype and bias is None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            return FloatLinear.apply(x, weight)
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def heads_first(logits: Tensor) -> Tensor:
+    """[B, N, E] -> [E, B, N], in float32 or better and contiguous.
+
+    A head's numbers lie side by side, so that what follows (a softmax over four heads, say) is vectorised over tokens:
+    on a CPU several times faster than with heads last, and routing must not cost what it is there to save.
     """
-    (B, G, M, D), device = k.shape, q.device
-    counts = offsets.diff().view(-1, B).long()  # [H, B]
-    counts = torch.cat([torch.zeros_like(counts[:full]), counts[full:]])
-    size = counts.shape[0] // G
-    skipped = full // size  # key-value heads that no packed query reads
-    in_group = counts.view(G, size, B)[skipped:]
-    up_to = in_group.cumsum(1)
-    length, groups = int(up_to[:, -1].max()), G - skipped
-    # torch's attention on a CPU takes large blocks of queries from these lengths on, which is worth a little padding.
-    length = next((most for least, most in ((177, 192), (705, 768)) if least <= length <= min(most, N)), length)
-    # Pair p of segment (h, b) goes to the row after those of earlier heads of its group.
-    begin = (up_to - in_group).flatten(0, 1) - counts[skipped * size :].flatten().cumsum(0).view(-1, B)
-    begin += counts[skipped * size :]  # [heads, B]: row of the first pair minus its place in the list
-    b = torch.arange(B, device=device)
-    g = torch.arange(in_group.shape[0] * size, device=device) // size
-    base = (b * length + begin) * groups + g.unsqueeze(1)
-    repeats = counts[skipped * size :].flatten()
-    first = int(offsets[full * B])
-    P = q.shape[0] - first
-    segment = torch.repeat_interleave(torch.arange(repeats.shape[0], device=device), repeats, output_size=P)
-    slot = base.flatten().index_select(0, segment) + torch.arange(P, device=device) * groups
-
-    rows = B * length * groups
-    buffer = Place.apply(q[first:], slot, rows).view(B, length, groups, D).transpose(1, 2)
-    if is_causal or mask is not None:
-        pair = slot.new_zeros(rows).index_copy_(0, slot, torch.arange(P, device=device))  # padding repeats the first
-        n = (token[first:].long() % N).index_select(0, pair)
-        if is_causal:
-            mask = n.unsqueeze(1) >= torch.arange(M, device=device)  # [rows, M]
-        else:
-            seg = segment.index_select(0, pair)
-            h = seg // B + skipped * size if mask.shape[1] > 1 else torch.zeros_like(seg)
-            mask = mask.expand(B, -1, N, M)[seg % B, h, n]
-        mask = mask.view(B, length, groups, M).transpose(1, 2)
-    o = F.scaled_dot_product_attention(buffer, k[:, skipped:], v[:, skipped:], mask, dropout_p)
-    return Select.apply(o.transpose(1, 2).reshape(rows, D), slot)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).permute(2, 0, 1).contiguous()
 
 
-def pairs(active: Tensor) -> Tuple[Tensor, Tensor]:
-    """The list of what runs, active [B, N, H] -> token [P], offsets [H * B + 1], both int32."""
-    B, N, _ = active.shape
-    runs = active.permute(2, 0, 1)  # [H, B, N]
-    offsets = F.pad(runs.sum(-1).flatten().cumsum(0), (1, 0))
-    token = runs.reshape(-1).nonzero().squeeze(1) % (B * N)
-    return token.int(), offsets.int()
+def heads_last(x: Tensor) -> Tensor:
+    """[E, B, N] -> [B, N, E], as everything outside the routers has it; a view."""
+    return x.permute(1, 2, 0)
+
+
+def select_top_k(scores: Tensor, k: int) -> Tensor:
+    """Which are the k largest of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times a token.
+
+    Among equal scores the lower index wins, so that a new router (all zeros) chooses the same on every device. NaN counts
+    as -inf.
+    """
+    if k == 0 or k == scores.shape[0]:
+        return torch.full(scores.shape, k > 0, dtype=torch.bool, device=scores.device)
+    lowest = -float("inf")
+    scores = torch.nan_to_num(scores.detach(), nan=lowest, posinf=-lowest, neginf=lowest)
+    # What topk chooses among equal scores is not defined, but the k-th largest score is.
+    kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
+    larger, equal = scores > kth, scores == kth
+    left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # for the first of the equal ones
+    return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
+
+
+def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
+    """chosen [E, B, N] -> which heads run for which token [B, N, H], the shared ones for all."""
+    always = torch.ones((num_shared, chosen.shape[1], chosen.shape[2]), dtype=torch.bool, device=chosen.device)
+    return heads_last(torch.cat([always, chosen]))
+
+
+def top_k_stats(
+    probs: Tensor, chosen: Tensor, logits: Tensor, num_shared: int, padding_mask: Tensor | None
+) -> RoutingStats:
+    """RoutingStats of shared heads followed by candidates, without padding.
+
+    probs, logits [E, B, N]; chosen the same, bool; padding_mask [B, N], True at padding.
+    """
+    _, B, N = probs.shape
+    if padding_mask is None:
+        tokens = torch.full((1, B), N, dtype=probs.dtype, device=probs.device)
+    else:
+        tokens = (~padding_mask).sum(1).unsqueeze(0).to(probs.dtype)  # [1, B]
+        probs, chosen = probs.masked_fill(padding_mask, 0.0), chosen & ~padding_mask
+    counts = torch.cat([tokens.expand(num_shared, B), chosen.sum(-1).to(probs.dtype)]).t()  # [B, H]
+    return RoutingStats(heads_last(probs), counts, heads_last(logits))

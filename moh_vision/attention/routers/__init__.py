@@ -17,7 +17,7 @@ and one whose heads may be shared a sixth:
     shared_share  share of shared heads among the active ones where a budget does not say
 """
 
-from typing import Callable, Dict, Optional
+from collections.abc import Callable
 
 from torch import nn
 
@@ -28,7 +28,7 @@ from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
 
-ROUTERS: Dict[str, Callable[..., nn.Module]] = {
+ROUTERS: dict[str, Callable[..., nn.Module]] = {
     "moh": MoHRouter,
     "query_norm": QueryNormRouter,
     "moa": MoARouter,
@@ -37,11 +37,11 @@ ROUTERS: Dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def runs_all_heads(router: Optional[str]) -> bool:
+def runs_all_heads(router: str | None) -> bool:
     """Whether a router of this name takes no budget. False for unknown names, which the layer refuses."""
     return router in ROUTERS and ROUTERS[router].all_heads
 
 
-def shared_share(router: Optional[str]) -> float:
+def shared_share(router: str | None) -> float:
     """Share of shared heads among the active ones where a budget does not say, for `resolve_budget`."""
     return getattr(ROUTERS.get(router), "shared_share", SHARED_SHARE)

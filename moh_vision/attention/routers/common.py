@@ -1,13 +1,11 @@
 """What routers share: their linear layers, budgets that can be changed, and means over tokens."""
 
-from typing import Optional, Tuple
-
 import torch
 import torch.fx
 from torch import Tensor, nn
 
 from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
-from moh_vision.attention.kernels.route import gate_logits
+from moh_vision.attention.kernels.eager import gate_logits
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
 
@@ -16,25 +14,21 @@ class TopKRouter(nn.Module):
     """Base of routers whose tokens choose the best heads: the numbers of their budget, which `set_budgets` may change."""
 
     shared_share = SHARED_SHARE  # of the active heads, where a budget does not say
-    __constants__ = ["num_shared", "num_candidates", "num_routed"]  # read when the router is scripted
 
     def __init__(self, budget: HeadBudget):
         super().__init__()
         self.budget = budget
 
-    @torch.jit.unused
     @property
     def num_shared(self) -> int:
         """Heads that run for every token."""
         return self.budget.shared
 
-    @torch.jit.unused
     @property
     def num_candidates(self) -> int:
         """Heads that tokens choose among."""
         return self.budget.candidates
 
-    @torch.jit.unused
     @property
     def num_routed(self) -> int:
         """Candidates that run for a token."""
@@ -56,7 +50,7 @@ def no_logits(x: Tensor) -> Tensor:
     return torch.zeros((x.shape[0], x.shape[1], 0), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def masked_mean(x: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
+def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Mean over the unpadded tokens: x [B, .., N, C], padding_mask [B, N] (True at padding) -> [B, .., 1, C]."""
     if padding_mask is None:
         return x.mean(-2, keepdim=True)
@@ -67,8 +61,8 @@ def masked_mean(x: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
 
 
 def causal_mean(
-    x: Tensor, window: int, padding_mask: Optional[Tensor], state: Optional[Tuple[Tensor, Tensor]]
-) -> Tuple[Tensor, Tuple[Tensor, Tensor]]:
+    x: Tensor, window: int, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Mean of every token and those before it, without padding, in float32 or better.
 
     Args:

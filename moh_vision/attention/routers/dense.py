@@ -1,7 +1,5 @@
 """No routing."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 from torch.types import Device
@@ -19,7 +17,7 @@ class DenseRouter(nn.Module):
     all_heads = True
     aux_loss = ""
 
-    def __init__(self, dim: int, budget: HeadBudget, device: Device = None, dtype: Optional[torch.dtype] = None):
+    def __init__(self, dim: int, budget: HeadBudget, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.budget = budget
         if budget.shared < budget.heads:
@@ -28,7 +26,7 @@ class DenseRouter(nn.Module):
             )
         self.num_heads = budget.heads
 
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         B, N, _ = x.shape
         none = no_logits(x)

@@ -1,7 +1,5 @@
 """Batch norm of what MAE's gates read: over all processes, and blind to later tokens where gates are causal."""
 
-from typing import Optional, Tuple
-
 import torch
 import torch.distributed as dist
 import torch.fx
@@ -34,7 +32,7 @@ class GateNorm(_NormBase):
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """x [B, P, C]; padding_mask [B, P], True at padding. Returns float32 or better."""
         if not self.training:
             return normalise(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
@@ -66,7 +64,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor
     return (x.to(dtype) - mean.to(dtype)) * scale + bias.to(dtype)
 
 
-def moments(x: Tensor, padding_mask: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+def moments(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [C] and biased variance [C] of the unpadded vectors of all processes, x [B, P, C], and their number [].
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.
@@ -98,15 +96,11 @@ class AllReduce(torch.autograd.Function):
 
 
 def summed(x: Tensor) -> Tensor:
-    if not torch.jit.is_scripting():
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return AllReduce.apply(x)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return AllReduce.apply(x)
     return x
 
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing repeats it, and must get the same."""
-    if not torch.jit.is_scripting():
-        if not torch.compiler.is_compiling():
-            return torch._C._current_graph_task_id() != -1
-    return False
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

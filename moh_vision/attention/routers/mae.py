@@ -2,7 +2,6 @@
 
 import math
 from itertools import combinations
-from typing import Optional, Tuple
 
 import torch
 import torch.fx
@@ -72,7 +71,7 @@ class MAERouter(nn.Module):
         dropout: float = 0.1,
         mode: str = "soft",
         device: Device = None,
-        dtype: Optional[torch.dtype] = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.budget = budget
@@ -103,7 +102,6 @@ class MAERouter(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.set_mode(mode)
 
-    @torch.jit.unused
     def init_non_persistent_buffers(self) -> None:
         """Compute `members`, which no checkpoint has. timm's `reinit_non_persistent_buffers(model)` calls this."""
         left_out = list(combinations(range(self.members.shape[1]), self.leave_out))
@@ -121,26 +119,26 @@ class MAERouter(nn.Module):
             raise ValueError(f"mode {mode!r} needs a gate; a router made with mode 'uniform' has none")
         self.mode = mode
 
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
         if self.pool == "sequence":
             return self._choose(masked_mean(x, padding_mask), None)  # of [B, 1, C]
         return self._choose(causal_mean(x, self.window, padding_mask, None)[0], padding_mask)  # of [B, N, C]
 
     def resume(
-        self, x: Tensor, padding_mask: Optional[Tensor], state: Optional[Tuple[Tensor, Tensor]]
-    ) -> Tuple[Routing, Tuple[Tensor, Tensor]]:
+        self, x: Tensor, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Routing, tuple[Tensor, Tensor]]:
         """As `forward` for tokens x [B, N, C] after those of `state`, and the state after them. Causal pools only."""
         pooled, state = causal_mean(x, self.window, padding_mask, state)
         return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
 
-    def _choose(self, pooled: Tensor, padding_mask: Optional[Tensor]) -> Routing:
+    def _choose(self, pooled: Tensor, padding_mask: Tensor | None) -> Routing:
         """The gate's answer for pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P]."""
         logits = self._gate(pooled, padding_mask)  # [B, P, experts]
         probs = logits.softmax(-1)
         members = self.members.to(probs.dtype)
 
-        active: Optional[Tensor] = None
+        active: Tensor | None = None
         if self.mode == "soft" or (self.mode == "uniform" and not self.training):
             g = probs
         else:
@@ -160,11 +158,11 @@ class MAERouter(nn.Module):
             real = (~padding_mask).unsqueeze(-1).to(probs.dtype)
             probs, works = probs * real, works * real
         counts = works.sum(1)  # [B, H]
-        return Routing(weights, active, RoutingStats(probs, counts, logits))
+        count = None if active is None else self.budget.heads - self.leave_out
+        return Routing(weights, active, RoutingStats(probs, counts, logits), count)
 
-    def _gate(self, pooled: Tensor, padding_mask: Optional[Tensor]) -> Tensor:
-        if self.norm is not None:  # a condition of its own: TorchScript compiles no call of None
-            if self.mode != "uniform" and self.mode != "random":
-                normed = self.norm(pooled, padding_mask)
-                return self.out(self.dropout(torch.tanh(self.hidden(normed))))
+    def _gate(self, pooled: Tensor, padding_mask: Tensor | None) -> Tensor:
+        if self.mode not in UNGATED:
+            normed = self.norm(pooled, padding_mask)
+            return self.out(self.dropout(torch.tanh(self.hidden(normed))))
         return no_logits(pooled).new_zeros((pooled.shape[0], pooled.shape[1], self.members.shape[0]))

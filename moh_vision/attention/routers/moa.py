@@ -1,14 +1,13 @@
 """Mixture of Attention Heads, Zhang 2022."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.kernels.route import choose, route
+from moh_vision.attention.kernels.eager import choose
+from moh_vision.attention.kernels.route import route
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
@@ -42,7 +41,7 @@ class MoARouter(TopKRouter):
         renormalise: bool = True,
         noisy: bool = False,
         device: Device = None,
-        dtype: Optional[torch.dtype] = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(budget)
         if budget.shared:
@@ -58,7 +57,7 @@ class MoARouter(TopKRouter):
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
 
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
         E, k = self.num_candidates, self.num_routed
         kind = "renormalised" if self.renormalise else "paper"
@@ -66,7 +65,6 @@ class MoARouter(TopKRouter):
             logits = self.gate(x)  # [B, N, E]
             logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
             return choose(logits, E, 0, k, kind, padding_mask=padding_mask)
-        if not torch.jit.is_scripting():
-            if not plain(self.gate, GateLinear):
-                return choose(self.gate(x), E, 0, k, kind, padding_mask=padding_mask)
+        if not plain(self.gate, GateLinear):
+            return choose(self.gate(x), E, 0, k, kind, padding_mask=padding_mask)
         return route(x, self.gate.weight, E, 0, k, kind, padding_mask=padding_mask)

@@ -1,13 +1,12 @@
 """Mixture-of-Head attention, Jin 2024."""
 
-from typing import List, Optional
-
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.kernels.route import choose, route
+from moh_vision.attention.kernels.eager import choose
+from moh_vision.attention.kernels.route import route
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
@@ -47,7 +46,7 @@ class MoHRouter(TopKRouter):
         gate_scale: str = "released",
         two_stage: bool = True,
         device: Device = None,
-        dtype: Optional[torch.dtype] = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(budget)
         if gate_scale not in GATE_SCALES:
@@ -64,25 +63,13 @@ class MoHRouter(TopKRouter):
         self.routed = linear(budget.candidates) if budget.candidates > 0 else None  # W_r
         self.balance = linear(2) if self.two_groups and two_stage else None  # W_h
 
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         E, S, k = self.num_candidates, self.num_shared, self.num_routed
         kind, balanced = "released" if self.released else "paper", self.balance is not None
-        if not torch.jit.is_scripting():
-            linears = list(filter(None, (self.routed, self.shared, self.balance)))
-            if not all([plain(linear, GateLinear) for linear in linears]):
-                return choose(torch.cat([linear(x) for linear in linears], -1), E, S, k, kind, balanced, padding_mask)
-        return route(x, self.weight(x), E, S, k, kind, balanced, padding_mask)
-
-    def weight(self, x: Tensor) -> Tensor:
-        """W_r, W_s and W_h, as far as they exist, [E + h_s + 2, C]: one product, as they read the same tokens x [B, N, C]."""
-        weights: List[Tensor] = []
-        if self.routed is not None:
-            weights.append(self.routed.weight)
-        if self.shared is not None:
-            weights.append(self.shared.weight)
-        if self.balance is not None:
-            weights.append(self.balance.weight)
-        if len(weights) == 0:
-            weights.append(x.new_zeros((0, x.shape[-1])))
-        return torch.cat(weights)
+        linears = [linear for linear in (self.routed, self.shared, self.balance) if linear is not None]
+        if not all(plain(linear, GateLinear) for linear in linears):
+            return choose(torch.cat([linear(x) for linear in linears], -1), E, S, k, kind, balanced, padding_mask)
+        # W_r, W_s and W_h, as far as they exist, [E + h_s + 2, C]: one product, as they read the same tokens.
+        weights = [linear.weight for linear in linears] or [x.new_zeros((0, x.shape[-1]))]
+        return route(x, torch.cat(weights), E, S, k, kind, balanced, padding_mask)

@@ -1,14 +1,12 @@
 """The parameter-free router of MoH-LLaMA, Jin 2024 section 4.4."""
 
-from typing import Optional
-
 import torch
 import torch.fx
 from torch import Tensor
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget, check_groups
-from moh_vision.attention.kernels.route import active_heads, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.kernels.eager import active_heads, heads_last, select_top_k, top_k_stats
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.attention.routing import Routing, RoutingStats
 
@@ -44,13 +42,13 @@ class QueryNormRouter(TopKRouter):
     aux_loss = "moh"
 
     def __init__(
-        self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: Optional[torch.dtype] = None
+        self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: torch.dtype | None = None
     ):
         super().__init__(budget)
         check_groups(budget, group)
         self.group = group
 
-    def forward(self, x: Tensor, q: Optional[Tensor] = None, padding_mask: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
         if q is None:
             raise ValueError("router 'query_norm' needs the queries")
@@ -73,7 +71,9 @@ class QueryNormRouter(TopKRouter):
         stats = top_k_stats(probs, chosen, logits, self.num_shared, padding_mask)
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
         active = None if self.training or torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
-        return Routing(heads_last(torch.cat([ones, gate])), active, stats)
+        return Routing(
+            heads_last(torch.cat([ones, gate])), active, stats, None if active is None else self.budget.active
+        )
 
     def choose(self, q: Tensor) -> Routing:
         """The choice of `forward` for queries q [B, H, N, D] and nothing else, with a fraction of its operations.
@@ -86,7 +86,7 @@ class QueryNormRouter(TopKRouter):
             chosen = chosen.repeat_interleave(self.group, 0)
         active = active_heads(self.num_shared, chosen)
         none = q.new_empty(0)
-        return Routing(active, active, RoutingStats(none, none, none))
+        return Routing(active, active, RoutingStats(none, none, none), self.budget.active)
 
     def norms(self, q: Tensor) -> Tensor:
         """What candidates are compared by: q [B, H, N, D] -> [E / group, B, N], in float32 or better."""

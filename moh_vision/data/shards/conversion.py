@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Callable, Dict, Optional
 
 from moh_vision.data.shards.class_folders import ClassFolders, divided, list_class_folders, split_folders
-from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file, write_classes
+from moh_vision.data.shards.out_folder import check_out, full_disk_in_one_line, write_classes
 from moh_vision.data.shards.record import BadLimit, one_line
 from moh_vision.data.shards.writer import SplitWriter
 from moh_vision.engine.io import only_one
@@ -55,7 +55,7 @@ def convert(
     root, folder = Path(source), Path(out)
     if folder.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
-    refuse_file(out)
+    check_out(out)
 
     places = split_folders(root, split)
     if val_fraction is not None and (split or places != {"train": root}):
@@ -77,7 +77,7 @@ def convert(
         if others:
             say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
 
-    make_out_folder(out)
+    Path(out).mkdir(parents=True, exist_ok=True)
     with only_one(folder, "--out", with_children=True), full_disk_in_one_line(out):
         arguments = dict(size=size, quality=quality, samples_per_shard=samples_per_shard, seed=seed)
         # All are checked before anything is written.

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from pathlib import Path
 from typing import List
 
+from moh_vision.engine.commands import refuse_unwritable
 from moh_vision.engine.io import write_whole
 
 
-def refuse_file(out: str) -> None:
-    """Raise ValueError if `out` is a file."""
+def check_out(out: str) -> None:
+    """Raise ValueError if `out` is a file, or a folder that cannot be written."""
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"--out {out} is a file, expected a folder")
-
-
-def make_out_folder(out: str) -> None:
-    """Make the folder if need be, and raise ValueError if it cannot be written."""
-    Path(out).mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        raise ValueError(f"--out {out} cannot be written")
+    refuse_unwritable("--out", out)
 
 
 def write_classes(folder: Path, classes: List[str], source: str) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, TypeVar
 
 from moh_vision.data.decode import allowed_bad, fraction_for
+from moh_vision.data.shard_files import RECORD_FORMAT, read_record, record_path
 from moh_vision.engine.io import give_name, hidden_path, sha256_of, write_whole
 
-FORMAT = 1
 T = TypeVar("T")
 
 
@@ -64,8 +64,8 @@ class ShardRecord:
     """
 
     def __init__(self, out: Path, split: str, arguments: Dict[str, object], classes: Dict[str, list]):
-        self.out, self.split, self.path = out, split, out / f"{split}.shards.jsonl"
-        self.header = dict(format=FORMAT, **arguments, classes=classes)
+        self.out, self.split, self.path = out, split, record_path(out, split)
+        self.header = dict(format=RECORD_FORMAT, **arguments, classes=classes)
         self.entries: Dict[str, dict] = {}
         recorded = self.path.exists()
         if recorded:
@@ -79,14 +79,7 @@ class ShardRecord:
 
     def _read(self) -> None:
         try:
-            *lines, _torn = self.path.read_text("utf-8").split("\n")
-            header, *entries = [json.loads(line) for line in lines]
-            if header["format"] != FORMAT:
-                raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
-            for part in self._parts():
-                entries += [json.loads(line) for line in part.read_text("utf-8").split("\n")[:-1]]
-            for entry in entries:
-                _refuse_other_kinds(entry)
+            header, entries = read_record(self.path, *self._parts())
             self.entries = {entry["shard"]: entry for entry in entries}
             found = _differences(header, self.header)
         except Exception as error:  # what is not there, or of another kind, fails anywhere
@@ -162,16 +155,6 @@ class RecordPart:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _refuse_other_kinds(entry: dict) -> None:
-    kinds = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)
-    for key, kind in kinds.items():
-        if not isinstance(entry[key], kind):
-            raise ValueError(f"{key} is {entry[key]!r}")
-    for which, reason in entry["bad"]:
-        if not isinstance(which, (str, int)) or not isinstance(reason, str):
-            raise ValueError(f"bad holds {which!r}, {reason!r}")
 
 
 def _differences(saved: dict, asked: dict) -> List[str]:

@@ -8,7 +8,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import Iterator, List, Optional
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -81,18 +81,6 @@ class LatentCache(TarSamples):
             raise ValueError(
                 f"{self.where(worst)}: label {self.labels[worst]}, but {path.name} names {len(self.classes)} classes"
             )
-        there = {p.name: (p.stat().st_size, count) for p, count in zip(self.paths, self.shard_sizes)}
-        for entry in m["shards"]:
-            found = there.pop(entry["shard"], None)
-            if found is None:
-                raise ValueError(f"data.root {root}: {entry['shard']} of {path.name} is gone")
-            if found != (entry["bytes"], entry["samples"]):
-                raise ValueError(
-                    f"{Path(root, entry['shard'])}: {found[0]} bytes, {found[1]} samples; {path.name} says "
-                    f"{entry['bytes']} and {entry['samples']}"
-                )
-        if there:
-            raise ValueError(f"data.root {root}: {min(there)} is not in {path.name}")
         self.shape, self.dtype = tuple(m["shape"]), np.dtype(m["dtype"])
         # All members are arrays of one shape and type, so they start with the same bytes.
         self.header = _npy_header(self.shape, self.dtype)
@@ -101,6 +89,9 @@ class LatentCache(TarSamples):
             raise ValueError(
                 f"{self.where(odd[0])}: {self.bytes[odd[0]]} bytes, not {self.dtype} of shape {self.shape}"
             )
+
+    def _record(self, folder: Path, split: str) -> Tuple[Path, Dict[str, dict]]:
+        return manifest_path(folder, split), {entry["shard"]: entry for entry in self.manifest["shards"]}
 
     def moments(self, index: int) -> Tensor:
         """`encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32.

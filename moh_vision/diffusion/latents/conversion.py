@@ -9,7 +9,8 @@ from typing import Callable, List
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from moh_vision.data.shards.out_folder import full_disk_in_one_line, make_out_folder, refuse_file
+from moh_vision.data.batches import check_images_fit
+from moh_vision.data.shards.out_folder import check_out, full_disk_in_one_line
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.latents.cache import DTYPES
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, load_vae
@@ -67,7 +68,7 @@ def write_latents(
         writer = LatentWriter(source, split, Path(out), space, max_bad_fraction=max_bad_fraction, **arguments)
 
         def begin() -> List[str]:
-            make_out_folder(out)
+            Path(out).mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(Path(out), "--out"))
             return writer.begin(max(1, workers), say)
 
@@ -84,10 +85,11 @@ def _check(
     for name, value, lowest in (*least, ("workers", workers, 0)):
         if value < lowest:
             raise ValueError(f"--{name} {value}: expected {lowest} or more")
+    check_images_fit("--size", size, 1, batch_size)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: expected {' or '.join(DTYPES)}")
     if not 0 <= bad < 1:
         raise ValueError(f"--max-bad-fraction {bad:g}: expected 0 <= fraction < 1")
-    refuse_file(out)
+    check_out(out)
     if Path(root).is_dir() and Path(out).resolve().is_relative_to(Path(root).resolve()):
         raise ValueError(f"--out {out} is inside --data {root}")

@@ -124,8 +124,8 @@ class LatentSpace:
         return self.latent_channels * (1 if self.deterministic else 2)
 
     def difference(self, other: LatentSpace) -> str:
-        """What scales the latents of the other one differently, as words in a sentence; "" if nothing does."""
-        for key in ("scaling_factor", "shift_factor", *STATISTICS):
+        """What makes latents or scales them differently from the other one, as words in a sentence; "" if nothing does."""
+        for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
             mine, theirs = (getattr(space, key) or None for space in (self, other))
             if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
                 unequal = [c for c, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]]
@@ -184,21 +184,36 @@ def _deterministic(vae) -> bool:
     return type(vae).__name__ == "AutoencoderDC"
 
 
-def load_vae(name: str):
+class NotAtHand(ValueError):
+    """A VAE is neither a folder nor in the local cache of the hub."""
+
+
+def load_vae(name: str, fetch: bool = True):
     """A VAE of diffusers (AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC) in float32 and eval mode, without gradients.
 
     Args:
         name: of a model on the Hugging Face hub, or a local folder; a pipeline with the VAE in `vae/` does too. Weights
             are read from safetensors only.
+        fetch: ask the hub, if its local cache does not hold the VAE.
 
     Raises:
+        NotAtHand: without fetch, where the hub would have to be asked.
         ValueError, FileNotFoundError: one line that names the VAE: no such folder, no configuration in it, another kind
             of model, missing weights, statistics that cannot be, a hub that cannot be reached.
     """
+    try:
+        return _load(name, local=True)
+    except NotAtHand:
+        if not fetch:
+            raise
+    return _load(name, local=False)
+
+
+def _load(name: str, local: bool):
     import diffusers
     from diffusers.utils import logging
 
-    subfolder, config = _find(name)
+    subfolder, config = _find(name, local)
     kind = config.get("_class_name", "AutoencoderKL")
     if kind not in SIGNIFICANT or not hasattr(diffusers, kind):
         known = [known for known in SIGNIFICANT if hasattr(diffusers, known)]
@@ -207,10 +222,12 @@ def load_vae(name: str):
     logging.set_verbosity(logging.CRITICAL)  # what it would say of weights that are missing is said below
     try:
         vae, found = getattr(diffusers, kind).from_pretrained(
-            name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+            name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+            local_files_only=local,
+        )  # fmt: skip
     except Exception as error:  # a damaged configuration or file fails anywhere
-        raise ValueError(f"vae {name}: {reason_of(error)}") from None
+        kind = NotAtHand if local and not Path(name).is_dir() else ValueError
+        raise kind(f"vae {name}: {reason_of(error)}") from None
     finally:
         logging.set_verbosity(shown)
     if found["missing_keys"] or found["mismatched_keys"]:
@@ -235,7 +252,7 @@ def fit_vae(vae, name: str, space: LatentSpace):
         space: of the VAE that the model was trained with.
 
     Raises:
-        ValueError: if the VAE shifts its latents otherwise or has other statistics, naming which.
+        ValueError: if the VAE downsamples or shifts otherwise or has other statistics, naming which.
     """
     if "scaling_factor" in vae.config:
         vae.register_to_config(scaling_factor=space.scaling_factor)
@@ -244,8 +261,8 @@ def fit_vae(vae, name: str, space: LatentSpace):
     return vae
 
 
-def _find(name: str):
-    """(subfolder or None, configuration) of a VAE."""
+def _find(name: str, local: bool):
+    """(subfolder or None, configuration) of a VAE; `local`: without the hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -263,8 +280,11 @@ def _find(name: str):
         raise FileNotFoundError(f"vae {name}: no such folder")
     for subfolder in (None, "vae"):
         try:
-            return subfolder, json.loads(Path(hf_hub_download(name, "config.json", subfolder=subfolder)).read_text())
+            file = hf_hub_download(name, "config.json", subfolder=subfolder, local_files_only=local)
+            return subfolder, json.loads(Path(file).read_text())
         except LocalEntryNotFoundError:
+            if local:
+                continue
             reason = "the hub cannot be reached, and it is not in the local cache"
             break
         except EntryNotFoundError:
@@ -272,6 +292,9 @@ def _find(name: str):
         except (OSError, ValueError) as error:  # no such repository, no permission, no possible name
             reason = reason_of(error)
             break
+    else:
+        if local:
+            raise NotAtHand(f"vae {name}: no folder of that name here, and not in the local cache of the hub")
     raise ValueError(f"vae {name}: no folder of that name here, and from the hub: {reason}")
 
 

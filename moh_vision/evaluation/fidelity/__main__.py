@@ -11,7 +11,8 @@ from typing import List, Optional
 
 import torch
 
-from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
+from moh_vision.data.batches import check_images_fit
+from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
 from moh_vision.engine.environment import versions
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.run import finish, make_accelerator
@@ -59,6 +60,7 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+    check_images_fit("--size", options.size, 3, options.batch_size)
     try:
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
@@ -105,7 +107,7 @@ def _work(options: argparse.Namespace, accelerator) -> None:
         statistics = statistics_of(generated, network, options.batch_size, device, "images")
         if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
-            print(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
+            say(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
         return
     names = ("batch_size", "device", "allow_biased")
     how = {name: getattr(options, name) for name in names}
@@ -113,10 +115,11 @@ def _work(options: argparse.Namespace, accelerator) -> None:
     if not accelerator.is_main_process:
         return
     sets = {name: getattr(one, "name", one) for name, one in zip(SPLITS, (generated, *reference))}
-    print(table(result, **sets))
     if options.out:
         write_json(Path(options.out), dict(result, **sets, versions=versions()))
-        print(f"scores: {options.out}")
+    say(table(result, **sets))
+    if options.out:
+        say(f"scores: {options.out}")
 
 
 def main(argv: Optional[List[str]] = None) -> int:

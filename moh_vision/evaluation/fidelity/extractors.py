@@ -168,7 +168,7 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional
         )
     if Path(extractor).exists():
         model, about = from_run(extractor, "classifier")
-        name, img_size = f"{about['architecture']} of {extractor}", about["arguments"].get("img_size")
+        name, img_size = f"{about['architecture']} of {about['weights']}", about["arguments"].get("img_size")
         return TimmExtractor(model, name, img_size=img_size)
     if not extractor.startswith("timm:"):
         raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from moh_vision.data.crop import center_crop
-from moh_vision.data.decode import MAX_PIXELS, open_image
+from moh_vision.data.decode import MAX_PIXELS, open_image, upright, upright_size
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
@@ -30,7 +30,11 @@ class ScoredFolder:
     """The images directly in a folder, in the order of their names; if it has none, those of the folders in it.
 
     Args:
-        folder: PNG files, all RGB and of one size. JPEG and WebP are read too; compression is part of the score then.
+        folder: PNG files of one size, all RGB or all grey. JPEG and WebP are read too; compression is part of the score
+            then. A rotation noted in EXIF is applied, as in data sets.
+
+    Attributes:
+        channels: of the files, 1 or 3; what is scored has 3.
 
     Raises:
         ValueError, FileNotFoundError: naming the folder or file, also for one that has transparency, or another size
@@ -50,7 +54,9 @@ class ScoredFolder:
         self.size: Optional[Tuple[int, int]] = None  # width, height
         self.mode: Optional[str] = None
         for file in self.files:
-            self._open(file).close()
+            with self._open(file) as image:
+                self._check(file, image.mode, upright_size(image))
+        self.channels = 1 if self.mode == "L" else 3
 
     def __len__(self) -> int:
         return len(self.files)
@@ -69,31 +75,36 @@ class ScoredFolder:
                 yield _collect(*waiting)
 
     def _open(self, file: Path) -> Image.Image:
-        """An image whose header is checked and whose pixels are not read."""
+        """An image whose pixels are not read."""
         try:
-            image = open_image(file, FORMATS)
+            return open_image(file, FORMATS)
         except Exception as error:  # decoders raise many kinds
             raise ValueError(f"{file}: not a readable image ({error})") from None
-        self.mode = self.mode or image.mode
-        if image.mode not in ("RGB", "L"):
-            raise ValueError(f"{file}: its mode is {image.mode}; expected RGB, or grey L, 8 bits a channel")
-        if image.mode != self.mode:
-            raise ValueError(f"{file}: its mode is {image.mode}, that of {self.files[0].name} is {self.mode}")
-        self.size = self.size or image.size
-        if image.size != self.size:
+
+    def _check(self, file: Path, mode: str, size: Tuple[int, int]) -> None:
+        """Raise ValueError unless an image has the mode, and upright the size, of the first one."""
+        self.mode, self.size = self.mode or mode, self.size or size
+        if mode not in ("RGB", "L"):
+            raise ValueError(f"{file}: its mode is {mode}; expected RGB, or grey L, 8 bits a channel")
+        if mode != self.mode:
+            raise ValueError(f"{file}: its mode is {mode}, that of {self.files[0].name} is {self.mode}")
+        if size != self.size:
             raise ValueError(
-                f"{file} has {image.width} x {image.height} pixels, {self.files[0].name} has {self.size[0]} x "
+                f"{file} has {size[0]} x {size[1]} pixels, {self.files[0].name} has {self.size[0]} x "
                 f"{self.size[1]}; all images must have one size (those of a data set, shards or folders train and val, are "
                 "cropped to one)"
             )
-        return image
 
     def _read(self, file: Path) -> np.ndarray:
         with self._open(file) as image:
             try:
-                return np.asarray(image.convert("RGB"))
+                image.load()
+                turned = upright(image)
+                pixels = np.asarray(turned.convert("RGB"))
             except Exception as error:
                 raise ValueError(f"{file}: not a readable image ({error})") from None
+            self._check(file, turned.mode, turned.size)
+        return pixels
 
 
 def _collect(first: int, pending: list) -> Batch:
@@ -109,10 +120,11 @@ class SourceImages:
 
     Attributes:
         size: that of the images, or None where they have no one size: set it before they are read.
+        channels: see `ScoredFolder`.
     """
 
     def __init__(self, source, name: str):
-        self.source, self.name, self.size = source, name, source.img_size
+        self.source, self.name, self.size, self.channels = source, name, source.img_size, source.channels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -144,7 +156,7 @@ class ImageArchive:
             raise ValueError(
                 f"{path}: arr_0 has images of {shape[2]} x {shape[1]} pixels, at most {MAX_PIXELS} are read"
             )
-        self.shape = shape
+        self.shape, self.channels = shape, shape[3]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -172,6 +184,8 @@ class ImageTensors:
 
     Every process iterates over all batches and computes its own; an iterator can be read once.
     """
+
+    channels = None  # those of the files that they come from are not known
 
     def __init__(self, images: Union[Tensor, Iterable[Tensor]], name: str):
         self.images, self.name = images, name

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 3
-KID_SUBSET = 1000
+KID_SUBSET, KID_SUBSETS = 1000, 100  # images, and how often they are drawn
 
 
 def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> float:
@@ -24,7 +24,8 @@ def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: 
     """Improved precision and recall (Kynkaanniemi 2019) with the 3rd nearest neighbour.
 
     A point is covered by a set if it lies in the ball around one of the set's points that reaches to that point's 3rd
-    nearest other point. Precision: share of generated covered by reference; recall: the other way round.
+    nearest other point. Precision: share of generated covered by reference; recall: the other way round. Distances are
+    taken of features less the reference's mean: an offset that all have in common would cost them their digits.
 
     Args:
         generated, reference: features [N, F] and [M, F]; more than 3 each.
@@ -39,38 +40,48 @@ def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: 
             raise ValueError(
                 f"precision and recall need more than {NEIGHBOURS} images, the {name} set has {len(features)}"
             )
-    radius = [_radii(features, device, chunk) for features in (generated, reference)]
-    precision = _covered(generated, reference, radius[1], device, chunk)
-    return precision, _covered(reference, generated, radius[0], device, chunk)
+    mean = reference.mean(0).to(device)
+    radius = [_radii(features, mean, chunk) for features in (generated, reference)]
+    precision = _covered(generated, reference, radius[1], mean, chunk)
+    return precision, _covered(reference, generated, radius[0], mean, chunk)
 
 
-def _radii(x: Tensor, device, chunk: int) -> Tensor:
+def _distances(x: Tensor, y: Tensor, mean: Tensor) -> Tensor:
+    return torch.cdist(x.to(mean.device) - mean, y.to(mean.device) - mean)  # [N, M]
+
+
+def _radii(x: Tensor, mean: Tensor, chunk: int) -> Tensor:
     """Distance of each point to its 3rd nearest other point, [N]."""
     result = []
     for rows in x.split(chunk):
-        nearest = torch.empty(len(rows), 0, device=device)
+        nearest = torch.empty(len(rows), 0, device=mean.device)
         for columns in x.split(chunk):
-            distance = torch.cdist(rows.to(device), columns.to(device))  # [rows, columns]
-            nearest = torch.cat([nearest, distance], 1)
+            nearest = torch.cat([nearest, _distances(rows, columns, mean)], 1)
             nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # the point itself too
         result.append(nearest[:, NEIGHBOURS])
     return torch.cat(result)
 
 
-def _covered(points: Tensor, centres: Tensor, radius: Tensor, device, chunk: int) -> float:
+def _covered(points: Tensor, centres: Tensor, radius: Tensor, mean: Tensor, chunk: int) -> float:
     count = 0
     for rows in points.split(chunk):
-        inside = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        inside = torch.zeros(len(rows), dtype=torch.bool, device=mean.device)
         for columns, r in zip(centres.split(chunk), radius.split(chunk)):
-            inside |= (torch.cdist(rows.to(device), columns.to(device)) <= r).any(1)
+            inside |= (_distances(rows, columns, mean) <= r).any(1)
         count += int(inside.sum())
     return count / len(points)
 
 
 def kernel_distance(generated: Tensor, reference: Tensor) -> float:
-    """KID (Binkowski 2018): squared MMD with the kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images."""
-    from torch_fidelity.metric_kid import kid_features_to_metric
+    """KID (Binkowski 2018): squared MMD with the kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images.
 
-    size = min(KID_SUBSET, len(generated), len(reference))
-    scores = kid_features_to_metric(generated, reference, kid_subset_size=size, kid_subsets=100, verbose=False)
-    return scores["kernel_inception_distance_mean"]
+    The subsets are torch-fidelity's. In float32, as it has them, the difference of cubes loses its digits.
+    """
+    from torch_fidelity.metric_kid import kernel_mmd
+
+    size, rng = min(KID_SUBSET, len(generated), len(reference)), np.random.RandomState(2020)
+
+    def subset(features: Tensor) -> np.ndarray:
+        return features[torch.from_numpy(rng.choice(len(features), size, replace=False))].double().numpy()
+
+    return float(np.mean([kernel_mmd(subset(generated), subset(reference)) for _ in range(KID_SUBSETS)]))

@@ -32,6 +32,8 @@ class Statistics:
         why_no_features: where features is None.
         extractor, weights_sha256: that made them; None: the file does not say.
         source: what was read.
+        channels: of the image files, 1 or 3; None: not known.
+        size: height and width of the images; None: not known.
     """
 
     count: Optional[int]
@@ -42,6 +44,8 @@ class Statistics:
     extractor: Optional[str]
     weights_sha256: Optional[str]
     source: str
+    channels: Optional[int] = None
+    size: Optional[Tuple[int, int]] = None
 
     def save(self, path: Path) -> None:
         """Write a .safetensors file: moments, and features if there are any, with where they come from."""
@@ -53,7 +57,7 @@ class Statistics:
             tensors["features"] = self.features.contiguous()
         about = dict(
             format=FORMAT, count=self.count, extractor=self.extractor, weights_sha256=self.weights_sha256,
-            source=self.source,
+            source=self.source, channels=self.channels, size=self.size,
         )  # fmt: skip
         write_tensors(path, tensors, dict(statistics=about))
 
@@ -83,6 +87,7 @@ def load_statistics(path: Path) -> Statistics:
     return Statistics(
         about["count"], moments("pooled"), moments("spatial"), tensors.get("features"),
         f"{path} was saved without features", about["extractor"], about["weights_sha256"], f"{path} ({about['source']})",
+        about.get("channels"), about.get("size"),
     )  # fmt: skip
 
 
@@ -91,6 +96,11 @@ def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]
     for key, kind in kinds.items():
         if key not in about or not isinstance(about[key], kind) or about[key] is True:
             raise ValueError(f"{path}: not a file of statistics ({key} is {about.get(key)!r})")
+    channels, size = about.get("channels"), about.get("size")  # None: not known
+    if channels not in (None, 1, 3) or not (
+        size is None or isinstance(size, list) and list(map(type, size)) == [int] * 2
+    ):
+        raise ValueError(f"{path}: not a file of statistics (channels is {channels!r}, size is {size!r})")
     if about["count"] is not None and about["count"] < 1:
         raise ValueError(f"{path}: not a file of statistics (count is {about['count']})")
     dims = {name: len(t) for name in ("pooled", "spatial") if (t := tensors.get(f"{name}.mean")) is not None and t.ndim}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.types import Device
-from tqdm import tqdm
 
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import sha256_of
 from moh_vision.evaluation.fidelity.extractors import Extractor, make_extractor
 from moh_vision.evaluation.fidelity.images import open_images
@@ -57,9 +56,10 @@ def score(
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
-        extractor, weights_sha256, label, missing, reference_sha256: of its file): None where a number cannot be had, and
-        `missing` says why. With another extractor than Inception's published weights the numbers have other keys
-        (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
+        extractor, weights_sha256, label, missing, notes, reference_sha256: of its file): None where a number cannot be had,
+        and `missing` says why; `notes` are lines on what makes the numbers say less. With another extractor than Inception's
+        published weights the numbers have other keys (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N",
+        "FD-NAME" or "FD-NAME@N".
 
     Raises:
         ValueError, FileNotFoundError: one line that names the file, array or image and what is wrong.
@@ -73,7 +73,7 @@ def score(
     if hasattr(images, "__len__"):  # an iterator can be read once
         with torch.no_grad():
             dims = network.to(device)(next(images.batches(2))[1].to(device)).pooled.shape[1]
-        reference.check(network, dims, len(images), allow_biased)
+        reference.check(network, dims, len(images), allow_biased, getattr(images, "channels", None))
     statistics = reference.read(network, batch_size, device)
     compared = statistics.features is not None  # else no score needs features themselves
     made = extract(images, network, batch_size, device, "generated", compared)
@@ -112,7 +112,14 @@ class Reference:
         is_path = isinstance(self.source, (str, Path))
         return sha256_of(Path(self.source)) if is_path and Path(self.source).is_file() else None
 
-    def check(self, network: Extractor, dims: int, generated: int, allow_biased: bool) -> None:
+    @property
+    def channels(self) -> Optional[int]:
+        """Of the image files, 1 or 3; None: not known."""
+        return getattr(self.statistics if self.images is None else self.images, "channels", None)
+
+    def check(
+        self, network: Extractor, dims: int, generated: int, allow_biased: bool, channels: Optional[int] = None
+    ) -> None:
         """Raise ValueError if so many generated images cannot be compared with it, as far as its own number is known.
 
         Args:
@@ -120,7 +127,13 @@ class Reference:
             dims: its features.
             generated: number of images.
             allow_biased: see `score`.
+            channels: of the generated images, 1 or 3; None: not known.
         """
+        if None not in (channels, self.channels) and channels != self.channels:
+            kinds = {1: "grey", 3: "in colour"}
+            raise ValueError(
+                f"the generated images are {kinds[channels]}, those of {self.name} {kinds[self.channels]}; convert one of the sets"
+            )
         statistics = self.statistics
         _check_same_extractor(statistics, network)
         if statistics is not None and len(statistics.pooled[0]) != dims:
@@ -140,10 +153,11 @@ class Reference:
         """Its statistics under an extractor, always the same one; every process calls it."""
         _check_same_extractor(self.statistics, network)
         if self.images is not None:
-            own = of_set(extract(self.images, network, batch_size, device, "reference"), network, self.name)
+            own = extract(self.images, network, batch_size, device, "reference")
+            own = of_set(own, network, self.name, self.channels)
             if self.statistics is not None:  # ADM's file: its moments are of all reference images, its arr_0 of some
                 count = self.statistics.count or own.count
-                own = replace(self.statistics, features=own.features, count=count)
+                own = replace(self.statistics, features=own.features, count=count, size=own.size)
             self.statistics, self.images = own, None
         return self.statistics
 
@@ -158,7 +172,8 @@ def statistics_of(images: ImageSet, network: Extractor, batch_size: int, device:
         title: of the progress bar, and of the set where it has no name.
     """
     images, network = open_images(images, title), network.eval()
-    return of_set(extract(images, network, batch_size, device, title), network, images.name)
+    kept = extract(images, network, batch_size, device, title)
+    return of_set(kept, network, images.name, getattr(images, "channels", None))
 
 
 @torch.no_grad()
@@ -181,14 +196,14 @@ def extract(
     kept, problem = SetStatistics(keep_features), None
     total = len(images) if hasattr(images, "__len__") else None
     rank, world = _place()
-    hidden = not sys.stderr.isatty() or rank > 0
     try:
         network.to(device)  # in here: one GPU may have no room for it
-        with tqdm(total=total, desc=title, unit="img", disable=hidden, dynamic_ncols=True) as bar:
+        with Progress(title, total, "image", enabled=rank == 0) as progress:
             for first, batch in images.batches(batch_size, rank, world):
                 out = network(batch.to(device))
                 kept.add(first, out.pooled, out.spatial, out.logits)
-                bar.update(len(batch) * world)
+                kept.size = tuple(batch.shape[2:])
+                progress.add(len(batch) * world)
     except Exception as error:
         if world == 1:
             raise
@@ -207,11 +222,11 @@ def extract(
     return kept
 
 
-def of_set(kept: SetStatistics, network: Extractor, source: str) -> Statistics:
+def of_set(kept: SetStatistics, network: Extractor, source: str, channels: Optional[int] = None) -> Statistics:
     """The `Statistics` of a set that was read."""
     return Statistics(
         kept.count, kept.pooled.result(), kept.spatial and kept.spatial.result(), kept.all_features(),
-        "features were not kept", network.name, network.weights_sha256, source,
+        "features were not kept", network.name, network.weights_sha256, source, channels, kept.size,
     )  # fmt: skip
 
 
@@ -237,7 +252,7 @@ def _portable(error: Exception) -> Exception:
 
 def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, device: Device) -> dict:
     generated = of_set(made, network, "generated")
-    missing = {}
+    missing, notes = {}, []
     values = dict.fromkeys(("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall"))
     values["fid"] = frechet_distance(*generated.pooled, *reference.pooled)
     if generated.spatial is None:
@@ -250,11 +265,16 @@ def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, dev
         missing["inception_score"] = f"{network.name} gives no class probabilities"
     else:
         values["inception_score"], values["inception_score_std"] = made.classes.result()
+        if made.classes.short:
+            notes.append(f"{'inception' if network.published else 'class'} score: {made.classes.short}")
     if reference.features is None:
         missing.update(dict.fromkeys(("kid", "precision", "recall"), reference.why_no_features))
     else:
         values["kid"] = kernel_distance(generated.features, reference.features)
         values["precision"], values["recall"] = precision_recall(generated.features, reference.features, device)
+    if reference.size and tuple(reference.size) != generated.size:
+        one, two = ("{1} x {0}".format(*size) for size in (generated.size, reference.size))
+        notes.append(f"the generated images have {one} pixels, those of {reference.source} {two}")
     label = "FID" if network.published else f"FD-{network.name}"
     fewest = min(generated.count, reference.count or generated.count)
     if not network.published:
@@ -268,6 +288,7 @@ def _numbers(made: SetStatistics, reference: Statistics, network: Extractor, dev
         weights_sha256=network.weights_sha256,
         label=label if fewest > made.pooled.dim else f"{label}@{fewest}",
         missing=missing,
+        notes=notes,
     )
 
 

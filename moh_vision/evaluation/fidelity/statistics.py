@@ -86,6 +86,15 @@ class ClassScore:
         split[1] += entropy
         split[2] += sums
 
+    @property
+    def short(self) -> Optional[str]:
+        """What is to be said of a last split that is smaller than the others; None: there is none."""
+        number = max(self.splits)
+        count = self.splits[number][0]
+        if not number or count == SPLIT:
+            return None
+        return f"the last of its {number + 1} splits has {count} of {SPLIT} images; the fewer, the lower is its score"
+
     def result(self) -> tuple[float, float]:
         """Mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))), Salimans 2016."""
         scores = []
@@ -104,6 +113,7 @@ class SetStatistics:
 
     def __init__(self, keep_features: bool):
         self.keep_features = keep_features
+        self.size: Optional[Tuple[int, int]] = None  # height and width of the images
         self.pooled: Optional[Moments] = None
         self.spatial: Optional[Moments] = None
         self.classes: Optional[ClassScore] = None
@@ -146,6 +156,7 @@ class SetStatistics:
         """Add what another process has seen of the same set."""
         if other.pooled is None:
             return
+        self.size = other.size
         if self.pooled is None:
             self.pooled, self.spatial, self.classes = other.pooled, other.spatial, other.classes
         else:

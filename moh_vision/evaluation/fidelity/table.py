@@ -9,7 +9,7 @@ TITLES = dict(
 
 
 def table(result: dict, generated: str, reference: str) -> str:
-    """One line a number, with what it is of, and why one is missing."""
+    """One line a number, with what it is of, why one is missing, and what makes them say less."""
     count, label, sha256 = (result[name] for name in ("num_reference", "label", "reference_sha256"))
     lines = [
         f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}"
@@ -30,4 +30,4 @@ def table(result: dict, generated: str, reference: str) -> str:
             text = f"{value:.5f}" if name in ("kid", "kernel_distance") else f"{value:.4f}"
         first = title + biased if name in ("fid", "fd") else title
         lines.append(f"{first:24}{text}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

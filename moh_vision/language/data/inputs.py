@@ -130,10 +130,6 @@ class TextInputs:
         batch = self.train.collate([self.train[self.first]])
         return {name: value for name, value in batch.items() if name != "labels"}
 
-    def micro_batch(self, batch_size: int) -> int:
-        """Samples like `example` in a micro-batch, for which the configuration says `batch_size`."""
-        return batch_size
-
     def stream(self, batches) -> Iterator[Dict[str, Tensor]]:
         """The micro-batches of one rank, in order."""
         return load_batches(self.train, batches, self.data.workers)
@@ -202,10 +198,6 @@ class TranslationInputs(TextInputs):
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
         """See `TokenBatches`: accumulation, rank, world, start, stop; as many sentences as data.max_tokens allows."""
         return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
-
-    def micro_batch(self, batch_size: int) -> int:
-        """As many sentences of this length as data.max_tokens allows."""
-        return max(1, self.data.max_tokens // int(self.train.lengths[self.first].max()))
 
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Iterable, Optional
 
 import numpy as np
 from safetensors import safe_open
-from tqdm import tqdm
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import whole_file
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.vocabulary import Vocabulary
@@ -128,11 +126,11 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
     kind = "U16" if len(vocabulary) <= 1 << 16 else "I32"
     lengths, words, digest = [], 0, hashlib.sha256()
     title = f"encoding {place.name.partition('.')[0]}"
-    with whole_file(place, shared=True) as file, tqdm(desc=title, unit="line", disable=not sys.stderr.isatty()) as bar:
+    with whole_file(place, shared=True) as file, Progress(title, None, "line") as progress:
         file.seek(HEADER)
         rest = iter(lines)
         while texts := list(islice(rest, LINES_AT_ONCE)):
-            bar.update(len(texts))
+            progress.add(len(texts))
             texts = [text for text in texts if text or not skip_empty]
             rows = [ids + [vocabulary.eos] for ids in vocabulary.encode(texts)]
             lengths += map(len, rows)

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from functools import partial
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-from tqdm import tqdm
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.token_cache import TokenCache
@@ -215,13 +212,12 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
         except (OSError, ValueError, TypeError):
             say(f"{place}: not readable; making it again")
     pieces = range(0, len(ids), AT_ONCE)
-    bar = partial(tqdm, desc=f"checking {path.name}", unit="token", unit_scale=True, total=len(ids))
     smallest, largest = int(ids[0]), int(ids[0])
-    with bar(disable=not sys.stderr.isatty()) as progress:
+    with Progress(f"checking {path.name}", len(ids), "token", scaled=True) as progress:
         for first in pieces:
             piece = ids[first : first + AT_ONCE]
             smallest, largest = min(smallest, int(piece.min())), max(largest, int(piece.max()))
-            progress.update(len(piece))
+            progress.add(len(piece))
     write_whole(place, json.dumps([smallest, largest]), shared=True)
     return smallest, largest
 

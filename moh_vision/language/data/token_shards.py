@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
-from tqdm import tqdm
 
 from moh_vision.data.shard_files import ShardFiles
 from moh_vision.data.tar_index import columns, indexed, members, open_tar, wrong_columns
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.language.data.token_files import Chained, read_about, refuse_ids
 
 KINDS = tuple(np.dtype(kind) for kind in ("<u2", "<u4", "<i4", "<i8", "<i2", "<u8"))
@@ -101,10 +99,10 @@ def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
         ValueError: naming shard and member.
     """
     rows, samples = [], []
-    for number, path in enumerate(tqdm(paths, desc="indexing", unit="shard", disable=not sys.stderr.isatty())):
+    for number, path in enumerate(Progress.over(paths, "indexing", "shard")):
         before = len(rows)
         with open_tar(path) as tar:
-            for member in members(tar, path):
+            for member in members(tar, path, path.stat().st_size):
                 if not member.name.lower().endswith(".npy"):
                     continue
                 found = _document(tar.extractfile(member), member.size, f"{path}: {member.name}")

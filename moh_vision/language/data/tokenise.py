@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
 
 import numpy as np
-from tqdm import tqdm
 
-from moh_vision.engine.commands import Parser, exit_code, user_errors
+from moh_vision.engine.commands import Parser, Progress, exit_code, refuse_unwritable, say, user_errors
 from moh_vision.engine.io import sha256_of, whole_file, write_whole
 from moh_vision.language.data.lines import decoded, raw_lines
 
@@ -44,6 +42,7 @@ def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train"
     Raises:
         ValueError, FileNotFoundError: naming the file; if `out` holds ids of other files or another tokenizer.
     """
+    refuse_unwritable("--out", out)
     place = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not place.is_file():
         raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file, or a folder without tokenizer.json")
@@ -61,11 +60,11 @@ def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train"
     for file, target in zip(files, made):
         made_from = dict(source=file.name, source_sha256=sha256_of(file), tokenizer=vocabulary.fingerprint, key=key)
         if is_finished(target, made_from):
-            print(f"{target}: there already", flush=True)
+            say(f"{target}: there already")
         else:
             about = write_ids(target, documents(file, key), vocabulary, file)
             write_whole(target.with_suffix(".json"), json.dumps({**about, **made_from}, indent=1) + "\n", shared=True)
-            print(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens", flush=True)
+            say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
     return made
 
 
@@ -99,10 +98,8 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
     kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
     count = tokens = words = largest = 0
     digest = hashlib.sha256()
-    bar = tqdm(
-        desc=source.name, total=source.stat().st_size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()
-    )
-    with whole_file(target, shared=True) as file, bar:
+    read = Progress(source.name, source.stat().st_size, "byte", scaled=True)
+    with whole_file(target, shared=True) as file, read:
         for batch, position in batched(texts):
             ids = np.fromiter((i for row in vocabulary.encode(batch) for i in (*row, vocabulary.eos)), DTYPES[kind])
             data = ids.tobytes()
@@ -110,7 +107,7 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
             file.write(data)
             count, tokens, largest = count + len(batch), tokens + len(ids), max(largest, int(ids.max()))
             words += sum(len(text.split()) + 1 for text in batch)
-            bar.update(position - bar.n)
+            read.add(position - read.done)
         if not count:
             raise ValueError(f"{source}: no text")
     return dict(

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import say
 
@@ -169,9 +168,11 @@ def trained_vocabulary(
         except ValueError as error:
             say(f"{error}; training it again")
     before()
-    terminal = sys.stderr.isatty()
-    with tqdm(chain(*texts), desc="reading", unit="line", disable=not terminal) as lines:
-        vocabulary = train_bpe(lines, progress=terminal, **options) if kind == "bpe" else count_words(lines, **options)
+    lines = Progress.over(chain(*texts), "reading", "line")
+    if kind == "bpe":
+        vocabulary = train_bpe(lines, progress=sys.stderr.isatty(), **options)
+    else:
+        vocabulary = count_words(lines, **options)
     vocabulary.save(place)
     return vocabulary
 

@@ -14,6 +14,7 @@ from moh_vision.analysis.gates import GateReading, GateStatistics, layer_entropi
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.attention.routers import MAERouter
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import index_dir, make_accelerator
@@ -174,7 +175,7 @@ def span(numbers: List[int]) -> str:
 def add_up(model: nn.Module, groups: List[Group], batches: Iterable[Dict[str, Tensor]], accelerator) -> None:
     """Fill the groups' statistics, over all processes."""
     model.eval()
-    for batch in batches:
+    for batch in Progress.over(batches, "gates", enabled=accelerator.is_main_process):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         labels = batch["labels"]
         with accelerator.autocast():

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import torch
 
 from moh_vision.analysis import HeadLoad
 from moh_vision.attention import head_budget
-from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output
+from moh_vision.engine.commands import Parser, Progress, exit_code, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, make_accelerator
@@ -105,7 +105,8 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
     return device
 
 
-def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
+def _tasks(options: argparse.Namespace, accelerator) -> Optional[Tuple[dict, List[str]]]:
+    """(what --out gets, lines to print) on the main process."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
@@ -129,31 +130,32 @@ def _tasks(options: argparse.Namespace, accelerator) -> Optional[dict]:
         load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
         if accelerator.is_main_process:
             load.save(Path(options.head_load))
-            print(f"head load: {options.head_load}")
     if scored is None:
         return None
     found, task_versions = scored
+    lines = [f"head load: {options.head_load}"] if load else []
     values = {(row["title"], *row["tasks"]): row["value"] for row in found}
     suites: Dict[str, dict] = {}
     if options.limit is not None:
-        print(
+        lines.append(
             f"--limit {options.limit:g}: these are scores of a part of each task, not to be compared with the paper's"
         )
     for name in (item for item in dict.fromkeys(items) if item in SUITES):
         own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
         suites[name] = dict(average=average(own), values=own)
-        print(suite_table(name, own) + "\n")
+        lines.append(suite_table(name, own) + "\n")
     others = [row for row in found if row["metric"] is None]
     if others:
-        print(lm_harness.metrics_table(others))
+        lines.append(lm_harness.metrics_table(others))
     how = dict(
         num_fewshot=options.num_fewshot, include_path=options.include_path, limit=options.limit, seeds=lm_harness.SEEDS
     )
     about["versions"].update(lm_eval=version, tasks=task_versions)
-    return dict(suites=suites, rows=found, tasks=items, **how, **about)
+    return dict(suites=suites, rows=found, tasks=items, **how, **about), lines
 
 
-def _perplexity(options: argparse.Namespace, accelerator) -> dict:
+def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[str]]:
+    """See `_tasks`."""
     from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
 
     device = _device(options.device, accelerator)
@@ -169,21 +171,23 @@ def _perplexity(options: argparse.Namespace, accelerator) -> dict:
     text = read_text(Path(options.perplexity), tokenizer)
     share = dict(process=accelerator.process_index, processes=accelerator.num_processes)
     windows = sliding_windows(text.ids, context, stride, options.batch_size, **share)
+    windows = Progress.over(windows, "perplexity", enabled=accelerator.is_main_process)
     try:
         scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
     scores = dict(scores, **per_unit(scores, text.words, text.bytes))
-    if accelerator.is_main_process:
-        print(f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)")
-        print(f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)")
-        print(f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes")
+    lines = [
+        f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)",
+        f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)",
+        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes",
+    ]
     source = dict(file=str(Path(options.perplexity).resolve()), sha256=text.sha256, context=context, stride=stride)
-    return dict(scores, **source, **about)
+    return dict(scores, **source, **about), lines
 
 
 def score(options: argparse.Namespace, accelerator) -> None:
-    """Score a model, print the scores and write --out; every process calls it.
+    """Score a model, write --out and print the scores; every process calls it.
 
     Args:
         options: of `parse`.
@@ -193,16 +197,21 @@ def score(options: argparse.Namespace, accelerator) -> None:
         ValueError, OSError: one line.
     """
     result = (_tasks if options.tasks else _perplexity)(options, accelerator)
-    if accelerator.is_main_process and options.out:
-        assert result is not None
+    if not accelerator.is_main_process:
+        return
+    assert result is not None
+    scores, lines = result
+    if options.out:
         circumstances = dict(batch_size=options.batch_size, processes=accelerator.num_processes)
-        write_json(Path(options.out), dict(result, **circumstances))
-        print(f"scores: {options.out}")
+        write_json(Path(options.out), dict(scores, **circumstances))
+        lines.append(f"scores: {options.out}")
+    for line in lines:
+        say(line)
 
 
 def _work(options: argparse.Namespace) -> None:
     if options.list:
-        print("\n\n".join(suite_table(name) for name in SUITES))
+        say("\n\n".join(suite_table(name) for name in SUITES))
         return
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
     score(options, accelerator)

@@ -19,7 +19,8 @@ from typing import Dict, List, Optional, Tuple
 from moh_vision.analysis.figures import check_figure, write_figure
 from moh_vision.analysis.learning_curves import Line, draw_lines
 from moh_vision.analysis.table import TEXT, ScoredRun, grouped, open_run, read_json
-from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.engine.commands import Parser, exit_code
+from moh_vision.engine.ranks import say
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.step_folders import by_age
 from moh_vision.language.evaluation import lm
@@ -59,7 +60,7 @@ def scores_of(folder: Path, argv: List[str], accelerator) -> Dict[str, float]:
     """
     name = f"lm-{hashlib.sha256(json.dumps(argv).encode()).hexdigest()[:12]}.json"  # other options, other scores
     if not (folder / name).is_file():
-        accelerator.print(f"{folder}:", flush=True)
+        say(f"{folder}:")
         lm.score(lm.parse(["--model", str(folder), *argv, "--out", str(folder / name)]), accelerator)
         accelerator.wait_for_everyone()  # the main process has written it
     record = read_json(folder / name)
@@ -113,8 +114,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         numbers = dict(x="tokens", runs=[str(run.folder) for run in runs], options=rest)
         numbers["scores"] = {title: [line.numbers() for line in own] for title, own in lines.items()}
         if accelerator.is_main_process:
-            write_figure(draw_lines(shown, "tokens", y), options.output, numbers)
-            say(f"{options.output}: {', '.join(drawn)}")
+            written = write_figure(draw_lines(shown, "tokens", y), options.output, numbers)
+            say(f"{written}: {', '.join(drawn)}")
         finish(accelerator)
 
     return exit_code("lm_curve", work)

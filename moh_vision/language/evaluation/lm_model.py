@@ -28,6 +28,7 @@ from moh_vision.engine.commands import reason_of
 from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile
+from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
@@ -204,17 +205,16 @@ def sliding_windows(
         batch_size: windows at a time.
         process, processes: which share of the batches.
 
-    Yields:
-        dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an earlier window
+    Returns:
+        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an earlier window
         has them.
     """
     n = len(ids) - 1
     if not n:
-        return
+        return iter(())
     text = SimpleNamespace(name="the text", ids=ids[1:].numpy())
     windows = CausalWindows(text, min(context, n), min(stride, n), eos=int(ids[0]))
     numbers = range(len(windows))
     # The first window labels all that it predicts: in a batch of its own it widens the logits of no other.
     batches = [numbers[:1], *(numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))]
-    for batch in batches[process::processes]:
-        yield windows.collate([windows[number, number] for number in batch])
+    return load_batches(windows, [[(number, number) for number in batch] for batch in batches[process::processes]])

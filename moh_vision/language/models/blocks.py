@@ -1,7 +1,6 @@
 """The parts of text models: positions, layers around `HeadMixtureAttention`, and attention from a config's dict."""
 
 import math
-from typing import List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +8,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
 from moh_vision.attention.budget import is_searched
+from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
 
@@ -26,21 +26,21 @@ def sinusoids(positions: Tensor, dim: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def token_positions(ids: Tensor, attention_mask: Optional[Tensor], past: int = 0) -> Tensor:
+def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
     """Position of each token among the real ones of its text: ids [B, N], attention_mask [B, past + N] -> [B or 1, N]."""
     if attention_mask is None:
         return torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
 
 
-def padding_of(attention_mask: Optional[Tensor]) -> Optional[Tensor]:
+def padding_of(attention_mask: Tensor | None) -> Tensor | None:
     """transformers' mask (1 real, 0 padding) as the core has it: True at padding."""
     return None if attention_mask is None else attention_mask == 0
 
 
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
-) -> List[HeadMixtureAttention]:
+) -> list[HeadMixtureAttention]:
     """The attention of a stack of layers.
 
     Args:
@@ -84,9 +84,20 @@ class ExpertBiasAttention(HeadMixtureAttention):
         super().__init__(dim, budget, router, proj_bias=False, **kwargs)
         self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
-    def execute(self, call: Call, name: Optional[str] = None) -> Tensor:
-        y = super().execute(call, name)
-        return y + call.routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype)  # [B, N, C]
+    def choose(self, call: Call) -> Masked:
+        return WithExpertBias(super().choose(call))
+
+
+class WithExpertBias(Masked):
+    """An executor and, behind its `combine`, the bias of every expert times the expert's weight."""
+
+    def __init__(self, heads: Masked):
+        super().__init__(heads.layer, heads.call)
+        self.project, self.attend, self.combine_heads = heads.project, heads.attend, heads.combine
+
+    def combine(self, o: Tensor) -> Tensor:
+        y = self.combine_heads(o)
+        return y + self.call.routing.weights.to(y.dtype) @ self.layer.head_bias.to(y.dtype)  # [B, N, C]
 
 
 class FeedForward(nn.Module):
@@ -116,7 +127,7 @@ class TextLayer(nn.Module):
         self,
         config: TextConfig,
         self_attn: HeadMixtureAttention,
-        cross_attn: Optional[HeadMixtureAttention] = None,
+        cross_attn: HeadMixtureAttention | None = None,
         is_causal: bool = False,
         pre_norm: bool = False,
         activation: str = "relu",
@@ -135,11 +146,11 @@ class TextLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        padding_mask: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-        context_padding: Optional[Tensor] = None,
+        padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_padding: Tensor | None = None,
         cache=None,
-        stats: Optional[List[RoutingStats]] = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the statistics of its attention to `stats`.
 

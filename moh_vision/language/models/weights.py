@@ -134,6 +134,10 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[st
 def _config(source: Union[str, Path]):
     """(config, class) of a model, both ours."""
     name = os.fspath(source)
+    if os.path.isfile(name):
+        raise ValueError(
+            f"model.pretrained {source} is a file: give its folder; --init-from takes weights of a run alone"
+        )
     if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):  # on the hub: NAME or OWNER/NAME
         raise ValueError(f"model.pretrained {source}: no such folder")
     classes: Dict[str, type] = {}

@@ -315,13 +315,15 @@ def run(*argv):
     return command.main(list(map(str, argv)))
 
 
-def test_tokenise(tmp_path, capsys):
+def test_tokenise(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     tokenizer = llama_like(tmp_path / "t")
     (tmp_path / "a.txt").write_text("a b\n\n  c \n")
     lines = [json.dumps(dict(text="d\ne f", meta=1)), "", json.dumps(dict(text=""))]
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     argv = (tmp_path / "a.txt", tmp_path / "b.jsonl.gz", "--tokenizer", tokenizer, "--out", tmp_path / "o")
     assert run(*argv) == 0
+    assert "a.txt: 10 of 10 bytes, 00:00 left\n" in capsys.readouterr().out
     tokens = read(tmp_path / "o")
     assert np.asarray(tokens.ids[0:99]).tolist() == [0, 3, 4, 1, 0, 5, 1, 0, 6, 7, 8, 1]
     assert tokens.eos == 1 and tokens.words == 9

@@ -9,6 +9,7 @@ from llama_tiny import FAMILIES, dense, left_padded, words
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moh_vision
+from moh_vision.attention.routing import Call
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 
 CPU = torch.device("cpu")
@@ -68,13 +69,14 @@ def test_offloaded_weights():
 
 def test_pages_of_continuous_batching_are_left_to_transformers():
     """Its attention function reads them, which ours cannot; the call has them as `cache`."""
-    model = moh_vision.convert(dense(), head_budget=HALF, executor="packed")
+    model = moh_vision.convert(dense(), head_budget=HALF, executor="reference")
     attn = model.model.layers[0].self_attn
     x, rotary = torch.randn(1, 3, 32), (torch.ones(1, 3, 4), torch.zeros(1, 3, 4))
     with torch.no_grad():
-        routing, _ = attn.route(x)
-        assert attn.executor_of(x, routing, None, rotary, None)[0] == "packed"
-        assert attn.executor_of(x, routing, None, rotary, None, cache=object()) is None
+        routing, q = attn.route(x)
+        call = Call(x, routing, q=q, rotary=rotary)
+        assert attn.executor_of(call, None, None) is not None
+        assert attn.executor_of(call, None, None, cache=object()) is None
 
 
 @pytest.mark.parametrize("executor", ["packed", "auto", "masked", "reference"])

@@ -10,7 +10,7 @@ values. That product rounds its results to 16 bits: heads would change, and equa
 Arguments, results and gradients are those of the C++ operator, see `kernels.route`.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,8 +21,6 @@ from moh_vision.attention.kernels.gpu.attend import uses_tf32
 
 KINDS = ("released", "paper", "renormalised")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK_C = 64  # of the products of gradients
-PART, PROGRAMS = 256, 1024  # the weight's gradient sums parts of this many tokens, more if that takes more programs
 SMALLEST_GATE = tl.constexpr(1e-30)
 
 
@@ -31,7 +29,6 @@ class Router(NamedTuple):
 
     CANDIDATES: int
     SHARED: int
-    ROUTED: int
     RELEASED: bool
     RENORMALISED: bool
     BALANCED: bool
@@ -49,10 +46,10 @@ def router_of(candidates: int, shared: int, routed: int, kind: str, rows: int) -
     balanced = shared > 0 and candidates > 0 and rows == plain + 2
     if rows != plain and not balanced:
         raise ValueError(f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads")
-    return Router(candidates, shared, routed, kind == "released", kind == "renormalised", balanced, rows)
+    return Router(candidates, shared, kind == "released", kind == "renormalised", balanced, rows)
 
 
-def tile(width: int) -> Tuple[int, int, int]:
+def tile(width: int) -> tuple[int, int, int]:
     """Tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
     columns = max(16, triton.next_power_of_2(width))
     return (32 if columns <= 64 else 16), columns, (4 if columns <= 32 else 8)
@@ -71,13 +68,13 @@ def _softmax(logits, member):
 
 
 @triton.jit
-def _chosen(logits, member, ROUTED: tl.constexpr):
-    """True for the ROUTED largest logits of members; among equal ones the lower column wins, NaN counts as -inf."""
+def _chosen(logits, member, routed):
+    """True for the largest logits of members; among equal ones the lower column wins, NaN counts as -inf."""
     COLUMNS: tl.constexpr = logits.shape[1]
     column = tl.arange(0, COLUMNS)[None, :]
     score = tl.where(logits == logits, logits, -float("inf"))
     left = tl.broadcast_to(member, logits.shape)
-    for _ in range(ROUTED):
+    for _ in range(routed):
         largest = tl.max(tl.where(left, score, -float("inf")), 1)
         # -inf may be the largest of what is left, and columns that are not left must not win then.
         first = tl.min(tl.where(left & (score == largest[:, None]), column, COLUMNS), 1)
@@ -86,16 +83,7 @@ def _chosen(logits, member, ROUTED: tl.constexpr):
 
 
 @triton.jit
-def _gates(
-    logits,
-    CANDIDATES: tl.constexpr,
-    SHARED: tl.constexpr,
-    ROUTED: tl.constexpr,
-    RELEASED: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-    BALANCED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _gates(logits, routed, router: tl.constexpr):
     """What gates and their gradients are made of, logits [BLOCK_N, COLUMNS].
 
     Returns:
@@ -104,159 +92,122 @@ def _gates(
         [BLOCK_N].
     """
     column = tl.arange(0, logits.shape[1])[None, :]
-    candidate = column < CANDIDATES
+    candidate = column < router.CANDIDATES
     probs = tl.zeros(logits.shape, tl.float32)
     chosen = tl.broadcast_to(candidate, logits.shape)
-    if CANDIDATES > 0:
+    if router.CANDIDATES > 0:
         probs = _softmax(logits, candidate)
-        if ROUTED < CANDIDATES:
-            chosen = _chosen(logits, candidate, ROUTED)
+        if routed < router.CANDIDATES:
+            chosen = _chosen(logits, candidate, routed)
     selected_sum = tl.sum(tl.where(chosen, probs, 0.0), 1)
-    if SHARED > 1:
-        probs += _softmax(logits, (column >= CANDIDATES) & (column < CANDIDATES + SHARED))
+    if router.SHARED > 1:
+        probs += _softmax(logits, (column >= router.CANDIDATES) & (column < router.CANDIDATES + router.SHARED))
 
-    TWO_GROUPS: tl.constexpr = SHARED > 0 and CANDIDATES > 0
-    if BALANCED:
-        alpha = _softmax(logits, (column >= ROWS - 2) & (column < ROWS))  # Jin 2024, eq. 6
-        shared_alpha = tl.sum(tl.where(column == ROWS - 2, alpha, 0.0), 1)
-        routed_alpha = tl.sum(tl.where(column == ROWS - 1, alpha, 0.0), 1)
+    TWO_GROUPS: tl.constexpr = router.SHARED > 0 and router.CANDIDATES > 0
+    if router.BALANCED:
+        alpha = _softmax(logits, (column >= router.ROWS - 2) & (column < router.ROWS))  # Jin 2024, eq. 6
+        shared_alpha = tl.sum(tl.where(column == router.ROWS - 2, alpha, 0.0), 1)
+        routed_alpha = tl.sum(tl.where(column == router.ROWS - 1, alpha, 0.0), 1)
     else:
         shared_alpha = tl.full([logits.shape[0]], 0.5 if TWO_GROUPS else 1.0, tl.float32)
         routed_alpha = shared_alpha
     shared_factor, routed_factor = shared_alpha, routed_alpha
-    if RELEASED:
+    if router.RELEASED:
         GROUPS: tl.constexpr = 2.0 if TWO_GROUPS else 1.0
-        shared_factor = SHARED * (GROUPS * shared_alpha)
-        routed_factor = ROUTED * (GROUPS * routed_alpha)
-    if RENORMALISED or (RELEASED and ROUTED < CANDIDATES):  # else the sum is 1, and rounding would spoil the identity
+        shared_factor = router.SHARED * (GROUPS * shared_alpha)
+        routed_factor = routed * (GROUPS * routed_alpha)
+        # Where all candidates run the sum is 1, and rounding would spoil the identity.
+        routed_factor = tl.div_rn(routed_factor, tl.where(routed < router.CANDIDATES, selected_sum, 1.0))
+    if router.RENORMALISED:
         routed_factor = tl.div_rn(routed_factor, selected_sum)
     return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
 
 
-# No kernel is specialised to numbers of tokens: batches of other lengths would compile them again.
-@triton.jit(do_not_specialize=["B", "N", "blocks"])
+# No kernel is specialised to numbers of tokens or of routed heads: other batches or budgets would compile them again.
+@triton.jit(do_not_specialize=["B", "N", "routed"])
 def _route_kernel(
-    x,
-    weight,
-    padding,
-    weights,
-    active,
-    rows,
-    probs,
-    counts,
-    B,
-    N,
-    C,
-    x_sequence,
-    x_token,
-    weight_row,
-    blocks,
-    CANDIDATES: tl.constexpr,
-    SHARED: tl.constexpr,
-    ROUTED: tl.constexpr,
-    RELEASED: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-    BALANCED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    x, weight, padding, weights, active, rows, probs, counts, B, N, C, x_by, weight_row, routed,
+    router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """A program routes BLOCK_N tokens of one sequence; its counts [H, B, blocks] are those of its pairs."""
-    HEADS: tl.constexpr = SHARED + CANDIDATES
+    HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
+    blocks = tl.cdiv(N, BLOCK_N)
     block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < N
     column = tl.arange(0, COLUMNS)
 
     logits = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
-    if ROWS > 0:
-        x_rows = x + sequence.to(tl.int64) * x_sequence + n.to(tl.int64)[:, None] * x_token
+    if router.ROWS > 0:
+        x_rows = x + sequence.to(tl.int64) * x_by[0] + n.to(tl.int64)[:, None] * x_by[1]
         weight_columns = weight + column.to(tl.int64)[None, :] * weight_row
         for start in range(0, C, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
             x_tile = tl.load(x_rows + c[None, :], mask=exists[:, None] & (c < C)[None, :], other=0.0)
-            w_tile = tl.load(weight_columns + c[:, None], mask=(c < C)[:, None] & (column < ROWS)[None, :], other=0.0)
+            w_tile = tl.load(
+                weight_columns + c[:, None], mask=(c < C)[:, None] & (column < router.ROWS)[None, :], other=0.0
+            )
             if WIDEN:
                 x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
             # Never tf32: rounding must not decide which head wins. Products of 16-bit numbers are exact.
             logits = tl.dot(x_tile, w_tile, logits, input_precision="ieee")
 
-    probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(
-        logits, CANDIDATES, SHARED, ROUTED, RELEASED, RENORMALISED, BALANCED, ROWS
-    )
-    if RENORMALISED:  # p / p is exactly 1
+    probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(logits, routed, router)
+    if router.RENORMALISED:  # p / p is exactly 1
         routed_gates = tl.div_rn(probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape))
     else:
         routed_gates = probabilities * routed_factor[:, None]
-    candidate = (column < CANDIDATES)[None, :]
-    runs = chosen | (column >= CANDIDATES)[None, :]
+    candidate = (column < router.CANDIDATES)[None, :]
+    runs = chosen | (column >= router.CANDIDATES)[None, :]
     gates = tl.where(candidate, routed_gates, probabilities * shared_factor[:, None])
     gates = tl.where(runs, gates, 0.0)
     gates = tl.where(gates < SMALLEST_GATE, 0.0, gates)  # NaN stays
 
     token = sequence.to(tl.int64) * N + n  # [BLOCK_N]
     here = exists[:, None] & candidate
-    tl.store(rows + token[:, None] * ROWS + column[None, :], logits, mask=exists[:, None] & (column < ROWS)[None, :])
+    tl.store(
+        rows + token[:, None] * router.ROWS + column[None, :],
+        logits,
+        mask=exists[:, None] & (column < router.ROWS)[None, :],
+    )
     shown = probabilities
     if padding is not None:
         is_padding = tl.load(padding + token, mask=exists, other=0) != 0
         shown = tl.where(is_padding[:, None], 0.0, probabilities)
-    tl.store(probs + token[:, None] * CANDIDATES + column[None, :], shown, mask=here)
+    tl.store(probs + token[:, None] * router.CANDIDATES + column[None, :], shown, mask=here)
 
     # Rows of the weight begin with the candidates, heads with the shared ones.
-    head = tl.where(column < CANDIDATES, column + SHARED, column - CANDIDATES)
-    is_head = column < (HEADS if SHARED != 1 else CANDIDATES)
+    head = tl.where(column < router.CANDIDATES, column + router.SHARED, column - router.CANDIDATES)
+    is_head = column < (HEADS if router.SHARED != 1 else router.CANDIDATES)
     to = token[:, None] * HEADS + head[None, :]
     tl.store(weights + to, gates, mask=exists[:, None] & is_head[None, :])
     tl.store(active + to, runs.to(tl.uint8), mask=exists[:, None] & is_head[None, :])
     count = tl.sum((runs & exists[:, None]).to(tl.int32), 0)
     tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=is_head)
-    if SHARED == 1:  # it has no row
+    if router.SHARED == 1:  # it has no row
         gate = tl.where(shared_factor < SMALLEST_GATE, 0.0, shared_factor)
         tl.store(weights + token * HEADS, gate, mask=exists)
         tl.store(active + token * HEADS, tl.full([BLOCK_N], 1, tl.uint8), mask=exists)
         tl.store(counts + sequence * blocks + block, tl.sum(exists.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "routed"])
 def _route_backward_kernel(
-    dweights,
-    dprobs,
-    drows,
-    rows,
-    padding,
-    weight,
-    dlogits,
-    dx,
-    T,
-    C,
-    weight_row,
-    CANDIDATES: tl.constexpr,
-    SHARED: tl.constexpr,
-    ROUTED: tl.constexpr,
-    RELEASED: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-    BALANCED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dweights, dprobs, drows, rows, padding, weight, dlogits, dx, T, C, weight_row, routed,
+    router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A program computes the gradients of BLOCK_N tokens and of their logits, from which it computes the gates again."""
-    HEADS: tl.constexpr = SHARED + CANDIDATES
+    HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = token < T
     column = tl.arange(0, COLUMNS)
-    candidate = (column < CANDIDATES)[None, :]
-    in_rows = exists[:, None] & (column < ROWS)[None, :]
-    row = token[:, None] * ROWS + column[None, :]
+    candidate = (column < router.CANDIDATES)[None, :]
+    in_rows = exists[:, None] & (column < router.ROWS)[None, :]
+    row = token[:, None] * router.ROWS + column[None, :]
 
     logits = tl.load(rows + row, mask=in_rows, other=0.0)
     probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum = _gates(
-        logits, CANDIDATES, SHARED, ROUTED, RELEASED, RENORMALISED, BALANCED, ROWS
+        logits, routed, router
     )
     grad = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
     if drows is not None:
@@ -268,35 +219,36 @@ def _route_backward_kernel(
         if padding is not None:
             seen = exists & (tl.load(padding + token, mask=exists, other=1) == 0)
         dprob = tl.load(
-            dprobs + token[:, None] * CANDIDATES + column[None, :], mask=seen[:, None] & candidate, other=0.0
+            dprobs + token[:, None] * router.CANDIDATES + column[None, :], mask=seen[:, None] & candidate, other=0.0
         )
 
     if dweights is not None:
-        head = tl.where(column < CANDIDATES, column + SHARED, column - CANDIDATES)
-        is_head = column < (HEADS if SHARED != 1 else CANDIDATES)
+        head = tl.where(column < router.CANDIDATES, column + router.SHARED, column - router.CANDIDATES)
+        is_head = column < (HEADS if router.SHARED != 1 else router.CANDIDATES)
         dgate = tl.load(
             dweights + token[:, None] * HEADS + head[None, :], mask=exists[:, None] & is_head[None, :], other=0.0
         )
         routed_product = tl.sum(tl.where(chosen, dgate * probs, 0.0), 1)
         dchosen = dgate
-        if RELEASED and ROUTED < CANDIDATES:  # through the sum of the chosen probabilities too; MoA's is detached
-            dchosen = dgate - tl.div_rn(routed_product, selected_sum)[:, None]
+        if router.RELEASED:  # through the sum of the chosen probabilities too; MoA's is detached
+            through_sum = tl.where(routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0)
+            dchosen = dgate - through_sum[:, None]
         dprob += tl.where(chosen, routed_factor[:, None] * dchosen, 0.0)
 
-        if SHARED == 1:
+        if router.SHARED == 1:
             shared_product = tl.load(dweights + token * HEADS, mask=exists, other=0.0)
         else:
-            shared = ((column >= CANDIDATES) & (column < HEADS))[None, :]
+            shared = ((column >= router.CANDIDATES) & (column < HEADS))[None, :]
             shared_product = tl.sum(tl.where(shared, dgate * probs, 0.0), 1)
             dshared = shared_factor[:, None] * probs * (dgate - shared_product[:, None])
             grad += tl.where(shared, dshared, 0.0)
-        if BALANCED:
+        if router.BALANCED:
             of_shared, of_routed = shared_factor * shared_product, routed_factor * routed_product
             both = of_shared + of_routed
-            grad += tl.where((column == ROWS - 2)[None, :], (of_shared - shared_alpha * both)[:, None], 0.0)
-            grad += tl.where((column == ROWS - 1)[None, :], (of_routed - routed_alpha * both)[:, None], 0.0)
+            grad += tl.where((column == router.ROWS - 2)[None, :], (of_shared - shared_alpha * both)[:, None], 0.0)
+            grad += tl.where((column == router.ROWS - 1)[None, :], (of_routed - routed_alpha * both)[:, None], 0.0)
 
-    if CANDIDATES > 0:
+    if router.CANDIDATES > 0:
         mean = tl.sum(tl.where(candidate, probs * dprob, 0.0), 1)
         grad += tl.where(candidate, probs * (dprob - mean[:, None]), 0.0)
     tl.store(dlogits + row, grad, mask=in_rows)
@@ -304,49 +256,19 @@ def _route_backward_kernel(
     weight_rows = weight + column.to(tl.int64)[:, None] * weight_row
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        w_tile = tl.load(weight_rows + c[None, :], mask=(column < ROWS)[:, None] & (c < C)[None, :], other=0.0)
+        w_tile = tl.load(weight_rows + c[None, :], mask=(column < router.ROWS)[:, None] & (c < C)[None, :], other=0.0)
         dx_tile = tl.dot(grad, w_tile.to(tl.float32), input_precision=PRECISION)
         dx_mask = exists[:, None] & (c < C)[None, :]
         tl.store(dx + token[:, None] * C + c[None, :], dx_tile.to(dx.dtype.element_ty), mask=dx_mask)
 
 
-@triton.jit(do_not_specialize=["T", "part"])
-def _weight_gradient_kernel(
-    dlogits,
-    x,
-    sums,
-    T,
-    C,
-    x_token,
-    part,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A program sums BLOCK_C columns of the weight's gradient over a part of the tokens: sums [parts, R, C]."""
-    column, c = tl.arange(0, COLUMNS), tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(1) * part
-    total = tl.zeros([COLUMNS, BLOCK_C], tl.float32)
-    for start in range(first, tl.minimum(first + part, T), BLOCK_N):
-        token = start + tl.arange(0, BLOCK_N).to(tl.int64)
-        exists = (token < T)[:, None]
-        x_tile = tl.load(x + token[:, None] * x_token + c[None, :], mask=exists & (c < C)[None, :], other=0.0)
-        grad = tl.load(
-            dlogits + token[:, None] * ROWS + column[None, :], mask=exists & (column < ROWS)[None, :], other=0.0
-        )
-        total = tl.dot(tl.trans(grad), x_tile.to(tl.float32), total, input_precision=PRECISION)
-    to = (tl.program_id(1) * ROWS + column)[:, None] * C + c[None, :]
-    tl.store(sums + to, total, mask=(column < ROWS)[:, None] & (c < C)[None, :])
-
-
 # ---- the list of pairs
 
 
-@triton.jit(do_not_specialize=["B", "N", "blocks"])
-def _count_kernel(active, counts, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["B", "N"])
+def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """A program counts the pairs of BLOCK_N tokens of one sequence for every head: counts [H, B, blocks]."""
+    blocks = tl.cdiv(N, BLOCK_N)
     block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.arange(0, COLUMNS)
@@ -356,11 +278,10 @@ def _count_kernel(active, counts, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMN
     tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
 
 
-@triton.jit(do_not_specialize=["B", "N", "blocks"])
-def _list_kernel(
-    active, counts, ends, token_list, offsets, B, N, H, blocks, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
-):
+@triton.jit(do_not_specialize=["B", "N"])
+def _list_kernel(active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
     """A program lists the pairs of BLOCK_N tokens of one sequence; counts, ends [H, B, blocks]."""
+    blocks = tl.cdiv(N, BLOCK_N)
     block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.arange(0, COLUMNS)
@@ -381,28 +302,18 @@ def _list_kernel(
 
 def _list(active: Tensor, counts: Tensor, block: int, token: Tensor) -> Tensor:
     """Fill the list `token` and return its offsets. active [B, N, H]; counts [H, B, blocks] of blocks of tokens."""
-    (B, N, H), blocks = active.shape, counts.shape[2]
+    B, N, H = active.shape
     offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
     _, columns, warps = tile(H)
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
-    _list_kernel[(B * blocks,)](
-        active.view(torch.uint8),
-        counts,
-        ends,
-        token,
-        offsets,
-        B,
-        N,
-        H,
-        blocks,
-        BLOCK_N=block,
-        COLUMNS=columns,
-        num_warps=warps,
-    )
+    _list_kernel[(counts[0].numel(),)](
+        active.view(torch.uint8), counts, ends, token, offsets, B, N, H,
+        BLOCK_N=block, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
     return offsets
 
 
-def pairs(active: Tensor) -> Tuple[Tensor, Tensor]:
+def pairs(active: Tensor) -> tuple[Tensor, Tensor]:
     """The list of what runs, sorted by head, then sequence, then token.
 
     Args:
@@ -425,7 +336,7 @@ def pairs(active: Tensor) -> Tuple[Tensor, Tensor]:
     block, columns, warps = tile(H)
     counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=active.device)
     _count_kernel[(counts[0].numel(),)](
-        active.view(torch.uint8), counts, B, N, H, counts.shape[2], BLOCK_N=block, COLUMNS=columns, num_warps=warps
+        active.view(torch.uint8), counts, B, N, H, BLOCK_N=block, COLUMNS=columns, num_warps=warps
     )
     return token, _list(active, counts, block, token)
 
@@ -439,7 +350,7 @@ def _length(pairs: int) -> int:
 # ---- the operators
 
 
-def check(x: Tensor, weight: Tensor, padding: Optional[Tensor]) -> None:
+def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
     for dtype in (x.dtype, weight.dtype):
         if dtype not in DTYPES:
             raise ValueError(f"route: float32, bfloat16 or float16, not {dtype}")
@@ -449,7 +360,7 @@ def check(x: Tensor, weight: Tensor, padding: Optional[Tensor]) -> None:
         raise ValueError("route: padding must be bool [B, N]")
 
 
-def as_bytes(mask: Optional[Tensor]) -> Optional[Tensor]:
+def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
@@ -460,8 +371,8 @@ def forward(
     shared: int,
     routed: int,
     kind: str,
-    padding: Optional[Tensor],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Route tokens.
 
     Args:
@@ -480,8 +391,8 @@ def forward(
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
     (B, N, C), H = x.shape, shared + candidates
-    outputs = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
-    weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
+    shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
+    weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     active = x.new_empty((B, N, H), dtype=torch.bool)
     token = x.new_empty(_length(B * N * (shared + routed)), dtype=torch.int32)
     if B * N == 0:
@@ -492,47 +403,31 @@ def forward(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     block, columns, warps = tile(max(router.ROWS, H))
     counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=x.device)
+    outputs = weights, active.view(torch.uint8), rows, probs, counts
     _route_kernel[(counts[0].numel(),)](
-        x,
-        weight,
-        as_bytes(padding),
-        weights,
-        active.view(torch.uint8),
-        rows,
-        probs,
-        counts,
-        B,
-        N,
-        C,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        counts.shape[2],
-        **router._asdict(),
-        BLOCK_N=block,
-        BLOCK_C=64 if x.dtype == weight.dtype != torch.float32 else 32,
-        COLUMNS=columns,
+        x, weight, as_bytes(padding), *outputs, B, N, C, x.stride()[:2], weight.stride(0), routed,
+        router=router, BLOCK_N=block, BLOCK_C=64 if x.dtype == weight.dtype != torch.float32 else 32, COLUMNS=columns,
         WIDEN=x.dtype != weight.dtype or not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as integers
         num_warps=warps,
-    )
+    )  # fmt: skip
     offsets = _list(active, counts, block, token)
     shown = active if padding is None else active & ~padding.unsqueeze(-1)
     return weights, active, rows, probs, shown.sum(1, dtype=torch.float32), token, offsets
 
 
 def backward(
+    dweights: Tensor | None,
+    dprobs: Tensor | None,
+    drows: Tensor | None,
     rows: Tensor,
     x: Tensor,
     weight: Tensor,
-    dweights: Optional[Tensor],
-    dprobs: Optional[Tensor],
-    drows: Optional[Tensor],
     candidates: int,
     shared: int,
     routed: int,
     kind: str,
-    padding: Optional[Tensor],
-) -> Tuple[Tensor, Tensor]:
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of tokens and weight, from those of the first, fourth and third output of `forward`."""
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
@@ -541,48 +436,16 @@ def backward(
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
     grads = [None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)]
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    # tf32 loses nothing of 16-bit tokens, and less of the other factor than 16 bits lose of every gradient around.
+    # tf32 loses less than the 16 bits of the tokens' gradients.
     fast = x.dtype != torch.float32 or uses_tf32()
-    precision = "tf32" if fast else "ieee"
     block, columns, warps = tile(router.ROWS)
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _route_backward_kernel[(triton.cdiv(T, block),)](
-        *grads,
-        rows.contiguous(),
-        as_bytes(padding),
-        weight,
-        dlogits,
-        dx,
-        T,
-        C,
-        weight.stride(0),
-        **router._asdict(),
-        BLOCK_N=block,
-        BLOCK_C=BLOCK_C,
-        COLUMNS=columns,
-        PRECISION=precision,
+        *grads, rows.contiguous(), as_bytes(padding), weight, dlogits, dx, T, C, weight.stride(0), routed,
+        router=router, BLOCK_N=block, BLOCK_C=64, COLUMNS=columns, PRECISION="tf32" if fast else "ieee",
         num_warps=warps,
-    )
-
-    x = x.reshape(T, C)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    pieces = triton.cdiv(C, BLOCK_C)
-    part = PART * max(1, triton.cdiv(T * pieces, PART * PROGRAMS))
-    sums = torch.empty((triton.cdiv(T, part), router.ROWS, C), dtype=torch.float32, device=x.device)
-    _weight_gradient_kernel[(pieces, sums.shape[0])](
-        dlogits,
-        x,
-        sums,
-        T,
-        C,
-        x.stride(0),
-        part,
-        ROWS=router.ROWS,
-        BLOCK_N=32,
-        BLOCK_C=BLOCK_C,
-        COLUMNS=columns,
-        PRECISION=precision,
-        num_warps=warps,
-    )
-    return dx, sums.sum(0).to(weight.dtype)
+    )  # fmt: skip
+    with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
+        dweight = dlogits.t() @ x.reshape(T, C).float()
+    return dx, dweight.to(weight.dtype)

@@ -1,7 +1,5 @@
 """LLaMA's and Qwen's attention with routed heads, called as transformers calls its own."""
 
-from typing import List, Optional, Tuple
-
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -10,7 +8,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_vision.attention import HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
-from moh_vision.attention.executors import choose
+from moh_vision.attention.executors import Masked
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routing import Call
 
@@ -49,10 +47,10 @@ class LayerCache:
         keep: hand out the first so many keys only; None: all.
     """
 
-    def __init__(self, cache, layer: int, length: int, keep: Optional[int] = None):
+    def __init__(self, cache, layer: int, length: int, keep: int | None = None):
         self.cache, self.layer, self.length, self.keep = cache, layer, length, keep
 
-    def update(self, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [B, kv_heads, N, D]; returns what is attended to, [B, kv_heads, M, D]."""
         k, v = self.cache.update(k, v, self.layer)
         return (k, v) if self.keep is None else (k[:, :, : self.keep], v[:, :, : self.keep])
@@ -62,9 +60,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     """A transformers attention layer whose heads a router chooses; its modules are taken over as they are.
 
     Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights, or
-    an executor leaves the heads out: `packed` for many tokens (reading the weights of the projections, so not where an
-    adapter wraps them), `decode` for one token with a cache, both only where the attention implementation is "sdpa" or
-    "eager", and with "query_norm" only where no gradient is recorded. "packed" means both, "auto" what was measured to pay.
+    an executor leaves heads out where many tokens come at once (reading the weights of the projections, so not where an
+    adapter wraps them); only where the attention implementation is "sdpa" or "eager", and with "query_norm" only where no
+    gradient is recorded. One token after another is decoded with all heads.
 
     "query_norm" reads the queries as they come from q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3
     before its norm, behind which every query of a head has nearly the same length.
@@ -83,7 +81,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         router: str,
         executor: str = "auto",
         group: bool = False,
-        router_kwargs: Optional[dict] = None,
+        router_kwargs: dict | None = None,
     ):
         weight = attn.q_proj.weight
         kv_heads = budget.heads // attn.num_key_value_groups
@@ -120,13 +118,13 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: Tuple[Tensor, Tensor],
-        attention_mask: Optional[Tensor] = None,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
         past_key_values=None,
-        stats: Optional[List[RoutingStats]] = None,
-        padded: Optional[Tensor] = None,
+        stats: list[RoutingStats] | None = None,
+        padded: Tensor | None = None,
         **kwargs,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         """As transformers' attention.
 
         Args:
@@ -144,8 +142,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         """
         x, rotary, cache = hidden_states, position_embeddings, past_key_values
         collects = stats is not None and len(stats) == self.layer_idx
-        queries: Optional[Tensor] = None
-        routing: Optional[Routing] = None
+        queries: Tensor | None = None
+        routing: Routing | None = None
         if collects or not self.is_dense:
             if self.needs_query:
                 queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -156,10 +154,11 @@ class RoutedAttention(SeparateHeadMixtureAttention):
                 stats.append(routing.stats)
         if self.is_dense:
             routing = None
-        execute = None if routing is None else self.executor_of(x, routing, attention_mask, rotary, cache, **kwargs)
-        if execute is not None:
-            name, call = execute
-            return self.execute(call._replace(q=queries), name), None
+        heads = None
+        if routing is not None:
+            heads = self.executor_of(Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs)
+        if heads is not None:
+            return heads.combine(heads.attend(*heads.project())), None
 
         q, k, v = self.rotated(x, queries, rotary)
         if cache is not None:
@@ -182,8 +181,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         return self.o_proj(o.reshape(*x.shape[:-1], -1).contiguous()), matrix
 
     def rotated(
-        self, x: Tensor, queries: Optional[Tensor], rotary: Tuple[Tensor, Tensor]
-    ) -> Tuple[Tensor, Tensor, Tensor]:
+        self, x: Tensor, queries: Tensor | None, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions: Qwen's are copies of LLaMA's."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
@@ -191,25 +190,19 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
-    def executor_of(
-        self, x: Tensor, routing: Routing, mask: Optional[Tensor], rotary: Tuple[Tensor, Tensor], past, **kwargs
-    ) -> Optional[Tuple[str, Call]]:
-        """The executor that takes the call, and the call; None: transformers' attention with weights."""
-        implementation = self.config._attn_implementation
-        if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(x):
+    def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
+        """The executor of a call whose mask and cache are given beside it; None: transformers' attention with weights."""
+        implementation, N = self.config._attn_implementation, call.x.shape[1]
+        if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(call.x):
             return None
-        if kwargs.get("cache") is not None:  # the pages of transformers' continuous batching
-            return None
-        if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+        paged = kwargs.get("cache") is not None  # of transformers' continuous batching
+        if paged or kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
             return None
         if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             return None
         if implementation == "eager" and mask is not None and torch.is_grad_enabled():
             # Its masks are finite, and where all of a row is masked the fused kernel's gradient is wrong.
             return None
-        if routing.active is None and self.executor != "reference":
-            return None
-        N = x.shape[1]
         causal = kwargs.get("is_causal")
         # Without a mask transformers' "sdpa" takes many tokens as the first ones, also in a longer static cache.
         first = mask is None and N > 1 and implementation == "sdpa" and (self.is_causal if causal is None else causal)
@@ -219,14 +212,10 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        call = Call(x, routing, None, None, mask, first, dropout_p, rotary, kept)
-        name = choose(self, call)[0] if self.executor == "auto" else self.executor
-        one = N == 1 and past is not None
-        if name == "packed" and one:
-            name = "decode"
-        # Without a mask transformers' "sdpa" reads a key-value head again for each of its query heads; `masked` does not.
-        rows = one and mask is None and self.grouped and implementation == "sdpa"
-        return None if (name == "masked" and not rows) or (name == "decode" and not one) else (name, call)
+        heads = self.choose(call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept))
+        # Without a mask transformers' "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
+        rows = N == 1 and past is not None and mask is None and self.grouped and implementation == "sdpa"
+        return None if type(heads) is Masked and not rows else heads
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):

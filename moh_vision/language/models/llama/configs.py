@@ -1,7 +1,5 @@
 """Configurations of LLaMA-style models with routed heads: transformers' own and one field more, `moh`."""
 
-from typing import List, Optional
-
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
@@ -22,7 +20,7 @@ SIZES = (
 )
 
 
-def budget_pairs(spec: Optional[BudgetSpec], router: str, group: bool, config: PreTrainedConfig) -> List[List[int]]:
+def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig) -> list[list[int]]:
     """One [shared, routed] per layer, as the config keeps them.
 
     Args:
@@ -75,7 +73,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
     return moh
 
 
-def layer_budgets(config: PreTrainedConfig) -> List[HeadBudget]:
+def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
     """What the config says of each layer; of a dense model that all its heads are shared."""
     heads, width = config.num_attention_heads, config.head_dim
     pairs = [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
@@ -118,7 +116,7 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
     """
 
     model_type = "moh_llama"
-    moh: Optional[dict] = None
+    moh: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -129,11 +127,11 @@ class MoHQwen2Config(RoutedConfig, Qwen2Config):
     """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
 
     model_type = "moh_qwen2"
-    moh: Optional[dict] = None
+    moh: dict | None = None
 
 
 class MoHQwen3Config(RoutedConfig, Qwen3Config):
     """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
 
     model_type = "moh_qwen3"
-    moh: Optional[dict] = None
+    moh: dict | None = None

@@ -9,7 +9,7 @@ registers them with AutoConfig and AutoModelForCausalLM, so that saved models lo
 """
 
 import os
-from typing import Dict, Iterable, List, Optional, Tuple, Union
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Collected:
     """
 
     def __init__(self):
-        self.entries: List[Optional[RoutingStats]] = []
+        self.entries: list[RoutingStats | None] = []
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -71,7 +71,7 @@ class Collected:
     def append(self, entry: RoutingStats) -> None:
         self.entries.append(entry)
 
-    def take(self) -> List[RoutingStats]:
+    def take(self) -> list[RoutingStats]:
         """The entries, once.
 
         What a checkpointed layer keeps for backward holds this object: it must not in turn hold the graph. It stays as
@@ -92,7 +92,7 @@ class RoutedCausalLM(RoutedLoss):
     attention_class: type = RoutedAttention
 
     @property
-    def fsdp_layers(self) -> List[str]:
+    def fsdp_layers(self) -> list[str]:
         """Classes of the layers that FSDP may gather one by one, for their statistics survive it."""
         return sorted(self._no_split_modules)
 
@@ -104,7 +104,7 @@ class RoutedCausalLM(RoutedLoss):
             layer.self_attn = attention
 
     @classmethod
-    def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> List[RoutedAttention]:
+    def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
         """For every layer of a model the attention that a config describes, around the modules that the layer has.
 
         The model is left as it is. New routers of "moh" have weights drawn from a normal distribution of deviation 0.02.
@@ -114,7 +114,7 @@ class RoutedCausalLM(RoutedLoss):
         layers = zip(model.model.layers, layer_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
-    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+    def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
         """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`.
 
         Raises:
@@ -123,7 +123,7 @@ class RoutedCausalLM(RoutedLoss):
         hidden, stats = self.states_and_stats(**inputs)
         return self.lm_head(hidden), stats
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
         logits = self.lm_head(hidden).float()  # [T, V]
         nll = F.cross_entropy(logits, labels, reduction="none")
@@ -131,7 +131,7 @@ class RoutedCausalLM(RoutedLoss):
             return nll, nll
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing), nll
 
-    def states_and_stats(self, attention_mask: Optional[Tensor] = None, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+    def states_and_stats(self, attention_mask: Tensor | None = None, **inputs) -> tuple[Tensor, list[RoutingStats]]:
         """The last layer's output [B, N, C] behind its norm, and the statistics of every layer, without padding.
 
         Args:
@@ -192,7 +192,7 @@ class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
 
 
 # transformers' class -> ours.
-FAMILIES: Dict[type, type] = {
+FAMILIES: dict[type, type] = {
     LlamaForCausalLM: MoHLlamaForCausalLM,
     Qwen2ForCausalLM: MoHQwen2ForCausalLM,
     Qwen3ForCausalLM: MoHQwen3ForCausalLM,
@@ -205,12 +205,12 @@ for model_class in FAMILIES.values():
 
 def convert_llama(
     model: nn.Module,
-    head_budget: Optional[BudgetSpec] = None,
-    router: Optional[str] = None,
+    head_budget: BudgetSpec | None = None,
+    router: str | None = None,
     scope: str = "token",
     executor: str = "auto",
-    router_kwargs: Optional[dict] = None,
-    calibrate: Optional[Iterable[Batch]] = None,
+    router_kwargs: dict | None = None,
+    calibrate: Iterable[Batch] | None = None,
     group: bool = False,
 ) -> nn.Module:
     """Give a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM routed heads, in place.
@@ -300,7 +300,7 @@ def family_of(model: nn.Module) -> type:
     return ours
 
 
-def load_moh_llama3(path: Union[str, os.PathLike], executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
+def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
     """A folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running the code in it.
 
     Its config.json is LLaMA's and says nothing of routing, which is fixed in its code: the first half of the heads are

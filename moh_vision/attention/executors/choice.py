@@ -1,0 +1,142 @@
+"""`choose` the executor of a call. "auto" skips heads where that is known to pay, and computes all of them elsewhere."""
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention import kernels
+from moh_vision.attention.cache import ContextCache
+from moh_vision.attention.executors.masked import Masked, Unfused
+from moh_vision.attention.executors.measured import rows_of
+from moh_vision.attention.executors.packed import OnGpu, Tokens, WholeSequences
+from moh_vision.attention.executors.reference import Reference
+from moh_vision.attention.executors.sequences import Sequences
+from moh_vision.attention.linear import plain, product_dtype
+from moh_vision.attention.routing import Call
+
+log = logging.getLogger("moh_vision.attention")
+
+# The rule of "auto" where a call was not measured: the operators in C++ skip heads where at most this share of them runs,
+# in calls with at least so many numbers in the queries of all heads.
+LARGEST_SHARE = 0.9
+SMALLEST_QUERIES = 25_000
+
+
+def choose(layer: nn.Module, call: Call) -> Masked:
+    """The executor of a call of a HeadMixtureAttention, by the name that the layer has for it.
+
+    Args:
+        layer: its `executor` is a name in EXECUTORS, or a class that is made with (layer, call).
+    """
+    if not isinstance(layer.executor, str):
+        return layer.executor(layer, call)
+    if not layer.fused_attn:
+        return Unfused(layer, call)
+    if layer.executor == "reference":
+        return Reference(layer, call)
+    if layer.executor == "masked" or is_traced(call.x):
+        return Masked(layer, call)
+    way, reason = way_to_skip(layer, call)
+    if layer.executor == "auto":
+        way, reason = (way, reason) if way is Masked else pays(layer, call, way)
+        announce(way.__name__, reason)
+    return way(layer, call)
+
+
+def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
+    """The executor that skips heads of a call, or Masked and why no heads can be skipped.
+
+    compiling: choose as under torch.compile; None: as it is.
+    """
+    routing, cache = call.routing, call.cache
+    compiling = torch.compiler.is_compiling() if compiling is None else compiling
+    if routing.active is None:
+        return Masked, "every head may run"
+    if call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
+        return Masked, "there are no tokens"
+    if cache is not None and (call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)):
+        return Masked, "the keys of all heads are cached"
+    direct = all(map(plain, layer.projections))
+    dtype = product_dtype(call.x)
+    path = kernels.attend_path(call.x.device, dtype, layer.head_dim, call.attn_mask, call.dropout_p)
+    if routing.active.shape[1] == 1 and direct and cache is None and not layer.grouped:
+        if path == "cpp" and kernels.native(call.x.device, dtype) and call.q is None and not compiling:
+            return WholeSequences, ""
+        if routing.count is not None or not compiling:
+            return Sequences, ""
+    if path == "triton":
+        return OnGpu, ""
+    if path == "torch":
+        return Masked, f"no compiled operator runs the call ({kernels.about(call.x.device.type)})"
+    if not direct:
+        return Masked, "the projections carry hooks or are not plain linear layers"
+    if compiling and routing.pairs is None:
+        return Masked, "compiled, and the list of pairs has no fixed length"
+    return Tokens, ""
+
+
+def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked], str]:
+    """`way` where skipping heads by it takes less time than all heads, Masked where not, and why."""
+    B, N, M, K = sizes_of(layer, call)
+    if call.cache is None:
+        for tokens, keys, batch, active, picked, _ in rows_of(key_of(layer, call, way)):
+            if N == tokens and M == keys and B <= batch and K <= active:
+                return way if picked == way.__name__ else Masked, "measured on this machine"
+    if way not in (Tokens, WholeSequences):
+        return Masked, "not measured on this machine, see moh_vision.measure"
+    numbers, share = B * N * layer.q_dim, K / layer.num_heads
+    if numbers < SMALLEST_QUERIES or share > LARGEST_SHARE:
+        way = Masked
+    limits = f"up to {LARGEST_SHARE:.0%}, from {SMALLEST_QUERIES:,} numbers in the queries on"
+    return way, f"{share:.0%} of the heads run, {numbers:,} numbers; not measured, skipping pays {limits}"
+
+
+def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
+    """B, N, M and K of a call without a cache."""
+    (B, N, _), count = call.x.shape, call.routing.count
+    M = N if call.context is None else call.context.shape[1]
+    return B, N, M, layer.budget.active if count is None else count
+
+
+def key_of(layer: nn.Module, call: Call, way: type[Masked], compiled: bool | None = None) -> tuple[str, ...]:
+    """All that decides the time of a call beside its sizes; compiled: under torch.compile, None: as it is."""
+    mask, flags = call.attn_mask, []
+    compiled = torch.compiler.is_compiling() if compiled is None else compiled
+    flags += ["compiled"] * compiled + ["causal"] * call.is_causal + ["rotary"] * (call.rotary is not None)
+    flags += ["queries"] * (call.q is not None) + ["context"] * (call.context is not None)
+    flags += ["dropout"] * (call.dropout_p > 0)
+    if mask is not None:
+        flags += [str(mask.dtype), *[axis for axis, size in zip("BHN", mask.shape) if size > 1]]
+        flags += ["learned"] * mask.requires_grad
+    dtypes = f"{call.x.dtype} in {product_dtype(call.x)}"
+    heads = f"{layer.num_heads} heads of {layer.head_dim}, {layer.kv_heads} of keys, {layer.dim} wide,"
+    kind = f"{call.x.device.type} {type(layer).__name__} {type(layer.router).__name__} per {layer.scope}"
+    return way.__name__, "training" if trains(layer) else "inference", heads, dtypes, kind, *flags
+
+
+def trains(layer: nn.Module) -> bool:
+    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
+    # the same executor must draw the dropout.
+    return layer.training or torch.is_grad_enabled()
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether the call is traced, exported, transformed by torch.func, or computes nothing: values say nothing then."""
+    # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
+    special = type(x) not in (Tensor, nn.Parameter)
+    traced = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return traced or torch._C._are_functorch_transforms_active()
+
+
+@torch.compiler.assume_constant_result  # under torch.compile: when it traces
+def announce(picked: str, reason: str) -> None:
+    """Log a decision the first time it is made, at level INFO under "moh_vision.attention"."""
+    if log.isEnabledFor(logging.INFO):
+        say(picked, reason)
+
+
+@lru_cache(maxsize=256)
+def say(picked: str, reason: str) -> None:
+    log.info("auto picked %s: %s", picked, reason)

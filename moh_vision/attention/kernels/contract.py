@@ -1,0 +1,90 @@
+"""What torch must know of the compiled operators, C++ and Triton, beside their code: gradients, and the shapes of `route`.
+
+Gradients are operators themselves, so autograd keeps what they read and nothing else. Under `create_graph=True` the
+gradient is that of the same function in PyTorch, which autograd differentiates again.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moh_vision.attention.kernels import eager
+
+
+def differentiate(
+    name: str, oracle: Callable, backward: Callable, kept: tuple[int, ...] = (), constant: tuple[int, ...] = ()
+) -> None:
+    """Register the gradient of an operator.
+
+    Args:
+        name: with its library's, "moh_vision::attend".
+        oracle: the operator's function in PyTorch, of the same inputs; returns its differentiable outputs.
+        backward: gradients of the outputs, inputs, kept outputs -> gradients of the first inputs, by an operator.
+        kept: which outputs `backward` reads.
+        constant: which outputs have no gradient.
+    """
+
+    def keep(ctx, inputs, output):
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*(outputs[i] for i in constant))
+        ctx.set_materialize_grads(False)
+        ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
+        ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), *(outputs[i] for i in kept))
+
+    def gradients(ctx, *grads):
+        saved, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = [next(saved if tensor else others) for tensor in ctx.is_tensor]
+        compute = functools.partial(again, oracle) if torch.is_grad_enabled() else backward
+        found = compute(grads, inputs, list(saved))
+        return *found, *[None] * (len(inputs) - len(found))
+
+    torch.library.register_autograd(name, gradients, setup_context=keep)
+
+
+def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list, _outputs: list) -> list[Tensor | None]:
+    """Gradients of the oracle at `inputs`, with a graph of their own."""
+    # Views: a tensor that is two inputs at once has two gradients.
+    inputs = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in inputs]
+    with torch.autocast(inputs[0].device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+        outputs = oracle(*inputs)
+    wanted = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    both = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
+    found = torch.autograd.grad(
+        [output for output, _ in both], [inputs[i] for i in wanted], [grad for _, grad in both],
+        create_graph=True, allow_unused=True,
+    )  # fmt: skip
+    of = dict(zip(wanted, found))
+    return [of.get(i) for i in range(len(inputs))]
+
+
+def describe_route(library: str) -> None:
+    """Tell torch the shapes and gradients of a library's `route` and `route_backward`."""
+    operators = getattr(torch.ops, library)
+
+    @torch.library.register_fake(f"{library}::route")
+    def _(x, weight, candidates, shared, routed, kind, padding):
+        B, N, H = x.shape[0], x.shape[1], shared + candidates
+        outputs = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
+        weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
+        token, offsets = (x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1))
+        return weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts, token, offsets
+
+    @torch.library.register_fake(f"{library}::route_backward")
+    def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, kind, padding):
+        return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+    def oracle(x, weight, candidates, shared, routed, kind, padding):
+        rows = eager.gate_logits(x, weight)
+        balanced = weight.shape[0] > candidates + (shared if shared > 1 else 0)
+        routing = eager.choose(rows, candidates, shared, routed, kind, balanced, padding)
+        return routing.weights, routing.active, rows, routing.stats.probs
+
+    def backward(grads, inputs, outputs):
+        dweights, _, drows, dprobs = grads[:4]
+        return operators.route_backward(dweights, dprobs, drows, *outputs, *inputs)
+
+    differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=(1, 4, 5, 6))

@@ -1,0 +1,301 @@
+"""Where does skipping heads pay on this machine? A model's own calls are measured, and `auto` follows what was found.
+
+Each way to skip heads is first compared with all heads on a small batch, then timed at full size, as the model will call
+it. Whatever fails there means all heads for such calls, with a warning; it ends nothing.
+"""
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moh_vision.attention.executors import measured
+from moh_vision.attention.executors.choice import is_traced, key_of, sizes_of, way_to_skip
+from moh_vision.attention.executors.masked import Masked
+from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.model_heads import attention_layers
+from moh_vision.attention.routing import Call, Routing
+
+log = logging.getLogger("moh_vision.attention")
+
+PAYS = 0.95  # of the time of all heads: less is noise
+SMALL = 2  # sequences, where results are compared
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest number; of 16 bits and TF32:
+ROUGH = 3e-2
+LEAST, MOST = 5, 20  # rounds
+STEPS, PASSES = 10, 3  # the time of so many training steps may be spent, each of so many forward passes
+PATIENCE = 10.0  # seconds that a user who asks for it waits at least
+LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are
+
+
+class Recorded(NamedTuple):
+    """One call of a layer that could skip heads."""
+
+    way: type[Masked]
+    layer: nn.Module  # a copy
+    inputs: tuple[tuple, dict]  # of its forward
+    autocast: tuple
+    compiled: bool
+
+
+Calls = dict[tuple, Recorded]  # by (words of `key_of`, (B, N, M, K))
+
+
+def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
+    """Measure where skipping heads pays in calls like model(*inputs, **named), and print it.
+
+    From then on the executor "auto" follows what was found, in this process and, through the user's cache, in later ones.
+    A smaller batch follows the row of a larger one, fewer active heads that of more.
+
+    Args:
+        model: in training mode, training steps are measured too; else inference alone, under torch.no_grad. It is left
+            as it was.
+        *inputs, **named: as the model will get them: sizes, dtypes, masks. Call it under the autocast of later calls.
+
+    Returns:
+        Rows by kind of call, see `measured.Rows`; none with MOH_VISION_MEASURE=off.
+
+    Raises:
+        ValueError: the model has no HeadMixtureAttention layer.
+    """
+    attention_layers(model)
+    compiled = getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")
+    calls: Calls = {}
+    for training in (True, False) if model.training else (False,):
+        forward = collect(calls, model, lambda: model(*inputs, **named), training, compiled)
+    rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * forward))
+    measured.use_table(dict(measured.table(), rows=measured.merged(measured.table()["rows"], rows)))
+    for key, kind in rows.items():
+        for N, M, B, K, picked, ratio in kind:
+            took = "failed" if ratio is None else f"{ratio:.2f} of the time of all heads"
+            print(f"{key}, {B} x {N} to {M} tokens, {K} heads: {took}, {picked} is picked")
+    return rows
+
+
+def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
+    """The table of a run, and a line for the user; forward: seconds of the forward passes of one training step."""
+    start = time.perf_counter()
+    rows = rows_of_calls(calls, min(STEPS * PASSES * forward, LONGEST))
+    every = [row for kind in rows.values() for row in kind]
+    ratios = [row[5] for row in every if row[4] != "Masked"]
+    line = f"attention measured in {time.perf_counter() - start:.1f} s: {len(ratios)} of {len(every)} kinds of calls skip heads"
+    took = f", in {min(ratios):.2f} to {max(ratios):.2f} of their time" if ratios else ""
+    return dict(device=measured.device(), rows=rows), line + took if every else ""
+
+
+def collect(
+    calls: Calls, model: nn.Module, forward: Callable, training: bool, compiled: bool = False, batch: float = 1.0
+) -> float:
+    """Add the distinct calls of forward() in which the layers of a model could skip heads; returns the seconds it took.
+
+    Args:
+        training: run it in this mode; no gradients are recorded.
+        compiled: calls like these will be compiled.
+        batch: they will have so many times as many sequences.
+    """
+    layers = [
+        m for m in model.modules() if isinstance(m, HeadMixtureAttention) and m.executor == "auto" and m.fused_attn
+    ]
+    inputs: dict[nn.Module, tuple] = {}
+
+    def record(layer: nn.Module, call: Call) -> Masked:
+        way, (B, N, M, K) = way_to_skip(layer, call, compiled)[0], sizes_of(layer, call)
+        skips = way is not Masked and K < layer.num_heads and call.cache is None
+        if skips and not is_traced(call.x):
+            want, kind = B if B in (N, M) else round(B * batch) or 1, call.x.device.type
+            found = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
+            autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            try:
+                if found not in calls:
+                    calls[found] = Recorded(way, copied(layer), resized(inputs[layer], B, want), autocast, compiled)
+            except Exception as error:  # what cannot be copied
+                refuse(way, B, N, error)
+        return Masked(layer, call)
+
+    modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
+    keep_inputs = lambda layer, args, named: inputs.update({layer: (args, named)})  # noqa: E731
+    hooks = [layer.register_forward_pre_hook(keep_inputs, with_kwargs=True) for layer in layers]
+    try:
+        for layer in layers:
+            layer.executor = "auto" if measured.off() else record
+        model.train(training)
+        with torch.no_grad(), own_random_numbers(), torch.compiler.set_stance("force_eager"):
+            return seconds(forward)
+    finally:
+        for layer, hook in zip(layers, hooks):
+            layer.executor = "auto"
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+        for buffer, before in buffers:  # such as the statistics of a batch norm
+            buffer.copy_(before)
+
+
+def rows_of_calls(calls: Calls, time_left: float) -> measured.Rows:
+    """The rows of calls, from the user's cache or measured; those that there is no time for are left out."""
+    before, rows, new = measured.cached() if calls else {}, {}, {}
+    for number, ((key, (B, N, M, K)), call) in enumerate(calls.items()):
+        found = [row for row in before.get(key, ()) if row[:4] == [N, M, B, K]]
+        if not found and time_left > 0:
+            start = time.perf_counter()
+            picked, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - number))
+            time_left -= time.perf_counter() - start - compiling
+            found = [[N, M, B, K, picked, ratio]]
+            new = measured.merged(new, {key: found})
+        rows = measured.merged(rows, {key: found}) if found else rows
+    if new:
+        measured.keep(new)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def judge(call: Recorded, sizes: tuple[int, int, int], time_left: float) -> tuple[str, float | None, float]:
+    """The executor to take for a call, the time of skipping heads over that of all heads, and seconds of compiling."""
+    B, N, M = sizes
+    try:
+        with own_random_numbers():
+            # Where the batch is as long as the sequences, which dimension it is cannot be told.
+            compare(call, B, B if B in (N, M) else min(B, SMALL))
+            ratio, compiling = timed(call, time_left)
+    except Exception as error:  # memory that is full, a compiler's error, a difference
+        refuse(call.way, B, N, error)
+        return "Masked", None, 0.0
+    return call.way.__name__ if ratio <= PAYS else "Masked", round(ratio, 4), compiling
+
+
+def refuse(way: type[Masked], B: int, N: int, error: Exception) -> None:
+    why = " ".join(str(error).split())[:200]
+    log.warning(f"{way.__name__} is not taken for {B} x {N} tokens: {type(error).__name__}: {why}")
+
+
+def timed(call: Recorded, time_left: float) -> tuple[float, float]:
+    """The time of the way over that of all heads, the best of alternate rounds each; and seconds of compiling."""
+    layer, compiling, each = copied(call.layer), 0.0, 0.0
+    layer = torch.compile(layer) if call.compiled else layer
+    runs = [partial(run, layer, call, call.inputs, way) for way in (Masked, call.way)]
+    for one in runs:
+        first, each = seconds(one), seconds(one)
+        compiling += max(first - each, 0.0) if call.compiled else 0.0
+    # A GPU works while calls are queued. On a CPU a short look is seldom disturbed, and the best one counts.
+    look = 0.01 if call.autocast[0] == "cuda" else 0.001
+    number, times = max(1, round(look / max(each, 1e-6))), ([], [])
+    end = time.perf_counter() + time_left
+    while len(times[0]) < LEAST or (len(times[0]) < MOST and time.perf_counter() < end):
+        for one, taken in zip(runs, times):
+            taken.append(seconds(one, number))
+    if call.compiled:
+        torch.compiler.reset()  # what was compiled here does not count against the limit of variants
+    return min(times[1]) / min(times[0]), compiling
+
+
+# ---- the same results
+
+
+def compare(call: Recorded, batch: int, small: int) -> None:
+    """Raise where skipping heads gives another result than all heads, in the output or a gradient."""
+    layer, mode = copied(call.layer), torch.get_deterministic_debug_mode()
+    for module in layer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    inputs = resized(call.inputs, batch, small)
+    for change in (lambda *_: None, without_last_head):
+        hook = layer.router.register_forward_hook(change)
+        want = run(layer, call, inputs, Masked)
+        with warnings.catch_warnings(action="ignore"):
+            torch.set_deterministic_debug_mode("warn")  # memory that nobody has written to holds NaN
+            try:
+                found = run(layer, call, inputs, call.way)
+            finally:
+                torch.set_deterministic_debug_mode(mode)
+        hook.remove()
+        tf32 = want[0].is_cuda and torch.backends.cuda.matmul.allow_tf32
+        check_same(want, found, ROUGH if tf32 else TOLERANCE.get(want[0].dtype, ROUGH))
+
+
+def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
+    """As if no token had chosen the last head."""
+    others = torch.arange(routing.active.shape[-1], device=routing.active.device) < routing.active.shape[-1] - 1
+    return routing._replace(weights=routing.weights * others, active=routing.active & others, count=None, pairs=None)
+
+
+def check_same(want: list[Tensor], found: list[Tensor], tolerance: float) -> None:
+    """Raise AssertionError where tensors are not nearly equal. The first is the output, others are gradients."""
+    most = max([t.abs().max().item() for t in want[1:] if t.numel()], default=0.0)
+    for number, (w, f) in enumerate(zip(want, found, strict=True)):
+        # What is zero but for rounding, as the gradient of the keys' bias, is held to the others' size.
+        size = max(w.abs().max().item() if w.numel() else 0.0, 0.1 * most if number else 0.0)
+        torch.testing.assert_close(f, w, rtol=0, atol=tolerance * size)
+
+
+# ---- calls made again
+
+
+def run(layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], way: type[Masked]) -> list[Tensor]:
+    """The output of a call and, in training, the gradients of its tokens and of the layer's weights."""
+
+    def leaf(t: Any) -> Any:
+        tokens = isinstance(t, Tensor) and t.is_floating_point() and t.shape[-1:] == (layer.dim,)
+        return t.detach().requires_grad_(layer.training) if tokens else t
+
+    layer.executor = way
+    args, named = inputs = tree_map(leaf, inputs)
+    torch.manual_seed(0)  # for routers that draw
+    with torch.autocast(*call.autocast), torch.set_grad_enabled(layer.training):
+        y = layer(*args, **named)[0]
+    if not layer.training:
+        return [y]
+    wanted = [t for t in (*tree_leaves(inputs), *layer.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, wanted, y.detach(), allow_unused=True, materialize_grads=True)]
+
+
+def copied(layer: nn.Module) -> nn.Module:
+    """The layer with random weights: trained or sharded ones are not needed, and new routers may not choose yet."""
+    fresh = {}
+    for p in layer.parameters():
+        scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0
+        numbers = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
+        fresh[id(p)] = nn.Parameter(numbers, p.requires_grad)
+    other = copy.deepcopy(layer, fresh)
+    other.executor = Masked
+    other._forward_pre_hooks.clear()  # of `collect`
+    other._forward_pre_hooks_with_kwargs.clear()
+    return other
+
+
+def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, dict]:
+    """Inputs of a layer with `want` sequences instead of `have`, detached."""
+
+    def change(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if t.dim() and t.shape[0] == have != want:
+            t = t.index_select(0, torch.arange(want, device=t.device) % have)
+        return t.detach()
+
+    return tree_map(change, inputs)
+
+
+def seconds(one: Callable[[], object], number: int = 1) -> float:
+    """Seconds of so many runs; on a GPU the device is waited for."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(number):
+        one()
+    wait()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """What is drawn here changes nothing for later draws."""
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield

@@ -1,0 +1,53 @@
+"""Names of the classes that weights were trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, List, Optional
+
+from moh_vision.engine.commands import reason_of
+from moh_vision.models.weight_files import read_safetensors
+
+
+def listed(names: Any, where: str) -> Optional[List[str]]:
+    """Names of classes in order, from a list or from timm's mapping of their numbers; None where there are none.
+
+    Args:
+        where: they stand, for the message.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(names, dict):
+        names = [names.get(str(c)) for c in range(len(names))]
+    if not names:
+        return None
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"{where} is no list of names")
+    return list(names)
+
+
+def saved_with(file: Path) -> Optional[List[str]]:
+    """The names that a run, timm or our pipeline has saved with a file of weights; None where there are none.
+
+    Raises:
+        ValueError: naming the file, where it holds something else.
+    """
+    if file.suffix == ".safetensors":
+        names = read_safetensors(file, lambda name: False)[1].get("classes")
+        if names:
+            return listed(names, f"{file}: classes in its metadata")
+    timms, pipeline = file.parent / "config.json", file.parent.parent / "model_index.json"
+    names = listed(_read(timms).get("label_names"), f"{timms}: label_names")
+    # A DiTPipeline of diffusers names ImageNet's classes by words of its own.
+    if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
+        names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
+    return names
+
+
+def _read(file: Path) -> dict:
+    try:
+        return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {reason_of(error)}") from None

@@ -1,0 +1,169 @@
+"""Which executor takes a call of a layer, and why."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache, kernels
+from moh_vision.attention.executors.choice import say, way_to_skip
+from moh_vision.attention.routing import Call
+
+
+def layer_of(budget, heads=12, **kwargs):
+    return HeadMixtureAttention(heads * 64, HeadBudget(heads, 64, *budget), **kwargs)
+
+
+def call_of(layer, tokens=197, batch=8, dtype=torch.float32, **call):
+    x = torch.randn(batch, tokens, layer.dim, dtype=dtype)
+    routing, q = layer.route(x)
+    if "cache" in call:
+        call["cache"] = call["cache"]()  # a class until here, for the name of a test
+    return Call(x, routing, q=q, **call)
+
+
+def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, call=None, **kwargs):
+    """The name of the executor."""
+    layer = layer_of(budget, dtype=dtype, **kwargs).train(training)
+    with torch.set_grad_enabled(training):
+        return type(layer.choose(call_of(layer, tokens, batch, dtype, **(call or {})))).__name__
+
+
+# ---------------------------------------------------------------- what can skip
+
+
+@pytest.mark.parametrize(
+    "kwargs, cpp, torch_",
+    [
+        (dict(budget=(2, 4)), "Tokens", "Masked"),
+        (dict(budget=(2, 4), training=True), "Tokens", "Masked"),
+        (dict(budget=(2, 4), scope="sample"), "WholeSequences", "Sequences"),
+        (dict(budget=(2, 4), scope="sample", dtype=torch.float64), "Sequences", "Sequences"),
+        (dict(budget=(2, 4), dtype=torch.float64), "Masked", "Masked"),
+        (dict(budget=(2, 4), kv_heads=4), "Tokens", "Masked"),
+        (dict(budget=(2, 4), kv_heads=4, scope="sample"), "Tokens", "Masked"),
+        (dict(budget=(2, 4), call=dict(dropout_p=0.1)), "Masked", "Masked"),
+        (dict(budget=(2, 4), call=dict(dropout_p=0.1), scope="sample"), "Sequences", "Sequences"),
+        (dict(budget=(2, 4), call=dict(is_causal=True)), "Tokens", "Masked"),
+        (dict(budget=(2, 4), router="query_norm"), "Tokens", "Masked"),
+        (dict(budget=(2, 4), router="query_norm", training=True), "Masked", "Masked"),  # its gradient needs all heads
+        (dict(budget=(2, 4), router="query_norm", scope="sample"), "Sequences", "Sequences"),
+        (dict(budget=(0, 6), router="moa", kv_heads=1), "Tokens", "Masked"),
+        (dict(budget=(12, 0), router="mae"), "Masked", "Masked"),
+        (dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")), "WholeSequences", "Sequences"),
+        (dict(budget=(12, 0), router="dense"), "Masked", "Masked"),
+        (dict(budget=(2, 4), fused_attn=False), "Unfused", "Unfused"),
+        (dict(budget=(2, 4), tokens=0), "Masked", "Masked"),
+        (dict(budget=(2, 4), call=dict(cache=ContextCache)), "Masked", "Masked"),
+        (dict(budget=(2, 4), call=dict(cache=KeyValueCache)), "Tokens", "Masked"),  # a prompt
+        (dict(budget=(2, 4), call=dict(cache=KeyValueCache), training=True), "Masked", "Masked"),
+        (dict(budget=(2, 4), call=dict(cache=KeyValueCache), tokens=1), "Masked", "Masked"),
+    ],
+    ids=str,
+)
+def test_packed(kwargs, cpp, torch_, path):
+    assert choice(executor="packed", **kwargs) == (cpp if path == "cpp" else torch_)
+
+
+def test_a_mask_that_learns_is_left_to_pytorch(path):
+    mask = torch.zeros(1, 1, 197, 197, requires_grad=True)
+    assert choice((2, 4), executor="packed", training=True, call=dict(attn_mask=mask)) == "Masked"
+
+
+def test_replaced_projections_are_called(path):
+    layer = layer_of((2, 4), executor="packed", scope="sample").eval()
+    layer.proj = nn.Sequential(layer.proj)
+    assert type(layer.choose(call_of(layer))).__name__ == "Masked"
+
+
+@pytest.mark.parametrize("name", ["varlen", "decode"])
+def test_executors_that_are_gone_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"executor '{name}' is not one of auto, masked, packed, reference"):
+        layer_of((2, 4), executor=name)
+
+
+# ---------------------------------------------------------------- where it pays
+
+
+@pytest.mark.parametrize(
+    "kwargs, picked",
+    [
+        (dict(budget=(2, 4)), "Tokens"),
+        (dict(budget=(2, 8)), "Tokens"),
+        (dict(budget=(2, 9)), "Masked"),  # 92 % of the heads
+        (dict(budget=(2, 4), tokens=4, batch=8), "Masked"),  # 24,576 numbers in the queries
+        (dict(budget=(2, 4), tokens=33, batch=1), "Tokens"),
+        (dict(budget=(2, 4), scope="sample"), "WholeSequences"),
+        (dict(budget=(2, 4), scope="sample", dtype=torch.float64), "Masked"),  # not measured
+        (dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")), "Masked"),  # 11 of 12 heads
+        (dict(budget=(0, 3), router="moa", kv_heads=1), "Tokens"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+def test_auto_without_measurements(kwargs, picked, path):
+    assert choice(**kwargs) == picked
+
+
+def test_on_a_gpu_no_kernel_of_attention_runs_unmeasured():
+    kernels.use("triton")  # in its interpreter, on the CPU
+    try:
+        assert choice((3, 3), tokens=64) == choice((3, 3), tokens=64, scope="sample") == "Masked"
+    finally:
+        kernels.use(None)
+
+
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+def test_16_bits_are_the_operators_where_the_processor_has_products(path, available, monkeypatch):
+    monkeypatch.setattr(kernels, "OPS", type("", (), dict(brgemm_available=staticmethod(lambda dtype: available))))
+    assert choice((4, 5), tokens=64, dtype=torch.bfloat16) == ("Tokens" if available else "Masked")
+
+
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_auto_without_operators_computes_all_heads(path):
+    assert choice((2, 4)) == choice((2, 4), scope="sample") == "Masked"
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+def test_logs_what_it_picked_once(path, caplog):
+    say.cache_clear()
+    with caplog.at_level(logging.INFO, "moh_vision.attention"):
+        for _ in range(2):
+            choice((2, 4))
+            choice((2, 9))
+    assert [record.message.split(":")[0] for record in caplog.records] == ["auto picked Tokens", "auto picked Masked"]
+    assert "50% of the heads run" in caplog.records[0].message and "up to 90%" in caplog.records[1].message
+
+
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_says_how_to_get_the_operators(path):
+    layer = layer_of((2, 4))
+    assert "no compiled operator runs the call" in way_to_skip(layer, call_of(layer))[1]
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+def test_the_same_in_both_passes_of_a_reentrant_checkpoint(path):
+    """The first is without gradients; it must draw the dropout of the second."""
+    layer, found = layer_of((2, 4)).train(), []
+    choose = layer.choose
+    layer.choose = lambda call: found.append(choose(call)) or found[-1]
+    checkpoint(lambda x: layer(x)[0], torch.randn(2, 40, 768, requires_grad=True), use_reentrant=True).sum().backward()
+    assert len(found) == 2 and type(found[0]) is type(found[1])
+
+
+@pytest.mark.parametrize("scope, backend", [("token", "Tokens"), ("sample", "Sequences")])
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+def test_compiled_it_skips_in_one_graph(scope, backend, path):
+    """C++ per token, gathered weights per sequence: their shapes follow from the budget, not from the choice."""
+    layer = layer_of((2, 4), scope=scope, executor="packed").eval()
+    nn.init.normal_(layer.router.routed.weight)
+    x = torch.randn(2, 40, 768)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-5, atol=1e-5)
+        x = torch.randn(3, 40, 768)
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,64 @@
+"""Second derivatives (autograd with create_graph) are right for every router, scope and way to skip heads."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention
+
+B, N, C, H, D = 2, 5, 24, 6, 4
+ROUTERS = {
+    "moh": dict(router="moh", budget=(1, 2)),
+    "query_norm": dict(router="query_norm", budget=(1, 2)),
+    "moa": dict(router="moa", budget=(0, 2), kv_heads=1),
+    "moa, plain probabilities": dict(router="moa", budget=(0, 2), router_kwargs=dict(renormalise=False)),
+    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(dropout=0.0)),
+    "mae, one expert": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
+    "dense": dict(router="dense", budget=(6, 0)),
+}
+# A sum hands backward a gradient without a graph; there once_differentiable dropped terms without a word.
+LOSSES = {"sum": torch.Tensor.sum, "squares": lambda y: y.square().sum()}
+
+
+def build(budget, dtype, **kwargs):
+    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), dtype=dtype, **kwargs).eval()
+    for p in layer.router.parameters():
+        nn.init.normal_(p)
+    return layer
+
+
+def twice(layer, x, loss):
+    """Gradients of the squared norm of the gradients of a loss, for x and every parameter; 0 where there is none."""
+    inputs = [x, *layer.parameters()]
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of PyTorch refuse second derivatives themselves
+        first = torch.autograd.grad(loss(layer(x)[0]), inputs, create_graph=True, allow_unused=True)
+        norm = sum(g.square().sum() for g in first if g is not None)
+        second = torch.autograd.grad(norm, inputs, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, second)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_equal_to_the_reference(router, scope, dtype, loss, path):
+    layer = build(dtype=dtype, scope=scope, **ROUTERS[router])
+    x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
+    results = {}
+    for executor in EXECUTORS:
+        layer.executor = executor
+        results[executor] = twice(layer, x, LOSSES[loss])
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    for name, got in results.items():
+        for a, b in zip(got, results["reference"], strict=True):
+            assert (a - b).norm() <= tolerance * (1 + b.norm()), name
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+@pytest.mark.parametrize("router", ["moh", "mae", "dense", "moa, plain probabilities"])
+def test_the_reference_against_differences(router, scope):
+    """gradgradcheck; the other routers stop gradients on purpose, which differences do not see."""
+    layer = build(dtype=torch.float64, scope=scope, executor="reference", **ROUTERS[router])
+    x = torch.randn(1, 3, C, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), atol=1e-4)

@@ -1,0 +1,99 @@
+"""Commands that run a model on a CPU build the C++ operators themselves; a library says how."""
+
+import contextlib
+import functools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from processes import Command
+from small_runs import SMALL
+
+from moh_vision.attention import kernels
+from moh_vision.attention.kernels import build as building
+from moh_vision.diffusion import train as train_dit
+
+BUILT = building.library_path()  # of this machine
+pytestmark = pytest.mark.skipif(not BUILT.is_file(), reason="the C++ operators are not built")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An empty cache and a compiler that copies what is built already, and counts its calls in the file `compiled`."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\necho >> {tmp_path}/compiled\nsleep 0.1\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && cp {BUILT} "$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    return dict(MOH_VISION_CACHE=str(tmp_path / "cache"), CXX=str(compiler), MOH_VISION_MEASURE="off")
+
+
+def train(environment, argv):
+    os.environ.update(environment)
+    os.environ.pop("MOH_VISION_BUILD", None)
+    folder = Path(environment["CXX"]).parent
+    common = [*SMALL["dit"].split(), "--max-steps", "1", "--output", str(folder / "run")]
+    train_dit.main([*common, "--dry-run"])
+    for mistake in (["--data.root", str(folder / "nothing")], ["--help"]):
+        with contextlib.suppress(SystemExit):
+            train_dit.main([*common, *mistake])
+            raise AssertionError(mistake)
+    assert not (folder / "compiled").exists()
+    train_dit.main(common)
+
+
+@pytest.mark.slow  # a process of its own that sets up training three times
+def test_training_builds_at_the_end_of_its_set_up(environment, tmp_path):
+    run = Command(functools.partial(train, environment), [], tmp_path / "log")
+    assert run.wait() == 0, run.said()
+    said = run.said()
+    assert said.count("building the C++ operators, once: ") == said.count("built the C++ operators in ") == 1
+    assert said.index("built the C++") < said.index("attention runs on the C++ operators")
+    assert '"path": "cpp"' in (tmp_path / "run/attention.json").read_text()
+
+
+def ask(environment, argv):
+    os.environ.update(environment, MOH_VISION_BUILD="auto")
+    os.environ.update(a.split("=") for a in argv)
+    print(kernels.path())
+
+
+def test_processes_wait_for_the_one_that_builds(environment, tmp_path):
+    both = [Command(functools.partial(ask, environment), [], tmp_path / f"log{i}") for i in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
+    said = [one.said() for one in both]
+    assert all(text.endswith("cpp\n") for text in said) and "".join(said).count("built the C++ operators in") == 1
+
+
+@pytest.mark.parametrize("off", ["MOH_VISION_KERNELS=off", "MOH_VISION_BUILD=off", "CXX=/nothing"])
+def test_nothing_is_built_where_it_is_off_or_no_compiler_is_there(environment, tmp_path, off):
+    one = Command(functools.partial(ask, environment), [off], tmp_path / "log")
+    assert one.wait() == 0 and one.said() == "torch\n"
+
+
+def test_a_failure_is_not_tried_again(environment, tmp_path):
+    (tmp_path / "compiler").write_text(f"#!/bin/sh\necho >> {tmp_path}/compiled\necho 'x.cpp:1: error: no'\nexit 1\n")
+    for _ in range(2):
+        one = Command(functools.partial(ask, environment), [], tmp_path / "log")
+        assert one.wait() == 0, one.said()
+    said = one.said()
+    assert said.count("building the C++ operators") == 1 and said.count("torch\n") == 2
+    assert said.count("the C++ operators are not built: ") == 1 and "x.cpp:1: error: no" in said
+
+
+def test_a_library_says_once_how(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path))
+    monkeypatch.delenv("MOH_VISION_BUILD")
+    monkeypatch.delenv("MOH_VISION_KERNELS", raising=False)
+    monkeypatch.setattr(building, "_loaded", False)
+    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
+    from moh_vision.attention import HeadBudget, HeadMixtureAttention
+
+    layer = HeadMixtureAttention(64, HeadBudget(4, 16, 1, 1))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            layer(torch.randn(1, 9, 64))
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "`python -m moh_vision.attention.kernels` builds C++ operators" in line

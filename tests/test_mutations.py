@@ -1,0 +1,34 @@
+"""The mutations that `tests/mutations.py` draws."""
+
+import ast
+
+from conftest import ROOT
+from mutations import draw, mutations
+
+LEFT_OUT = '''
+def f(x: 1 = None) -> 2:
+    """3 < 4"""
+    y: Literal[5] = x
+    assert y, f"{y + 6}"
+    raise ValueError("a" + str(7 - 8))
+'''
+
+
+def mutants(source):
+    return [ast.unparse(tree) for tree in [ast.parse(source)] for _ in mutations(tree)]
+
+
+def test_one_operator_or_constant_is_exchanged_at_a_time():
+    assert mutants("a < b == c") == ["a <= b == c", "a < b != c"]
+    assert mutants("a and not b") == ["a or not b", "a and (not not b)"]
+    assert mutants("x -= f(1, True)") == ["x += f(1, True)", "x -= f(2, True)", "x -= f(1, False)"]
+    assert mutants(LEFT_OUT) == []
+
+
+def test_a_seed_draws_the_same_mutations_of_all_files():
+    files = sorted((ROOT / "moh_vision" / "attention" / "routers").glob("mo*.py"))
+    drawn = draw(files, 6, seed=1)
+    assert drawn == draw(files, 6, seed=1) != draw(files, 6, seed=2)
+    assert {file for file, *_ in drawn} == set(files)
+    for _, change, before, after in drawn:
+        assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after)), change

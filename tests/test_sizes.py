@@ -1,0 +1,77 @@
+"""How large the project may be: whoever adds, removes first.
+
+Lines are those of the files as ruff formats them, blank ones and comments too.
+"""
+
+from functools import cache
+
+import pytest
+from conftest import ROOT
+
+# Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
+# is lowered whenever the part gets smaller, and never raised.
+LIMITS = {
+    "attention": (5300, 5600),
+    "attention, C++": (2065, 2065),
+    "models": (3700, 4000),
+    "data": (3300, 2050),
+    "engine": (4350, 3450),
+    "evaluation": (1650, 1250),
+    "classification": (1500, 1000),
+    "diffusion": (3850, 3000),
+    "language": (7050, 5000),
+    "commands": (4750, 3000),
+    "all of moh_vision": (35300, 28300),
+    "tests": (32100, 24000),
+    "benchmarks": (3300, 2400),
+    "words of docs": (55000, 30000),
+    "words of README, CHANGELOG, CONTRIBUTING": (5250, 2350),
+    "configurations": (86, 50),
+}
+CODE = ("**/*.py", "**/*.html")
+# Of other parts than rooms; what commands/ will hold is counted with it.
+PATTERNS = {
+    "attention, C++": ("moh_vision/**/csrc/*",),
+    "commands": (
+        "moh_vision/*.py",
+        *(f"moh_vision/{room}/{name}" for room in ("commands", "analysis") for name in CODE),
+    ),
+    "all of moh_vision": tuple(f"moh_vision/{name}" for name in CODE),
+    "tests": ("tests/**/*.py",),
+    "benchmarks": ("benchmarks/**/*.py",),
+    "words of docs": ("docs/**/*.md",),
+    "words of README, CHANGELOG, CONTRIBUTING": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+    "configurations": ("configs/**/*.yaml",),
+}
+# Characters of a line, its end left out, over all lines of moh_vision, blank ones too: shorter by design, not by denser code.
+MEAN_LENGTH = 44.4
+
+
+@cache
+def files(part):
+    patterns = PATTERNS.get(part) or [f"moh_vision/{part}/{name}" for name in CODE]
+    return [path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
+
+
+@pytest.mark.parametrize("part", LIMITS)
+def test_remove_first(part):
+    limit, goal = LIMITS[part]
+    if part == "configurations":
+        size, unit = len(files(part)), "files"
+    elif part.startswith("words"):
+        size, unit = sum(len(text.split()) for text in files(part)), "words"
+    else:
+        size, unit = sum(len(text.splitlines()) for text in files(part)), "lines"
+    assert size > 0, f"{part}: no files"
+    assert size <= limit, f"{part}: {size} {unit}, the limit is {limit} (goal {goal}): remove first"
+
+
+def test_every_room_has_a_limit():
+    rooms = {path.parent.name for path in ROOT.glob("moh_vision/*/__init__.py")}
+    assert rooms - {"analysis"} <= set(LIMITS)
+
+
+def test_lines_are_not_denser():
+    lines = [line for text in files("all of moh_vision") for line in text.splitlines()]
+    mean = sum(map(len, lines)) / len(lines)
+    assert mean <= MEAN_LENGTH * 1.03, f"the mean line has {mean:.1f} characters, at most {MEAN_LENGTH} * 1.03"
