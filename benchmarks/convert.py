@@ -101,7 +101,8 @@ def main():
     for share in args.shares:
         for router in args.routers:
             for calibrate in (None, calibration):
-                model = moh_vision.convert(from_run(args.dense, "classifier")[0], share, router, calibrate=calibrate)
+                copy = from_run(args.dense, "classifier")[0]
+                model = moh_vision.convert(copy, f"ramp:{share}", router, calibrate=calibrate)
                 before = accuracy(model, val_data)
                 fine_tune(model, train_data, steps, args.seed)
                 name = f"{router}, {'strongest' if calibrate else 'first'} heads shared"

@@ -144,14 +144,22 @@ def resolve_budget(
     return tuple(budgets)
 
 
-def all_heads(heads: Sequence[int], shared_share: float = SHARED_SHARE) -> list[list[int]]:
+def all_heads(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
     """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
 
-    40 % of each layer's heads are shared, rounded down. Narrow layers share fewer, so that a budget of half the heads
-    still routes one.
+    A fifth of the heads, at least one, is shared, or none: with `shares` False (MoA), and in layers of fewer than four
+    heads, where a shared head would leave no routed head at half of them.
     """
-    shared = [min(int(shared_share * h), max(h // 2 - 1, 0)) for h in heads]
+    shared = [max(h // 5, 1) if shares and h > 3 else 0 for h in heads]
     return [[s, h - s] for s, h in zip(shared, heads)]
+
+
+def converted_budget(spec: BudgetSpec) -> BudgetSpec:
+    """What `convert` makes of a budget: a float is a uniform share, which costs the least accuracy without training."""
+    if type(spec) not in (int, float):
+        return spec
+    parse_share(spec)  # its message names what was given
+    return f"uniform:{spec}"
 
 
 def change_routed(

@@ -100,8 +100,8 @@ class ModelConfig:
             by name, such as deit3_small_patch16_224.fb_in1k, "hf-hub:OWNER/NAME", or a folder that timm's save_for_hf
             has written ("local-dir:FOLDER"). Diffusion: a registered DiT, or the folder of a DiT of diffusers, or of its pipeline.
             Both: a run of ours, or what publish made of it.
-        convert: arguments of moh_vision.convert for it, such as {router: moh, scope: token}; left out, without head_budget: it
-            stays as it is.
+        convert: arguments of moh_vision.convert for it, such as {router: moh, scope: token}; a share is then uniform; left
+            out, without head_budget: it stays as it is.
     """
 
     name: str = "moh_vit_small_patch16_224"

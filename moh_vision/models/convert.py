@@ -20,7 +20,7 @@ from moh_vision.attention import (
     resolve_budget,
     runs_all_heads,
 )
-from moh_vision.attention.budget import log
+from moh_vision.attention.budget import converted_budget, log
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
@@ -68,14 +68,14 @@ def convert(
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
-        convert(model, head_budget=0.75)                # or at once: 40 % of the active heads are shared
+        convert(model, head_budget=0.75)                # or at once, in every layer: 40 % of the active heads are shared
 
     Args:
         model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling) or Eva
             (DINOv3, EVA-02; rotary positions that all heads share), one of our dense models, diffusers'
             DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads active, 40 % of them shared. Narrow
-            layers share fewer, so that `set_head_budget(model, 0.5)` still routes one head. Language models share half.
+        head_budget: see `moh_vision.attention.resolve_budget`, but a float is the same share in every layer. None: all
+            heads run, and a fifth of them, at least one, is shared; with fewer than four heads none is.
         router: "moh", "query_norm", "mae", or "dense" for a baseline in which all heads run (not in a language model);
             None: "moh", and in a language model "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
@@ -126,10 +126,11 @@ def route_heads(
         raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
-    spec = 1.0 if head_budget is None else head_budget
+    spec = 1.0 if head_budget is None else converted_budget(head_budget)
+    pairs = spec
     if head_budget is None:
-        head_budget = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
-    budgets = resolve_budget(head_budget, len(heads), heads, widths)
+        pairs = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
+    budgets = resolve_budget(pairs, len(heads), heads, widths)
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     layers = [routed_attention(attention, budget, **options) for attention, budget in zip(attentions, budgets)]
     if calibrate is not None:

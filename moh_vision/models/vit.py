@@ -197,7 +197,7 @@ def checkpoint_filter_fn(
         model.head_budget_spec = 1.0
         layers = attention_layers(model)
         heads = [layer.num_heads for layer in layers]
-        pairs = all_heads(heads, layers[0].router.shared_share)
+        pairs = all_heads(heads, layers[0].router.shared_share > 0)
         set_budgets(layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers]))
     return zero_missing_routers(state_dict, model)
 

@@ -107,10 +107,16 @@ def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(router, 
 
 def test_conversion_tells_of_single_routed_heads(caplog):
     told = "one routed head in layers [0]: only the balance loss trains those routers"
-    moh_vision.convert(dense(), head_budget=0.5)
+    moh_vision.convert(dense(), head_budget="ramp:0.5")
     assert caplog.messages == [told]
-    timm.create_model("moh_vit", base="vit_small_patch16_224", **SMALL, head_budget=0.5)  # a saved one is made so
+    # A saved one is made so.
+    timm.create_model("moh_vit", base="vit_small_patch16_224", **SMALL, head_budget="ramp:0.5")
     assert caplog.messages == [told]
+
+
+def test_a_number_is_the_same_share_in_every_layer():
+    table = moh_vision.head_budget(moh_vision.convert(dense(), 0.5))
+    assert [(layer["shared"], layer["routed"]) for layer in table["layers"]] == [(1, 2)] * 3
 
 
 def test_then_the_budget_is_lowered(caplog):
@@ -118,9 +124,9 @@ def test_then_the_budget_is_lowered(caplog):
     assert not caplog.messages
     before = model(x)
     assert moh_vision.set_head_budget(model, 0.5) is model
-    assert caplog.messages == ["one routed head in layers [0, 1, 2]: only the balance loss trains those routers"]
+    assert caplog.messages == ["one routed head in layers [0]: only the balance loss trains those routers"]
     table = moh_vision.head_budget(model)
-    assert table["share"] == 0.5 and [layer["shared"] for layer in table["layers"]] == [2, 2, 2]
+    assert table["share"] == 0.5 and [layer["shared"] for layer in table["layers"]] == [1, 1, 1]
     logits, stats = model.train().forward_routed(x)
     assert all(s.counts.sum() == 4 * 17 * layer["active"] for s, layer in zip(stats, table["layers"]))
     assert not torch.allclose(logits, before)

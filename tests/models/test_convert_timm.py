@@ -126,7 +126,7 @@ def test_from_a_name():
         model = timm.create_model("moh_vit", base="vit_small_patch14_reg4_dinov2", num_classes=7)
     own = model.state_dict()
     assert {n: t.shape for n, t in theirs.state_dict().items()} == {n: own[n].shape for n in own if ".router." not in n}
-    assert moh_vision.head_budget(model)["share"] == 0.75 and model.pretrained_cfg["architecture"] == "moh_vit"
+    assert moh_vision.head_budget(model)["active"] == 12 * 5 and model.pretrained_cfg["architecture"] == "moh_vit"
     dense = timm.create_model("moh_vit", base="vit_tiny_patch16_224", router="dense", depth=1)
     assert moh_vision.head_budget(dense)["share"] == 1 and hasattr(dense, "forward_routed")
     for base, words in (

@@ -50,9 +50,11 @@ def test_in_place_without_new_parameters(family):
 @pytest.mark.parametrize(
     "spec, options, pairs",
     [
-        (None, {}, [(4, 4), (4, 4)]),
+        (None, {}, [(1, 7), (1, 7)]),  # a fifth, at least one
+        (None, dict(group=True), [(2, 6), (2, 6)]),
         (1.0, {}, [(4, 4), (4, 4)]),
-        (0.75, {}, [(2, 2), (4, 4)]),  # as everywhere, rising with depth
+        (0.75, {}, [(3, 3), (3, 3)]),
+        ("ramp:0.75", {}, [(2, 2), (4, 4)]),
         ("uniform:0.75", {}, [(3, 3), (3, 3)]),
         ("uniform:0.5", {}, [(2, 2), (2, 2)]),
         ("uniform:0.125", {}, [(0, 1), (0, 1)]),
@@ -72,7 +74,8 @@ def test_a_new_moh_router_is_the_dense_model_while_all_heads_run():
     model = moh_vision.convert(copy.deepcopy(plain), router="moh")
     assert torch.equal(model(words()).logits, plain(words()).logits)
     added = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
-    assert len(added) == 3 * DEPTH and all(".self_attn.router." in name for name in added)
+    assert len(added) == 2 * DEPTH  # one shared head has no gate
+    assert all(".self_attn.router." in name for name in added)
     moh_vision.set_head_budget(model, 0.75)
     assert not torch.equal(model(words()).logits, plain(words()).logits)
     _, _, stats = model.routed_loss(words(), input_ids=words())
@@ -116,7 +119,7 @@ def test_a_dense_model_of_ours_is_saved_converted_and_saved_again(tmp_path):
     moh_vision.convert(loaded)
     assert type(loaded.model.layers[0].self_attn) is MoHLlamaAttention
     assert torch.equal(loaded(words()).logits, want)
-    moh_vision.set_head_budget(loaded, [(4, 1), (4, 2)])
+    moh_vision.set_head_budget(loaded, [(1, 4), (1, 5)])
     assert not torch.equal(loaded(words()).logits, want)
 
 

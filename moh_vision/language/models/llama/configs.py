@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
-from moh_vision.attention.budget import HeadBudget, is_searched, parse_share
+from moh_vision.attention.budget import HeadBudget, all_heads, is_searched, parse_share
 from moh_vision.engine.commands import closest
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
@@ -24,9 +24,9 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
     """One [shared, routed] per layer, as the config keeps them.
 
     Args:
-        spec: see `moh_vision.attention.resolve_budget`; None: all heads active. A list of pairs is kept as it is. Of a
-            share, "query_norm" makes the first min(half of all, half of the active) heads of each layer shared, rounded
-            down, unless the spec says how many; "moh" 40 % of the active ones.
+        spec: see `moh_vision.attention.resolve_budget`; None: all heads active, see `all_heads`. A list of pairs is kept
+            as it is. Of a share, "query_norm" makes the first min(half of all, half of the active) heads of each layer
+            shared, rounded down, unless the spec says how many; "moh" 40 % of the active ones.
         group: heads are counted in whole groups, those of one key-value head.
 
     Raises:
@@ -34,9 +34,10 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
     """
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
-    budgets = resolve_budget(1.0 if spec is None else spec, config.num_hidden_layers, heads, config.head_dim, size)
-    listed = isinstance(spec, (list, tuple)) or is_searched(spec)
-    if router == "moh" or listed or (spec is not None and parse_share(spec)[2] is not None):
+    if spec is None:
+        spec = [[s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)]
+    budgets = resolve_budget(spec, config.num_hidden_layers, heads, config.head_dim, size)
+    if router == "moh" or isinstance(spec, (list, tuple)) or is_searched(spec) or parse_share(spec)[2] is not None:
         return [[b.shared, b.routed] for b in budgets]
     shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
     return [[s, b.active - s] for s, b in zip(shared, budgets)]

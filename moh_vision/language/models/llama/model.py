@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from moh_vision.attention import BudgetSpec, RoutingStats
+from moh_vision.attention.budget import converted_budget
 from moh_vision.language.models.base import RoutedLoss
 from moh_vision.language.models.llama.attention import (
     MoHLlamaAttention,
@@ -221,8 +222,7 @@ def convert_llama(
 
     Args:
         model: of transformers, or one of ours that is dense.
-        head_budget: a share such as 0.75, which as everywhere rises with depth, "uniform:0.75", or one (shared, routed)
-            per layer; None: all heads active. Of a share, "query_norm" makes the first min(half of all heads, half of the
+        head_budget: see `moh_vision.convert`. Of a share, "query_norm" makes the first min(half of all heads, half of the
             active ones) of each layer shared, "moh" 40 % of the active ones. The released MoH-LLaMA3-8B is
             [(16, 8)] * 32.
         router: "query_norm" (Jin 2024, section 4.4; the default) or "moh" (its eq. 5 and 6).
@@ -248,7 +248,11 @@ def convert_llama(
     router = "query_norm" if router is None else router
     ours = family_of(model)
     moh = dict(
-        router=router, head_budget=head_budget, executor=executor, group=group, router_kwargs=router_kwargs or None
+        router=router,
+        head_budget=converted_budget(head_budget),
+        executor=executor,
+        group=group,
+        router_kwargs=router_kwargs or None,
     )
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
