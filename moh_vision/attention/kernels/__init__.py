@@ -13,22 +13,11 @@ import torch
 from torch import Tensor
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.build import about, path, use
+from moh_vision.attention.kernels.build import about as about
+from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Pairs, Routing
-
-__all__ = [
-    "about",
-    "attend",
-    "attend_on_gpu",
-    "attend_path",
-    "combine",
-    "list_pairs",
-    "path",
-    "project",
-    "select",
-    "use",
-]
 
 OPS = torch.ops.moh_vision
 SHORT_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -120,6 +109,18 @@ def attend(
         mask = mask.expand(-1, -1, -1, k.shape[2])
         mask = mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
     return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
+
+
+def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
+    """`attend` where every token has a query: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
+    B, K, N, D = q.shape
+    S = B * K  # as that many heads of one sequence
+    token = torch.arange(N, dtype=torch.int32).repeat(S)
+    offsets = torch.arange(0, S * N + 1, N, dtype=torch.int32)
+    if mask is not None and mask.shape[:2] != (1, 1):
+        mask = mask.expand(B, K, -1, -1).flatten(0, 1).unsqueeze(0)
+    k, v = (t.reshape(1, S, -1, D) for t in (k, v))
+    return attend(q.reshape(-1, D), k, v, Pairs(token, offsets), S, N, is_causal, mask).view(q.shape)
 
 
 def combine(o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads: int) -> Tensor:
