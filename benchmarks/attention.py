@@ -53,7 +53,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget  # noqa: E402
 from moh_vision.attention.executors import choose  # noqa: E402
-from moh_vision.attention.routing import Call  # noqa: E402
+from moh_vision.attention.routing import Call, Routing, RoutingStats  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -152,37 +152,50 @@ class Dense(nn.Module):
         return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
 
-class Released(nn.Module):
-    """The published MoH attention with the weights of our layer: Jin 2024, eq. 1 to 6, gates scaled as released.
+class ReleasedRouter(nn.Module):
+    """The gates of one of our MoH routers by the operations of the released code: Jin 2024, eq. 5 and 6, as scaled there.
 
-    The operations are those of the released code: every head is computed, softmax and top-k in the dtype of the tokens,
-    the choice as a sum of one-hot masks, gates applied by einsum. With scope "sample" it reads the mean token.
+    Softmax and top-k in the dtype of the tokens, the choice as a sum of one-hot masks.
+    """
+
+    def __init__(self, router):
+        super().__init__()
+        self.router, self.budget, self.reads, self.aux_loss = router, router.budget, router.reads, router.aux_loss
+
+    def forward(self, x, *_):
+        """x [B, N, C]; the weight of a head that is not chosen is 0."""
+        router = self.router
+
+        def logits_of(of):
+            return F.linear(x, of.weight)  # a call of our routers computes in float32
+
+        logits = logits_of(router.routed)  # [B, N, E]
+        probs = logits.softmax(-1)
+        chosen = F.one_hot(probs.topk(router.num_routed, -1).indices, router.num_candidates).sum(-2)  # [B, N, E]
+        routed = probs * chosen
+        routed = router.num_routed * routed / routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
+        alpha = 2 * logits_of(router.balance).softmax(-1)  # [B, N, 2], eq. 6
+        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else logits_of(router.shared).softmax(-1)
+        shared = torch.einsum("bn,bne->bne", alpha[..., 0], router.num_shared * shared)
+        gates = torch.cat([shared, torch.einsum("bn,bne->bne", alpha[..., 1], routed)], -1)  # [B, N, H]
+        counts = torch.cat([torch.ones_like(shared), chosen], -1).sum(1)
+        return Routing(gates, None, RoutingStats(probs, counts, logits))
+
+
+class Released(nn.Module):
+    """The published MoH attention with the weights of our layer: all heads, then `ReleasedRouter`'s gates by einsum.
+
+    With scope "sample" it reads the mean token.
     """
 
     def __init__(self, layer):
         super().__init__()
-        self.layer = layer
-
-    def gates(self, x):
-        """x [B, N, C] -> [B, N, H], 0 where a head is not chosen."""
-        router = self.layer.router
-
-        def softmax(of):
-            return F.softmax(F.linear(x, of.weight), -1)  # a call of our routers computes in float32
-
-        probs = softmax(router.routed)  # [B, N, E]
-        chosen = probs.topk(router.num_routed, -1).indices  # [B, N, k]
-        routed = probs * F.one_hot(chosen, router.num_candidates).sum(-2)  # [B, N, E]
-        routed = router.num_routed * routed / routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
-        alpha = 2 * softmax(router.balance)  # [B, N, 2], eq. 6
-        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else softmax(router.shared)
-        shared = torch.einsum("bn,bne->bne", alpha[..., 0], router.num_shared * shared)
-        return torch.cat([shared, torch.einsum("bn,bne->bne", alpha[..., 1], routed)], -1)
+        self.layer, self.router = layer, ReleasedRouter(layer.router)
 
     def forward(self, x, is_causal=False):
         q, k, v = self.layer.qkv(x).unflatten(-1, (3, self.layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)  # [B, N, H, D]
-        gates = self.gates(x.mean(1, keepdim=True) if self.layer.scope == "sample" else x)
+        gates = self.router(x.mean(1, keepdim=True) if self.layer.scope == "sample" else x).weights
         return self.layer.proj(torch.einsum("bnh,bnhd->bnhd", gates, o).flatten(2))
 
 

@@ -7,13 +7,15 @@
     vit_small, vit_base   timm's vit_base_patch16_224 and moh_vit_base_patch16_224, likewise small: forward, and forward and backward of a training
                  step (the optimiser costs both the same and is left out)
     dit_small    dit_small_patch2 and moh_dit_small_patch2_75, 32 x 32 latents: likewise
-    sampling     the same DiT, 50 steps of DDIM without guidance, heads chosen for every token, for every image by timestep and
+    dit_base     dit_base_patch2 and moh_dit_base_patch2_75, likewise; both sizes also guided: 10 steps of DDIM with classifier-free guidance
+    transnext    transnext_small and moh_transnext_small_75: forward, and forward and backward
+    sampling     the small DiT, 50 steps of DDIM without guidance, heads chosen for every token, for every image by timestep and
                  class ("condition"), or by the timestep alone, so that a step computes the same heads for all images
     converted    vit_base_patch16_224 at 1024 pixels (4096 patches) and copies of it after moh_vision.convert: forward
 
-The figure behind a name is the share of heads: the same in all layers of a ViT, the released ones of a DiT at 0.75. Weights
-are random. Every round times all models in a random order, so that a noisy machine hits all alike; reported are the
-medians and quartiles of the ratio to dense, round by round. `bound` is the ratio of the multiplications in the blocks if what
+The figure behind a name is the share of heads: the same in all layers of a ViT, the released ones of a DiT and a TransNeXt at 0.75.
+`released` are the heads of 0.75 by the released operations: all heads, then gates that are zero. Weights are random. Every round times all models in a random order, so that a noisy machine hits all alike; reported are the
+medians and quartiles of the ratio to dense, round by round. `bound` is the ratio of the multiplications if what
 a head needs is skipped and nothing else costs time. Results go to benchmarks/results/models.json.
 """
 
@@ -29,24 +31,28 @@ from pathlib import Path
 
 import timm
 import torch
-from attention import draw_router
+from attention import ReleasedRouter, draw_router
 from timing import PATHS, about_machine, cell, interleaved, machine, markdown, to_first, use_path, write_report
 from torch import nn
 from torch.nn import functional as F
 
 import moh_vision
+from moh_vision.analysis.counting import count_macs
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention, AggregatedHeads, CosineAttention
 
 HERE = Path(__file__).parent
 SHARES = (0.75, 0.5)
-STEPS = 50  # of a sampling run
+STEPS, GUIDED_STEPS, GUIDANCE = 50, 10, 4.0  # of a sampling run
 SECONDS, ROUNDS = 20.0, (5, 15)  # per case; at least and at most; sampling runs all its steps
 SIZES = {
     "vit_small": {},
     "vit_base": {},
     "dit_small": {},
+    "dit_base": {},
+    "transnext": {},
     "converted": dict(img_size=1024),
 }  # further arguments of the models
 DTYPES = ("float32", "bfloat16")  # bfloat16: autocast
@@ -58,13 +64,13 @@ def vit(name, head_budget=None):
     return timm.create_model(f"moh_{name}_patch16_224", head_budget=head_budget, **SIZES[name])
 
 
-def dit(head_budget=None, **scope):
+def dit(head_budget=None, name="dit_small", **scope):
     """head_budget 0.75: as released."""
     if head_budget is None:
-        model = timm.create_model("dit_small_patch2", **SIZES["dit_small"])
+        model = timm.create_model(f"{name}_patch2", **SIZES[name])
     else:
         budget = {} if head_budget == 0.75 else dict(head_budget=head_budget)
-        model = timm.create_model("moh_dit_small_patch2_75", **budget, **scope, **SIZES["dit_small"])
+        model = timm.create_model(f"moh_{name}_patch2_75", **budget, **scope, **SIZES[name])
     for block in [*model.blocks, model.final_layer]:  # a new DiT is the identity, whose routers see no difference
         nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
     return model
@@ -74,12 +80,50 @@ def vits(name):
     return {"dense": vit(name), **{f"token {s}": vit(name, f"uniform:{s}") for s in SHARES}}
 
 
-def dits():
-    return {"dense": dit(), **{f"token {s}": dit(s) for s in SHARES}}
+def dits(name="dit_small"):
+    models = {"dense": dit(name=name), **{f"token {s}": dit(s, name) for s in SHARES}}
+    return dict(models, released=released(models["token 0.75"]))
+
+
+def transnexts():
+    sizes = SIZES["transnext"]
+    ours = timm.create_model("moh_transnext_small_75", **sizes)
+    return {"dense": timm.create_model("transnext_small", **sizes), "token 0.75": ours, "released": released(ours)}
+
+
+class UnfoldedHeads(AggregatedHeads):
+    """The window as the released code reads it: keys and values unfolded nine-fold (Shi 2024, eq. 3 to 8)."""
+
+    def attend(self, q, k, v):
+        layer, (H, W), (B, h, N, D) = self.layer, self.size, q.shape
+        maps = (t.transpose(2, 3).reshape(B, h * D, H, W) for t in (k, v))
+        k, v = (F.unfold(t, 3, padding=1).view(B, h, D, WINDOW, N).permute(0, 1, 4, 2, 3) for t in maps)
+        scaled = layer.scaled(q, self.positions.length)
+        near = (scaled.unsqueeze(3) @ k).squeeze(3) + layer.relative_pos_bias_local.unsqueeze(1)  # [B, h, N, 9]
+        near = near.masked_fill(self.positions.outside.t(), -float("inf"))
+        k_pool, v_pool = (t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W))))  # [B, h, P, D]
+        far = scaled @ k_pool.transpose(2, 3) + layer.position_bias(self.positions).transpose(1, 2)
+        near, far = torch.cat([near, far], 3).softmax(3).split([WINDOW, far.shape[3]], 3)
+        near = near + q @ layer.learnable_tokens + layer.learnable_bias
+        return (near.unsqueeze(3) @ v.transpose(3, 4)).squeeze(3) + far @ v_pool
+
+
+def released(model):
+    """A copy that computes every head by the operations of the released code."""
+    model = deepcopy(model)
+    for layer in routed(model):
+        layer.executor = "masked"
+        if layer.budget.candidates:  # else all heads are shared, and run
+            layer.router = ReleasedRouter(layer.router)
+        layer.fused_attn = not isinstance(layer, CosineAttention)  # in whose release the matrix is made
+        if isinstance(layer, AggregatedAttention):
+            layer.all_heads = UnfoldedHeads
+    return model
 
 
 def dits_that_sample():
     models = dits()
+    del models["released"]
     for by in ("condition", "timestep"):
         models.update({f"{by} {s}": dit(s, scope="sample", route_by=by) for s in SHARES})
     return models
@@ -95,7 +139,9 @@ def converted():
 PARTS = {
     "vit_base": (partial(vits, "vit_base"), ("forward", "train"), (8,)),
     "vit_small": (partial(vits, "vit_small"), ("forward",), (1, 8)),
-    "dit_small": (dits, ("forward", "train"), (8,)),
+    "dit_small": (dits, ("forward", "train", "guided"), (8,)),
+    "dit_base": (partial(dits, "dit_base"), ("train", "guided"), (4,)),
+    "transnext": (transnexts, ("forward", "train"), (2,)),
     "sampling": (dits_that_sample, ("denoise",), (1, 4, 8)),
     "converted": (converted, ("forward",), (1,)),
 }
@@ -116,26 +162,6 @@ def is_dit(model):
 def routed(model):
     """Its attention layers that are ours; none in timm's models."""
     return [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
-
-
-def tokens_of(model):
-    """(N tokens, C their width)"""
-    if is_dit(model):
-        return (model.config.sample_size // model.config.patch_size) ** 2, model.config.hidden_size
-    return model.patch_embed.num_patches + model.num_prefix_tokens, model.embed_dim
-
-
-def bound(model):
-    """Multiplications of the blocks over those with all heads: per token queries and output are skipped, per image all."""
-    layers = routed(model)
-    N, C = tokens_of(model)
-    mlp, kept, total = 8 * C * C, 0.0, 0.0
-    for layer in layers:
-        attention = 4 * C * C + 2 * N * C
-        skipped = attention if layer.scope == "sample" else 2 * C * C + 2 * N * C
-        total += attention + mlp
-        kept += attention + mlp - (1 - layer.budget.active / layer.num_heads) * skipped
-    return kept / total if layers else 1.0
 
 
 def share(model):
@@ -169,9 +195,20 @@ def task(model):
     return dense
 
 
+def arguments(model, batch, pixels):
+    """Of its forward."""
+    given = inputs(model, batch, pixels)
+    return (given["images"], given["timesteps"], given["labels"]) if is_dit(model) else (given["images"],)
+
+
+def bound(model, pixels):
+    """Multiplications that the active heads need, over those of all heads."""
+    macs = count_macs(model, *arguments(model, 1, pixels))
+    return macs.ideal / macs.dense
+
+
 def forward_step(model, batch, pixels):
-    given = inputs(model.eval(), batch, pixels)
-    call = (given["images"], given["timesteps"], given["labels"]) if is_dit(model) else (given["images"],)
+    call = arguments(model.eval(), batch, pixels)
     return torch.no_grad()(lambda: model(*call))
 
 
@@ -185,27 +222,40 @@ def training_step(model, batch, pixels):
     return step
 
 
-def denoising_step(model, batch, _):
+def denoising_step(model, batch, _, guided=False):
     from moh_vision.diffusion import make_scheduler  # needs diffusers
 
     size, channels = model.eval().config.sample_size, model.config.in_channels
-    scheduler = make_scheduler("ddim", STEPS, True, clip=True)
+    steps = GUIDED_STEPS if guided else STEPS
+    scheduler = make_scheduler("ddim", steps, True, clip=True)
     labels = torch.arange(batch) % model.config.num_classes
+    if guided:
+        labels = torch.cat([labels, torch.full_like(labels, model.config.num_classes)])  # of no class
     state = dict(number=0)
 
     @torch.no_grad()
     def step():
-        if state["number"] % STEPS == 0:
+        if state["number"] % steps == 0:
             state["x"] = torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(0))
-        t = scheduler.timesteps[state["number"] % STEPS]
-        noise = model(state["x"], t.expand(batch), labels).sample[:, :channels].float()
+        t = scheduler.timesteps[state["number"] % steps]
+        noise = (
+            model(state["x"].repeat(1 + guided, 1, 1, 1), t.expand(len(labels)), labels).sample[:, :channels].float()
+        )
+        if guided:
+            by_class, without = noise.chunk(2)
+            noise = without + GUIDANCE * (by_class - without)
         state["x"] = scheduler.step(noise, t, state["x"]).prev_sample
         state["number"] += 1
 
     return step
 
 
-MODES = {"forward": forward_step, "train": training_step, "denoise": denoising_step}
+MODES = {
+    "forward": forward_step,
+    "train": training_step,
+    "denoise": denoising_step,
+    "guided": partial(denoising_step, guided=True),
+}
 
 
 def under(dtype, step):
@@ -221,13 +271,14 @@ def under(dtype, step):
 def measure(models, mode, batch, pixels, dtype):
     """{name: times, share and bound}"""
     steps = {name: under(dtype, MODES[mode](model, batch, pixels)) for name, model in models.items()}
-    if mode == "denoise":
-        times = interleaved(steps, STEPS, warm_up=1)
+    if mode in ("denoise", "guided"):
+        times = interleaved(steps, STEPS if mode == "denoise" else GUIDED_STEPS, warm_up=1)
     else:
         times = interleaved(steps, ROUNDS, SECONDS)
     rows = to_first(times)
     for name, model in models.items():
-        rows[name].update(share=round(share(model), 3), bound=round(bound(model), 3))
+        left = 1.0 if name == "released" else bound(model, pixels)
+        rows[name].update(share=round(share(model), 3), bound=round(left, 3))
     return rows
 
 
@@ -250,7 +301,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--batches", nargs="+", type=int, help="default: 8, in sampling 1, 4 and 8, converted 1")
+    parser.add_argument("--batches", nargs="+", type=int, help="default: those of the part")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
     parser.add_argument("--threads", nargs="+", type=int, default=[2])
     parser.add_argument("--path", choices=PATHS, help="operators; default: what a user gets")

@@ -153,31 +153,27 @@ def test_model_benchmark(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(benchmark, "ROUNDS", (1, 1))
     monkeypatch.setattr(benchmark, "STEPS", 2)
+    monkeypatch.setattr(benchmark, "GUIDED_STEPS", 1)
     tiny = dict(img_size=32, depth=1, embed_dim=24, num_heads=12)
     monkeypatch.setattr(
         benchmark,
         "SIZES",
-        dict(vit_small=tiny, vit_base=tiny, converted=tiny, dit_small=dict(img_size=8, embed_dim=48)),
+        dict(vit_small=tiny, vit_base=tiny, converted=tiny)
+        | dict.fromkeys(("dit_small", "dit_base"), dict(img_size=8, embed_dim=48)),
     )
     output = tmp_path / "result.json"
     argv = ["models.py", "--path", "torch", "--output", str(output), "--dtypes", "float32", "bfloat16"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--batches", "2", "--threads", "1"])
+    small = [part for part in benchmark.PARTS if part != "transnext"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--batches", "2", "--threads", "1", "--parts", *small])
     run_main(benchmark)
     report = json.loads(output.read_text())
     assert report["path"] == "torch" and "isa" in report["machine"]
     measured = [(case["part"], case["mode"]) for case in report["cases"] if case["dtype"] == "float32"]
-    both = [(part, mode) for part in ("vit_base", "dit_small") for mode in ("forward", "train")]
-    assert measured == [
-        *both[:2],
-        ("vit_small", "forward"),
-        *both[2:],
-        ("sampling", "denoise"),
-        ("converted", "forward"),
-    ]
+    assert measured == [(part, mode) for part in small for mode in benchmark.PARTS[part][1]]
     for case in report["cases"]:
         rows = case["times"]
         assert rows["dense"]["ratio"] == rows["dense"]["share"] == rows["dense"]["bound"] == 1.0
-        assert 0 < rows["token 0.5"]["bound"] < rows["token 0.75"]["bound"] < 1
+        assert 0 < rows["token 0.5"]["bound"] < rows["token 0.75"]["bound"] <= 1
         assert rows["token 0.5"]["share"] == 0.5
         if case["part"] == "sampling":
             assert rows["timestep 0.5"]["bound"] < rows["token 0.5"]["bound"]
@@ -185,6 +181,26 @@ def test_model_benchmark(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     benchmark.main()
     assert "| timestep 0.5 | 0.50 | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["dit_small", "transnext"])
+def test_the_released_models_are_ours(part, monkeypatch):
+    import models as benchmark
+
+    size = dict(img_size=32) if part == "transnext" else dict(img_size=8)
+    monkeypatch.setitem(benchmark.SIZES, part, size)
+    torch.manual_seed(0)
+    models = benchmark.PARTS[part][0]()
+    given = benchmark.arguments(models["released"], 2, 32)
+    ours, released = (models[name].eval() for name in ("token 0.75", "released"))
+    for layer, other in zip(benchmark.routed(ours), benchmark.routed(released)):
+        benchmark.draw_router(layer.router)
+        getattr(other.router, "router", other.router).load_state_dict(layer.router.state_dict())
+    with torch.no_grad():
+        want, got = ours(*given), released(*given)
+    if part == "dit_small":
+        want, got = want.sample, got.sample
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_checkpoint_benchmark(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ WIDEST = 256  # head width of Triton's kernels
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
     """Whether C++ runs `operator` for such tensors; of those in 16 bits only "attend", where the processor has products."""
-    if device.type != "cpu" or path() != "cpp":
+    if device.type != "cpu" or path() != "cpp" or torch.compiler.is_exporting():  # exports run where we are not
         return False
     if dtype in (torch.bfloat16, torch.float16):
         return operator == "attend" and _has_products(dtype)
