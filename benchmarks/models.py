@@ -289,12 +289,16 @@ def figures(part, name, row):
 
 
 def tables(report):
-    text = [about_machine(report) + "\n"]
+    """One row a case: time over dense, quartiles, and the bound."""
+    names = dict.fromkeys(name for case in report["cases"] for name in case["times"] if name != "dense")
+    cases = []
     for case in report["cases"]:
-        title = f"{case['part']}, {case['mode']}, batch {case['batch']}, {case['dtype']}, threads: {case['threads']}"
-        rows = [figures(case["part"], name, row) for name, row in case["times"].items()]
-        text.append(markdown(title, ("model", "share", "bound", "time / dense"), rows))
-    return "\n".join(text)
+        found = {name: row for name, row in case["times"].items() if name in names}
+        cells = {name: f"{cell(row['ratio'], row['quartiles'])}, {row['bound']:.2f}" for name, row in found.items()}
+        about = f"{case['part']}, {case['mode']}, {case['batch']}, {case['dtype']}"
+        cases.append([about, *(cells.get(name, "") for name in names)])
+    text = markdown("Time over dense, quartiles, bound", ("model, mode, batch, dtype", *names), cases)
+    return about_machine(report) + "\n\n" + text
 
 
 def main():

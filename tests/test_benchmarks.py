@@ -180,7 +180,7 @@ def test_model_benchmark(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["models.py", "--table", "--output", str(output)])
     capsys.readouterr()
     benchmark.main()
-    assert "| timestep 0.5 | 0.50 | " in capsys.readouterr().out
+    assert "| condition 0.5 | timestep 0.75 | " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["dit_small", "transnext"])
