@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT
 from processes import FORKS
 
-from moh_vision.attention import kernels
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import build as building
 from moh_vision.attention.kernels.__main__ import main
 
@@ -197,6 +197,13 @@ def test_the_variable(monkeypatch, caplog):
     assert "because of MOH_VISION_KERNELS=off" in caplog.text
     kernels.use("cpp")  # a resumed run says what it needs
     assert kernels.path() == "cpp"
+
+
+def test_a_compiled_layer_asks_for_the_path_first():
+    """What is logged then must not end the compilation."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert compiled(torch.randn(1, 5, 32))[0].shape == (1, 5, 32)
 
 
 @pytest.mark.parametrize("value", ["", "auto"])

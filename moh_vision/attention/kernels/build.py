@@ -58,6 +58,7 @@ def path(device: str = "cpu") -> str:
     return _used if _used in PATHS[device] or (_used == "triton" and _interprets) else _found(device)
 
 
+@torch.compiler.assume_constant_result
 def about(device: str = "cpu") -> str:
     """Which path `path` finds where `use` is not called, and how to get the other: the line that it logs."""
     return _find(device, os.environ.get(BUILD))[1]
