@@ -1,0 +1,149 @@
+"""What tests/attention/test_operators.py compares: `attend` of every backend, called alike, and the loop in float64.
+
+The form they share: queries [B, H, N, D], keys and values [B, G, M, D], gates [B, N or 1, H] or None, and which heads run,
+active [B, N, H]. Outputs are [B, N, H, D], 0 where a head is off, and lse [P] in the order of the list of pairs.
+"""
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from moh_vision.attention import kernels
+from moh_vision.attention.kernels import build, eager
+
+try:
+    from moh_vision.attention.kernels import gpu
+except ImportError:  # Triton is not installed
+    gpu = None
+
+OPS = torch.ops.moh_vision
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton
+
+
+class Backend(NamedTuple):
+    path: str
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def tolerance(self) -> float:
+        """Of the largest number."""
+        return 2e-5 if self.dtype == torch.float32 else 2e-2
+
+    def skip_where_it_cannot_run(self):
+        if self.path == "triton":
+            if gpu is None:
+                pytest.skip("Triton is not installed")
+            if self.dtype == torch.bfloat16 and DEVICE == "cpu":
+                pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
+        if self.path == "cpp":
+            if not build.load():
+                pytest.skip(f"the C++ operators are not built: {build.COMMAND}")
+            if self.dtype != torch.float32 and not OPS.brgemm_available(self.dtype):
+                pytest.skip(f"this processor has no instructions for matrices of {self.dtype}")
+
+    def __str__(self):
+        return f"{self.path} {str(self.dtype).removeprefix('torch.')}"
+
+
+EAGER, CPP, TRITON = (Backend(path) for path in ("torch", "cpp", "triton"))
+CPP16 = Backend("cpp", torch.bfloat16), Backend("cpp", torch.float16)
+TRITON16 = Backend("triton", torch.bfloat16), Backend("triton", torch.float16)
+
+
+def list_for_triton(active, tail=5):
+    """The list of pairs on Triton's device, with numbers behind it that are no tokens."""
+    pairs = kernels.list_pairs(active)
+    token = torch.cat([pairs.token, torch.full((tail,), 2**31 - 1, dtype=torch.int32)])
+    return token.to(DEVICE), pairs.offsets.to(DEVICE)
+
+
+def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):
+    """`attend` of a backend; plain PyTorch has no lse."""
+    B, H, N, D = q.shape
+    if backend.path == "triton":
+        on_device = [x if x is None else x.to(DEVICE) for x in (q, k, v, gates, mask)]
+        token, offsets = list_for_triton(active)
+        o, lse = gpu.attend(*on_device[:4], token, offsets, is_causal, on_device[4])
+        return o.cpu().unflatten(2, (H, D)), lse[: offsets[-1]].cpu()
+    pairs = kernels.list_pairs(active)
+    rows = kernels.select(q.transpose(1, 2), pairs, H)
+    if backend.path == "cpp":
+        o, lse = OPS.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)
+    else:
+        o, lse = eager.attend(rows, k, v, *pairs, H, N, source, is_causal, mask), None
+    where = eager.places(*pairs, H)
+    if gates is not None:
+        o = o * gates.expand(B, N, H).reshape(-1, 1)[where].to(o.dtype)
+    return eager.place(o, where, B * N * H).view(B, N, H, D), lse
+
+
+def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=None):
+    """The equation, one head of one sequence at a time."""
+    (B, H, N, D), (G, M) = q.shape, k.shape[1:3]
+    outputs, sums = [], []
+    for h in range(H):
+        for b in range(B):
+            read = b * G + h * G // H if source is None else int(source[h * B + b])
+            key, value = k.flatten(0, 1)[read], v.flatten(0, 1)[read]
+            n = active[b, :, h].nonzero().squeeze(1)
+            scores = q[b, h, n] @ key.t() / math.sqrt(D)
+            if mask is not None:
+                rows = mask.expand(B, H, N, M)[b, h, n]
+                scores = scores.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else scores + rows.double()
+            if is_causal:
+                scores = scores.masked_fill(torch.arange(M) > n.unsqueeze(1), -math.inf)
+            blind = scores.isneginf().all(1, keepdim=True)
+            o = scores.masked_fill(blind, 0).softmax(1).masked_fill(blind, 0) @ value
+            if gates is not None:
+                o = o * gates.expand(B, N, H)[b, n, h].unsqueeze(1)
+            outputs.append(q.new_zeros(N, D).index_put((n,), o))
+            sums.append(scores.detach().logsumexp(1))
+    return torch.stack(outputs).view(H, B, N, D).permute(1, 2, 0, 3), torch.cat(sums)
+
+
+def layer_in_a_loop(x, w, bias, k, v, gates, wo, out_bias, active, **how):
+    """project, attend, combine in the dtype of the tensors: x [B * N, C]."""
+    B, N, H = active.shape
+    q = torch.nn.functional.linear(x, w, bias).view(B, N, H, -1).transpose(1, 2)
+    o, _ = attend_in_a_loop(q, k, v, gates.view(B, N, H), active, **how)
+    return torch.nn.functional.linear(o.reshape(B * N, -1), wo, out_bias)
+
+
+def layer(x, w, bias, k, v, gates, wo, out_bias, active, is_causal=False, mask=None, source=None):
+    """The same by the operators on `kernels.path()`."""
+    _, N, H = active.shape
+    pairs = kernels.list_pairs(active)
+    q = kernels.project(x, w, bias, pairs, H)
+    if build.path() == "cpp":
+        o = kernels.attend(q, k, v, pairs, H, N, is_causal, mask, source)
+    else:
+        o = eager.attend(q, k, v, *pairs, H, N, source, is_causal, mask)
+    return kernels.combine(o, gates, wo, out_bias, pairs, H)
+
+
+@contextlib.contextmanager
+def fresh_memory_is_nan():
+    """What torch.empty returns, and memory that was given back."""
+    for size in (2**10, 2**14, 2**18, 2**20, 2**22):
+        for _ in range(4):
+            torch.full((size,), math.nan)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def outputs_and_gradients(backend, q, k, v, gates, active, do, **how):
+    """o, lse, and gradients of queries, keys, values and gates by name."""
+    tensors = dict(q=q, k=k, v=v, gates=gates)
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
+    with fresh_memory_is_nan():
+        o, lse = attend(backend, **{**tensors, **leaves}, active=active, **how)
+    with fresh_memory_is_nan():
+        grads = torch.autograd.grad(o, list(leaves.values()), do)
+    return dict(o=o, lse=lse) | {f"d{name}": grad for name, grad in zip(leaves, grads)}

@@ -1,0 +1,665 @@
+"""`project`, `attend` and `combine` on every backend: a loop in float64, values and gradients, and what is promised beside."""
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import attend_backends as backends
+import pytest
+import torch
+from attend_backends import (
+    CPP,
+    CPP16,
+    DEVICE,
+    EAGER,
+    OPS,
+    TRITON,
+    TRITON16,
+    gpu,
+    list_for_triton,
+    outputs_and_gradients,
+)
+from conftest import ROOT
+from torch.nn import functional as F
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kernels
+from moh_vision.attention.routing import Call
+
+PAIRS = EAGER, CPP  # they have `project` and `combine` too
+EVERY = *PAIRS, *CPP16, TRITON
+
+
+class Case(NamedTuple):
+    backends: tuple
+    B: int
+    N: int
+    H: int
+    G: int
+    D: int
+    M: int | None = None  # N
+    share: float | None = None  # of the tokens that run a head; None: another share in every sequence and head
+    counts: list | None = None  # how many tokens run head h of sequence b, instead
+    mask: str | None = None
+    is_causal: bool = False
+    gates: int | str | None = None  # "tokens", 1 for one of a sequence, or None
+    keys: str = "fused"
+    source: list | None = None
+    scale: int = 1  # of the queries
+    small_blocks: bool = True  # of Triton: few tokens fill several tiles
+    C: int = 64  # of the tokens that `project` reads
+
+
+MASKS = (
+    "bool",
+    "bool of one head",
+    "bool of keys",
+    "a head's that hides everything",
+    "float",
+    "float, minus infinity",
+    "float, minus infinity, one for all",
+    "one for all",
+    "expanded",
+    "strided",
+)
+CASES = {
+    **{
+        f"{D=} {C=}": Case(PAIRS, B, N, H, G, D, M, share, C=C)
+        for B, N, C, H, G, D, share, M in (
+            (2, 197, 64, 4, 4, 16, 0.5, None),
+            (2, 50, 72, 3, 3, 24, 0.5, None),  # widths that are no multiple of a vector
+            (2, 33, 50, 4, 4, 72, 0.6, None),
+            (1, 300, 64, 4, 1, 128, 0.4, None),  # one key-value head
+            (1, 70, 64, 4, 2, 256, 0.4, 33),  # cross-attention
+            (2, 19, 40, 5, 5, 7, 0.3, None),
+            (3, 1, 40, 5, 5, 8, 0.3, None),
+            (2, 40, 64, 4, 4, 96, 1.0, None),
+            (1, 1100, 32, 3, 3, 80, 0.7, None),
+        )
+    },
+    "1100 tokens, padding": Case(PAIRS, 2, 1100, 2, 2, 16, share=0.3, mask="bool of keys", C=32),
+    "1300 tokens, causal": Case(PAIRS, 1, 1300, 2, 2, 16, share=0.5, is_causal=True, C=32),  # several tiles of keys
+    "150 tokens, causal": Case(PAIRS, 2, 150, 4, 2, 32, share=0.5, is_causal=True),
+    **{
+        f"{N} tokens, {is_causal=}": Case(CPP16, 2, N, 4, 2, 64, is_causal=is_causal)
+        for N in (1, 7, 197, 300, 1030)
+        for is_causal in (False, True)
+    },
+    **{f"{D=}": Case(CPP16, 2, 50, 4, 2, D) for D in (24, 33, 48, 72, 80, 96, 128, 256)},
+    **{f"{G=}": Case(CPP16, 2, 100, 4, G, 64) for G in (1, 2, 4)},
+    "empty and single": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 1], [0, 0], [40, 0], [1, 17]]),
+    "nothing runs": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 0]] * 4),
+    "700 keys": Case(CPP16, 2, 40, 4, 2, 64, M=700),
+    # Segments read any key row, some none, some several; nobody reads pair 2.
+    "source": Case(CPP16, 2, 60, 4, 2, 64, keys="of three sequences", source=[5, 0, 0, 3, 1, 5, 4, 4]),
+    # Scores of several hundred: the softmax must take the highest off first, in every block.
+    "large scores": Case(CPP16, 2, 1030, 4, 2, 64, scale=60),
+    **{
+        f"mask: {mask}, {N=} {is_causal=}": Case(CPP16, 2, N, 4, 2, 64, mask=mask, is_causal=is_causal)
+        for mask in MASKS
+        for N in (30, 600)
+        for is_causal in (False, True)
+    },
+    **{f"mask: {mask}": Case(PAIRS, 2, 70, 4, 2, 32, share=0.5, mask=mask) for mask in MASKS},
+    **{
+        # Two query heads read one key-value head, of another sequence length.
+        f"mask: {mask}, cross, {is_causal=}": Case(
+            (TRITON,), 2, 20, 4, 2, 16, M=27, share=0.5, mask=mask, is_causal=is_causal, keys="contiguous"
+        )
+        for mask, is_causal in (
+            ("bool", False),
+            ("bool of keys", False),
+            ("float, minus infinity", False),
+            ("float, minus infinity, one for all", False),
+            ("bool of keys", True),
+        )
+    },
+    "transposed mask and keys of one sequence": Case(
+        (TRITON,), 2, 18, 2, 2, 16, M=21, share=0.5, mask="transposed", gates=1, keys="of one sequence, across"
+    ),
+    **{
+        f"gates, {D=} {is_causal=}": Case((TRITON,), 2, 37, 3, 3, D, share=0.5, gates="tokens", is_causal=is_causal)
+        for D, is_causal in ((24, False), (32, True), (72, False), (72, True), (80, False))
+    },
+    **{
+        f"gates, own blocks, {D=}": Case(
+            (TRITON,), 1, 70, 2, 2, D, share=0.3, gates="tokens", is_causal=True, small_blocks=False
+        )
+        for D in (48, 96, 256)
+    },
+    "gates, 16 bits": Case(TRITON16, 1, 40, 2, 2, 72, share=0.5, gates="tokens", small_blocks=False),
+    "gates, few pairs": Case((TRITON,), 2, 40, 3, 3, 72, share=0.1, gates="tokens"),
+    **{
+        f"sequences choose, {counts} of {N}, {gates=}": Case((TRITON,), B, N, H, H, D, counts=counts, gates=gates)
+        for B, N, H, D, counts, gates in (
+            (3, 21, 4, 16, [[0, 21, 0], [0, 0, 21], [21, 21, 0], [0, 21, 0]], 1),
+            (3, 21, 4, 16, [[0, 0, 21], [0, 21, 21], [21, 0, 0], [0, 21, 0]], "tokens"),
+            (2, 40, 3, 72, [[40, 0], [40, 0], [0, 40]], "tokens"),
+        )
+    },
+    **{
+        f"gates, causal, {M=}": Case(
+            (TRITON,), 1, 40, 2, 1, 16, M=M, share=0.5, gates="tokens", is_causal=True, keys="contiguous"
+        )
+        for M in (5, 60)
+    },
+}
+
+
+def some_active(B, N, H, share=None, counts=None):
+    """Head 0 runs for all tokens; in the first sequence head 1 for none, head 2 for the last; in the last head 2 for all."""
+    if counts is not None:
+        return torch.rand(B, N, H).argsort(1).argsort(1) < torch.tensor(counts).t().unsqueeze(1)
+    active = torch.rand(B, N, H) < (torch.rand(B, 1, H) if share is None else share)
+    active[:, :, 0] = True
+    if H > 2:
+        active[-1, :, 2] = True
+        active[0, :, 1] = False
+        active[0, :, 2] = torch.arange(N) == N - 1
+    return active
+
+
+def draw_mask(kind, B, H, N, M):
+    """Where heads and tokens are told apart, some rows that run see no key."""
+    seen, added = torch.rand(B, H, N, M) < 0.6, torch.randn(B, H, N, M)
+    seen[0, 0, 0] = seen[0, :, -1] = seen[-1, -2, 3:4] = False
+    return {
+        None: None,
+        "bool": seen,
+        "bool of one head": seen[-1:, :1],
+        "bool of keys": seen[:, :1, :1],  # in the first sequence there is none
+        "a head's that hides everything": torch.arange(H).view(1, H, 1, 1).expand(1, H, 1, M) != 1,
+        "float": added,
+        "float, minus infinity": added.masked_fill(~seen, -math.inf),
+        "float, minus infinity, one for all": added.masked_fill(~seen, -math.inf)[:1, :1],
+        "one for all": added[:1, :1],
+        "expanded": added[:, :1].expand(-1, H, -1, -1),
+        "strided": added.transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": torch.randn(M, N).t()[None, None],
+    }[kind]
+
+
+def draw(case, dtype=torch.float32):
+    """What `attend` is given, by name."""
+    B, N, H, G, D, M = case.B, case.N, case.H, case.G, case.D, case.M or case.N
+    q = torch.randn(B, H, N, D)
+    k, v = torch.randn(3 if case.source else B, M, 2, G, D).permute(2, 0, 3, 1, 4)
+    if case.keys == "fused" and M == N and G == H:  # views of one product
+        q, k, v = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4)
+    if case.keys == "contiguous":
+        k, v = k.contiguous(), v.contiguous()
+    if case.keys == "of one sequence, across":
+        q = torch.randn(B, H, D, N).transpose(2, 3)
+        k, v = (torch.randn(1, H, M, D).expand(B, -1, -1, -1) for _ in range(2))
+    active = some_active(B, N, H, case.share, case.counts)
+    gates = None if case.gates is None else torch.rand(B, N if case.gates == "tokens" else 1, H)
+    how = dict(is_causal=case.is_causal, mask=draw_mask(case.mask, B, H, N, M))
+    if case.source:
+        how["source"] = torch.tensor(case.source, dtype=torch.int32)
+    q, k, v = ((x * scale).to(dtype) for x, scale in ((q, case.scale), (k, 1), (v, 1)))
+    return dict(q=q, k=k, v=v, gates=gates, active=active, **how)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    if gpu is not None:
+        module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
+        block = dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
+        monkeypatch.setattr(module, "blocks", lambda *shape: block)
+
+
+@pytest.fixture
+def backend(request):
+    request.param.skip_where_it_cannot_run()
+    kernels.use(request.param.path)
+    yield request.param
+    kernels.use(None)
+
+
+def on(*backends, **rest):
+    return pytest.mark.parametrize("backend", backends, ids=str, indirect=True, **rest)
+
+
+BACKENDS_AND_CASES = [(backend, name) for name, case in CASES.items() for backend in case.backends]
+
+
+@pytest.mark.parametrize("backend, name", BACKENDS_AND_CASES, ids=str, indirect=["backend"])
+def test_attend_equals_a_loop(backend, name, request):
+    case = CASES[name]
+    if case.small_blocks:
+        request.getfixturevalue("small_blocks")
+    given = draw(case, backend.dtype)
+    gates, active = given["gates"], given["active"]
+    if gates is not None and backend == TRITON:
+        gates *= active if case.gates == "tokens" else 1
+        first = tuple(active.nonzero()[0]) if case.gates == "tokens" else (0, 0, 0)
+        gates[first] = 0  # a head that runs with gate 0 has a gradient
+    do = torch.randn(case.B, case.N, case.H, case.D).to(backend.dtype)
+    got = outputs_and_gradients(backend, **given, do=do)
+
+    exact = {
+        key: x.detach().double().requires_grad_()
+        for key, x in given.items()
+        if key in ("q", "k", "v", "gates") and x is not None
+    }
+    o, lse = backends.attend_in_a_loop(**{**given, **exact})
+    grads = torch.autograd.grad(o, list(exact.values()), do.double())
+    if backend.path == "cpp":  # such rows are infinite, so that backward's exponential is 0
+        lse = lse.masked_fill(lse.isneginf(), math.inf)
+    want = dict(o=o, lse=lse) | {f"d{key}": grad for key, grad in zip(exact, grads)}
+    assert got["o"].dtype == backend.dtype and (got["lse"] is None or got["lse"].dtype == torch.float32)
+    for key, exactly in want.items():
+        have = got[key]
+        if have is None:  # the lse of plain PyTorch
+            continue
+        assert have.shape == exactly.shape, key
+        finite = exactly.isfinite()
+        assert torch.equal(have.isfinite(), finite) and torch.equal(have[~finite].double(), exactly[~finite]), key
+        if finite.any():
+            error, size = (have - exactly)[finite].abs().max(), exactly[finite].abs().max()
+            rounding = 1e-6 if backend in PAIRS else 0
+            assert error <= backend.tolerance * size.clamp_min(1e-3) + rounding, f"{key}: {error} of {size}"
+    off = ~active
+    assert not got["o"][off].any() and not got["dq"].transpose(1, 2)[off].any()
+    if case.gates == "tokens":
+        assert not got["dgates"][off].any()
+        assert backend != TRITON or got["dgates"][first] != 0
+
+
+def layer_tensors(case):
+    """x, w, bias, k, v, gates, wo, bias of the layer around `attend`, and the rest that `attend` is given."""
+    B, N, H, D, C = case.B, case.N, case.H, case.D, case.C
+    given = draw(case)
+    tensors = [
+        torch.randn(B * N, C), torch.randn(H * D, C) / C**0.5, torch.randn(H * D), given["k"], given["v"],
+        torch.rand(B * N, H), torch.randn(C, H * D) / (H * D) ** 0.5, torch.randn(C),
+    ]  # fmt: skip
+    return [t.detach().requires_grad_() for t in tensors], {
+        name: given[name] for name in ("active", "is_causal", "mask")
+    }
+
+
+OF_LAYERS = [(backend, name) for backend, name in BACKENDS_AND_CASES if backend in PAIRS]
+
+
+@pytest.mark.parametrize("backend, name", OF_LAYERS, ids=str, indirect=["backend"])
+def test_project_attend_combine_equal_a_loop(backend, name):
+    tensors, how = layer_tensors(CASES[name])
+    slope = torch.randn(len(tensors[0]), CASES[name].C)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    want = backends.layer_in_a_loop(*exact, **how)
+    want_grads = torch.autograd.grad((want * slope).sum(), exact)
+    y = backends.layer(*tensors, **how)
+    grads = torch.autograd.grad((y * slope).sum(), tensors)
+    for key, got, exactly in zip(("y", *"x w b k v gates wo bo".split()), (y, *grads), (want, *want_grads)):
+        assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-6, key
+
+
+@on(*PAIRS)
+def test_whole_sequences_with_keys_of_their_own(backend):
+    """Scope "sample": each sequence has heads of its own, and keys and values only of these."""
+    B, N, M, C, H, D = 3, 30, 21, 48, 4, 16
+    active = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0]]).bool().unsqueeze(1)  # nobody runs the last head
+    pairs, key_pairs = (kernels.list_pairs(active.expand(B, tokens, H)) for tokens in (N, M))
+    how = dict(active=active.expand(B, N, H), mask=torch.rand(B, H, N, M) < 0.6)
+    x, context, w = torch.randn(B * N, C), torch.randn(B * M, C), torch.randn(3, H * D, C) / C**0.5
+    gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
+    leaves = [t.requires_grad_() for t in (x, context, w, gates, wo)]
+    k, v = (kernels.project(context, part, None, key_pairs, H).view(1, -1, M, D) for part in w[1:])
+    source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
+    y = backends.layer(x, w[0], None, k, v, gates, wo, None, **how, source=source)
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+
+    x, context, w, gates, wo = exact = [t.detach().double().requires_grad_() for t in leaves]
+    k, v = (F.linear(context, part).view(B, M, H, D).transpose(1, 2) for part in w[1:])
+    want = backends.layer_in_a_loop(x, w[0], None, k, v, gates, wo, None, **how)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    for got, exactly in zip(grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
+        assert (got - exactly).abs().max() <= 1e-5 * exactly.abs().max()
+
+
+@on(*CPP16)
+def test_no_keys(backend):
+    """Nothing runs and nothing is read: what sequences that choose no routed head pass."""
+    pairs = kernels.list_pairs(torch.zeros(2, 40, 4, dtype=torch.bool))
+    q, (k, v) = torch.empty(0, 64, dtype=backend.dtype), torch.empty(2, 2, 1, 0, 64, dtype=backend.dtype)
+    rest = *pairs, 4, 40, torch.full((8,), -1, dtype=torch.int32), False, None
+    o, lse = OPS.attend(q, k, v, *rest)
+    assert [x.numel() for x in (o, lse, *OPS.attend_backward(q, q, k, v, o, lse, *rest))] == [0] * 5
+
+
+@on(TRITON)
+def test_no_pairs_and_no_keys(backend):
+    q, k = (torch.randn(1, 2, 3, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    none = list_for_triton(torch.zeros(1, 3, 2, dtype=torch.bool))
+    every = list_for_triton(torch.ones(1, 3, 2, dtype=torch.bool))
+    for keys, pairs in ((k, none), (k[:, :, :0], every), (k[:, :1, :0], none)):
+        o, lse = gpu.attend(q, keys, keys, None, *pairs)
+        assert o.shape == (1, 3, 32) and not o.any() and lse[: pairs[1][-1]].isneginf().all()
+        assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k)))
+    assert gpu.attend(q[:0], k[:0], k[:0], None, none[0], none[1][:1])[0].shape == (0, 3, 32)
+    assert gpu.attend(q[:, :, :0], k, k, None, *none)[0].shape == (1, 0, 32)
+
+
+LOWEST = [*((backend, torch.finfo(torch.float32).min) for backend in CPP16), (TRITON, -1e9), (TRITON, -1e12)]
+
+
+@pytest.mark.parametrize("backend, lowest", LOWEST, ids=str, indirect=["backend"])
+def test_a_finite_bias_hides_all_keys(backend, lowest, small_blocks):
+    """The mean of all values, as in PyTorch; the gradients of what has no digits left stay of its size."""
+    given = draw(Case((backend,), 2, 30, 4, 4, 16, counts=[[30, 30]] * 4), backend.dtype)
+    hidden = slice(None) if backend == TRITON else slice(4, 5)
+    given["mask"] = torch.zeros(2, 1, 30, 30)
+    given["mask"][:, :, hidden] = lowest
+    got = outputs_and_gradients(backend, **given, do=torch.ones(2, 30, 4, 16, dtype=backend.dtype))
+    mean = given["v"].float().mean(2).unsqueeze(1).expand(2, 30, 4, 16)
+    near = {} if backend == TRITON else dict(atol=backend.tolerance, rtol=0)
+    torch.testing.assert_close(got["o"][:, hidden].float(), mean[:, hidden], **near)
+    assert all(got[name].abs().max() < 1e4 for name in ("dq", "dk", "dv"))
+
+
+@on(*EVERY)
+def test_nan_stays_in_its_row(backend, small_blocks):
+    """A query that is not a number spoils its own output and no other."""
+    given = draw(Case((backend,), 2, 197 if backend.path == "cpp" else 40, 4, 4, 64, share=0.7), backend.dtype)
+    do = torch.randn(given["q"].transpose(1, 2).shape).to(backend.dtype)
+    clean = outputs_and_gradients(backend, **given, do=do)
+    given["q"] = given["q"].clone()
+    given["q"][1, 0, 7, 3] = math.nan  # head 0 runs for all tokens, and the first head's pairs come first
+    dirty = outputs_and_gradients(backend, **given, do=do)
+    rows = dict(o=(1, 7, 0), lse=given["q"].shape[2] + 7, dq=(1, 0, 7))
+    for name in ("o", "lse", "dq") if backend.path == "cpp" else ("o",):
+        have, want, row = dirty[name].clone(), clean[name].clone(), rows[name]
+        assert have[row].isnan().all(), name
+        have[row] = want[row] = 0
+        assert torch.equal(have, want) if backend.path == "cpp" else not have.isnan().any(), name
+
+
+@on(TRITON)
+def test_what_does_not_run_is_not_read(backend, small_blocks):
+    """NaN in the queries, gates and output gradients of heads that are off, and in keys that no token sees."""
+    given = draw(Case((backend,), 2, 37, 3, 3, 24, share=0.5, gates="tokens", is_causal=True))
+    given["active"][1, :, 2] = False
+    off, do = ~given["active"], torch.randn(2, 37, 3, 24)
+    expected = outputs_and_gradients(backend, **given, do=do)
+    given |= {name: given[name].clone() for name in ("q", "k", "v", "gates")}
+    given["q"].transpose(1, 2)[off] = given["gates"][off] = do[off] = math.nan
+    given["k"][1, 2] = given["v"][1, 2] = math.nan
+    for name, got in outputs_and_gradients(backend, **given, do=do).items():
+        assert got.equal(expected[name]), name
+
+
+@on(*TRITON16[1:])
+def test_sequences_far_apart(backend, small_blocks):
+    """2^31 numbers between two sequences, in memory that is hardly touched."""
+    B, N, H, D, far = 2, 9, 2, 16, 2**31
+    near = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4).half().to(DEVICE)
+    memory = torch.empty(far + near[:, 0].numel(), dtype=near.dtype, device=DEVICE)
+    apart = memory.as_strided(near.shape, (H * D, far, D, 3 * H * D, 1)).copy_(near)
+    pairs, do = list_for_triton(some_active(B, N, H, 0.5)), torch.randn(B, N, H * D, device=DEVICE).half()
+    results = []
+    for rows in (near, apart):
+        leaves = [x.detach().requires_grad_() for x in rows]
+        o = gpu.attend(*leaves, None, *pairs)[0]
+        results.append([o, *torch.autograd.grad(o, leaves, do)])
+    assert all(map(torch.equal, *results))
+
+
+SAME_BITS = [(CPP, 150), (TRITON, 37), *((backend, N) for backend in CPP16 for N in (197, 1030))]
+
+
+@pytest.mark.parametrize("backend, N", SAME_BITS, ids=str, indirect=["backend"])
+def test_same_bits(backend, N, small_blocks):
+    """For any number of threads, and on Triton twice."""
+    group, D = (1, 72) if backend == CPP else (2, 64)
+    case = Case((backend,), 2, N, 4, group, D, C=100)
+    if backend == TRITON:
+        case = Case((backend,), 2, N, 2, 2, 16, share=0.5, gates="tokens", is_causal=True)
+    given, (tensors, how) = draw(case, backend.dtype), layer_tensors(case)
+    do = torch.randn(given["q"].transpose(1, 2).shape).to(backend.dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append([*outputs_and_gradients(backend, **given, do=do).values()])
+            if backend == CPP:  # `project` and `combine` too
+                y = backends.layer(*tensors, **how)
+                slope = torch.linspace(-1, 1, y.numel()).view_as(y)
+                results[-1] += [y, *torch.autograd.grad((y * slope).sum(), tensors)]
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def arguments(dtype=torch.float32, B=2, N=37, C=40, H=3, G=3, D=24):
+    """Of the C++ operators, by name."""
+    pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
+    x, w, b = torch.randn(B * N, C), torch.randn(H * D, C), torch.randn(H * D)
+    gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
+    q, k, v = (torch.randn(shape).to(dtype) for shape in ((len(pairs.token), D), (B, N, G, D), (B, N, G, D)))
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    for t in (x, w, b, k, v, q, gates, wo):
+        t.requires_grad_()
+    return dict(
+        project=(x, w, b, *pairs, H),
+        attend=(q, k, v, *pairs, H, N, None, dtype != torch.float32, None),
+        combine=(q, gates, wo, None, *pairs, H),
+    )
+
+
+def arguments_of_triton():
+    q, k, v = (x.requires_grad_() for x in torch.randn(1, 6, 3, 2, 16, device=DEVICE).permute(2, 0, 3, 1, 4).unbind())
+    weights = torch.rand(1, 6, 2, device=DEVICE, requires_grad=True)
+    return q, k, v, weights, *list_for_triton(some_active(1, 6, 2, 0.5), tail=0)
+
+
+@pytest.mark.parametrize(
+    "backend, name",
+    [(CPP, "project"), (CPP, "attend"), (CPP, "combine"), *((backend, "attend") for backend in CPP16)],
+    ids=str,
+    indirect=["backend"],
+)
+def test_operators_are_registered_as_torch_asks(backend, name):
+    given = arguments(backend.dtype)[name]
+    torch.library.opcheck(getattr(OPS, name), given)
+    if name == "attend":
+        o, lse = OPS.attend(*given)
+        assert {x.dtype for x in (o, *OPS.attend_backward(o, *given[:3], o, lse, *given[3:]))} == {backend.dtype}
+
+
+@on(TRITON)
+def test_tritons_operators_are_registered_as_torch_asks(backend):
+    given, operators = arguments_of_triton(), torch.ops.moh_vision_triton
+    torch.library.opcheck(operators.attend.default, (*given, True, None))
+    mask = torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
+    torch.library.opcheck(operators.attend.default, (*given[:3], None, *given[4:], False, mask))
+    o, lse = gpu.attend(*given)
+    saved = [x.detach() for x in (o, *given[:3], o, lse, *given[3:])]
+    torch.library.opcheck(operators.attend_backward.default, (*saved, False, None))
+
+
+@on(TRITON)
+@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
+def test_triton_compiles_whole_and_checkpoints(backend, way):
+    *tensors, token, offsets = arguments_of_triton()
+    do = torch.randn(1, 6, 32, device=DEVICE)
+
+    def function(q, k, v, weights):
+        return gpu.attend(q * 2, k, v, weights, token, offsets, is_causal=True)[0] + 1
+
+    def checkpointed(*tensors):
+        return torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
+
+    other = torch.compile(function, fullgraph=True, backend="aot_eager") if way == "compiled" else checkpointed
+    outputs = [run(*tensors) for run in (function, other)]
+    results = [[o, *torch.autograd.grad(o, tensors, do)] for o in outputs]
+    assert all(map(torch.equal, *results))
+
+
+@on(TRITON)
+def test_every_operator_runs_with_tf32(backend):
+    """Set the newer way, after which torch.get_float32_matmul_precision raises."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        gpu.attend(*arguments_of_triton())[0].sum().backward()
+        x, weight = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((1, 6, 16), (4, 16)))
+        torch.ops.moh_vision_triton.route(x, weight, 4, 0, 2, "released", None)[0].sum().backward()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@on(TRITON)
+@pytest.mark.parametrize("kind, gates", [("none", None), ("causal", 1), ("bool", "tokens")])
+def test_second_derivatives_equal_the_loop(backend, kind, gates):
+    """Of a sum too, whose gradient has no graph; the list is longer than what runs."""
+    given = draw(Case((backend,), 2, 6, 4, 2, 16, share=0.5, gates=gates, is_causal=kind == "causal"))
+    if kind == "bool":
+        given["mask"] = torch.rand(2, 1, 6, 6) < 0.6
+    names = [name for name in ("q", "k", "v", "gates") if given[name] is not None]
+    for loss in (torch.Tensor.sum, lambda o: o.square().sum()):
+        results = []
+        for function, dtype in ((backends.attend_in_a_loop, torch.float64), (None, torch.float32)):
+            leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in names}
+            both = {**given, **leaves}
+            o, _ = function(**both) if function else backends.attend(backend, **both)
+            first = torch.autograd.grad(loss(o), list(leaves.values()), create_graph=True)
+            norm = sum(grad.square().sum() for grad in first)
+            results.append(torch.autograd.grad(norm, list(leaves.values())))
+        for name, want, got in zip(names, *results):
+            assert (got - want).abs().max() <= 1e-4 * want.abs().max().clamp(min=1e-3), name
+
+
+@on(CPP, *CPP16[:1])
+@pytest.mark.parametrize("size", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
+def test_masks_spread_over_every_dimension(backend, size):
+    B, H, N, D = 2, 3, 20, 16
+    pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
+    q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
+    mask = torch.randn(size)
+    got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
+    want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
+    near = 1e-5 if backend == CPP else 0.02
+    torch.testing.assert_close(got.float(), want, rtol=near, atol=near)
+
+
+@on(CPP)
+@pytest.mark.parametrize("size", [(3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)], ids=str)
+def test_masks_of_another_size_are_refused(backend, size):
+    q, k, v, token, offsets, *_ = arguments(N=5, D=16)["attend"]
+    with pytest.raises((RuntimeError, IndexError)):
+        kernels.attend(q, k, v, (token, offsets), 3, 5, mask=torch.zeros(size))
+
+
+@on(CPP)
+def test_other_dtypes_are_refused_by_name(backend):
+    x, *rest = arguments()["project"]
+    with pytest.raises(RuntimeError, match="x is Double, not float32"):
+        OPS.project(x.double(), *rest)
+
+
+@on(TRITON)
+def test_other_operands_are_refused(backend):
+    q, k, v, weights, token, offsets = arguments_of_triton()
+    for wrong in (
+        (q, k.double(), v, weights, token, offsets),
+        (q, k[:, :, :, :8], v, weights, token, offsets),
+        (q, k, v, weights.double(), token, offsets),
+        (q, k, v, weights[:, :2], token, offsets),
+        (q, k, v, weights, token.long(), offsets),
+        (q, k, v, weights, token, offsets[1:]),
+        (q, k, v, weights, token, offsets, False, torch.ones(6, 6)),
+        (q, k, v, weights, token, offsets, False, torch.ones(1, 1, 6, 6, requires_grad=True)),
+    ):
+        with pytest.raises(ValueError):
+            gpu.attend(*wrong)
+
+
+@on(*PAIRS)
+def test_one_token_leaves_the_bias_as_it_is(backend):
+    """A bias [C] spread over one token is its own memory, which sums must not go into."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    torch.nn.init.normal_(layer.proj.bias)
+    before = [p.clone() for p in layer.parameters()]
+    x = torch.randn(1, 1, 32)
+    with torch.no_grad():
+        y = layer(x)[0]
+        layer.executor = "reference"
+        torch.testing.assert_close(y, layer(x)[0])
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+
+
+@on(*PAIRS)
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_a_context_for_all_sequences_and_one_of_another_width(scope, backend):
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), scope=scope, executor="packed")
+    x, context = torch.randn(3, 7, 32), torch.randn(1, 5, 32)
+    y = layer(x, context)[0]
+    torch.testing.assert_close(y, layer(x, context.expand(3, -1, -1).contiguous())[0])
+    with pytest.raises(RuntimeError):
+        layer(x, torch.randn(3, 5, 48))
+    layer.executor = "masked"
+    empty = torch.randn(3, 0, 32)
+    want = layer(x, empty)[0]
+    layer.executor = "packed"
+    assert torch.equal(layer(x, empty)[0], want)
+
+
+@on(*PAIRS)
+def test_gates_that_are_0_and_1(backend):
+    """As a bool, which query_norm hands on where no gradient is asked for."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), router="query_norm", executor="packed")
+    x = torch.randn(2, 7, 32)
+    with torch.no_grad():
+        routing, q = layer.route(x)
+        call, outputs = Call(x, Routing(routing.active, routing.active, routing.stats), q=q), []
+        for layer.executor in ("packed", "reference"):
+            heads = layer.choose(call)
+            outputs.append(heads.combine(heads.attend(*heads.project())))
+        torch.testing.assert_close(*outputs)
+
+
+@on(CPP)
+def test_compiled_with_tokens_that_lie_across(backend):
+    """Shapes without values must have the strides of the values, or a compiled backward fails."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 32, 20, requires_grad=True)
+    grads = [torch.autograd.grad(f(x.transpose(1, 2))[0].square().sum(), x)[0] for f in (layer, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+@on(*PAIRS)
+def test_backward_under_autocast(backend):
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    y = layer(x)[0].square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        (got,) = torch.autograd.grad(y, x)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+@on(CPP)
+@pytest.mark.parametrize("isa", ["avx2", pytest.param("default", marks=pytest.mark.slow)])
+def test_smaller_instruction_sets(isa, backend):
+    """The library for an older processor, compiled and held to the same loop."""
+    environment = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": isa,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    code = (
+        "import torch, test_operators as t; from moh_vision.attention import kernels; "
+        "from moh_vision.attention.kernels.__main__ import main; assert main([]) == 0; kernels.use('cpp'); "
+        "[(torch.manual_seed(0), t.test_project_attend_combine_equal_a_loop(*given)) for given in t.OF_LAYERS"
+        " if given[0] == t.CPP]; "
+        "print(torch.backends.cpu.get_cpu_capability())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT / "tests/attention", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1].lower() == isa
