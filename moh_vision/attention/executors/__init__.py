@@ -1,8 +1,8 @@
 """Executors do the work of equation (*) in three steps, `project`, `attend`, `combine`, and all equal `Reference`.
 
     Masked          all heads, by one fused call
-    Sequences       whole heads of every sequence, in plain PyTorch on any device
-    WholeSequences  the same by the C++ operators
+    Sequences       whole heads of every sequence, on any device: products of PyTorch, attention by C++ where it can
+    WholeSequences  the same in float32, all by the C++ operators
     Tokens          the pairs of heads and tokens that run, by the C++ operators
     OnGpu           the same by Triton: attention alone
     Unfused, Reference   all heads, step by step
