@@ -12,10 +12,9 @@ import statistics
 
 from moh_vision.analysis.search import compare, search_budget
 from moh_vision.classification.calibration import open_calibration
-from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.config import parse_validation
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.classification.validate import open_model, validate
-from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.run import make_accelerator
 
 IMAGES = 512  # of the search
@@ -25,9 +24,9 @@ SHARES = (0.75, 0.5)
 def scores(run, rest):
     """(top-1 as trained, {share: {budget: (top-1, active heads per layer)}})"""
     argv = ["--checkpoint", run, *rest]
-    config, flags = parse_config(ClsConfig, argv, "search", to_validate=True)
+    config = parse_validation(argv, "search")
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
-    dense, _, val, transform = open_model(config, flags, accelerator, "val")
+    dense, _, val, transform = open_model(config, accelerator, "val")
 
     def top1(model):
         return validate(ClassificationTask(model, 0.0), val, transform, config.data, accelerator)[0]["top1"]

@@ -17,22 +17,21 @@ import yaml
 
 import moh_vision
 from moh_vision.analysis.macs import PAPERS, _image_models, count
-from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, SampleConfig
-from moh_vision.engine.command_line import RUN_FLAGS, VALIDATION_FLAGS, _parser
-from moh_vision.engine.key_help import key_groups
+from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.language.config import LanguageConfig
 
 PAGES = Path(__file__).parent / "reference"
 PACKAGE = Path(moh_vision.__file__).parent
 SCRIPTS = {
-    "train_cls.py": ("classification.train", ClsConfig, RUN_FLAGS),
-    "validate.py": ("classification.validate", None, VALIDATION_FLAGS),
-    "train_dit.py": ("diffusion.train", DitConfig, RUN_FLAGS),
-    "sample.py": ("diffusion.sample", SampleConfig, ()),
-    "train_text.py": ("language.train", LanguageConfig, RUN_FLAGS),
+    "train_cls.py": ("classification.train", ClsConfig),
+    "validate.py": ("classification.validate", ValidateConfig),
+    "train_dit.py": ("diffusion.train", DitConfig),
+    "sample.py": ("diffusion.sample", SampleConfig),
+    "train_text.py": ("language.train", LanguageConfig),
 }
-HEAD = "<!-- Written by docs/make_reference.py; change the docstrings instead. -->\n"
+HEAD = "<!-- Written by docs/make_reference.py; change the code instead. -->\n"
 
 
 def config_page() -> str:
@@ -43,18 +42,19 @@ def config_page() -> str:
         "A key that has no effect beside the others is refused by name. An empty default is null.\n"
     )
     seen: Dict[tuple, str] = {}
-    for script, (_, kind, flags) in SCRIPTS.items():
-        if kind is None:
-            continue
+    for script, (_, kind) in SCRIPTS.items():
         parts.append(f"## {script}\n")
-        for title, keys in key_groups(_parser(kind, script, flags)):
-            new = [key for key in keys if key not in seen]
+        for title, keys in groups_of(kind):
+            rows = {
+                name: f"| {_cell(k.allowed)} | {_code(default_of(k))} | {_cell(k.text)} |" for name, k in keys.items()
+            }
+            new = [row for row in rows.items() if row not in seen]
             if not new:
                 continue
-            shared = sorted({seen[key] for key in keys if key in seen})
+            shared = sorted({seen[row] for row in rows.items() if row in seen})
             seen.update(dict.fromkeys(new, script))
             parts.append(f"**{title}**" + (f", and those of {', '.join(shared)}" if shared else "") + "\n")
-            rows = [f"| `{k.name}` | {_cell(k.kind)} | {_code(k.default)} | {_cell(k.text)} |" for k in new]
+            rows = [f"| `{name}` {row}" for name, row in new]
             parts.append("\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
@@ -78,7 +78,7 @@ def commands_page() -> str:
         "# Commands\n",
         "The scripts; each is a module too. Their options are [configuration keys](config.md).\n",
     ]
-    rows = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, *_) in SCRIPTS.items()]
+    rows = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, _) in SCRIPTS.items()]
     parts.append("\n".join(["| script | module |", "|---|---|", *rows]) + "\n")
     for name in commands():
         module = importlib.import_module(f"moh_vision.{name}")
@@ -103,7 +103,7 @@ def models_page() -> str:
     papers = yaml.safe_load((PACKAGE / "analysis" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (
         ("Image models: `timm.create_model(name)`", _image_models(), 1e9),
-        ("Text models: `moh_vision.models.moh_text.create_text_model(name)`", list(PAPERS), 1e6),
+        ("Text models: `moh_vision.language.create_text_model(name)`", list(PAPERS), 1e6),
     ):
         images = unit == 1e9
         columns = ["name", "parameters, M", *(["active heads, %"] if images else []), f"{'G' if images else 'M'}MACs"]

@@ -187,7 +187,7 @@ def save_pipeline(run: ScoredRun, file: Path, folder: Path, scored: Optional[Sco
 
     drawn = scored.sampling if scored is not None else {}
     draws = {key: drawn[key] for key in ("sampler", "steps", "cfg_scale") if drawn.get(key) is not None}
-    config = SampleConfig(str(file), num_images=0, save_pipeline=str(folder), **draws)
+    config = SampleConfig(checkpoint=str(file), num_images=0, save_pipeline=str(folder), **draws)
     pipe, _ = open_pipeline(config)
     if pipe.vae is not None:
         pipe.vae.register_to_config(_name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or ""))

@@ -65,7 +65,7 @@ def test_runs(code):
     assert files and not ("*" in name and options)
     for file in files:
         kind = KINDS[file.parent.name]
-        config = parse_config(kind, ["--config", str(file), *options], "test")[0]
+        config = parse_config(kind, ["--config", str(file), *options], "test")
         if kind is LanguageConfig:
             assert config.model.pretrained or preset_config(config.model.name)
         else:
@@ -105,7 +105,7 @@ def test_a_wrong_name_is_found(capsys):
 
 def made(code):
     name, *options = shlex.split(code)
-    config = parse_config(KINDS[name[:3]], ["--config", name, *options], "test")[0]
+    config = parse_config(KINDS[name[:3]], ["--config", name, *options], "test")
     with torch.device("meta"):
         return timm.create_model(config.model.name, **config.model.arguments())
 

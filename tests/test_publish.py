@@ -60,7 +60,7 @@ def same(published, run, **inputs):
 runs = sys.argv[1]
 space = of_card("cls")
 same(space["model"], f"{runs}/cls", x=torch.randn(3, 1, 8, 8))
-config, _ = parse_config(ClsConfig, ["--checkpoint", f"{runs}/cls"], "", to_validate=True)
+config = parse_config(ClsConfig, ["--config", f"{runs}/cls/config.yaml"], "")
 own = classification_transforms(config.data, space["model"].pretrained_cfg, 8, 1)[1]
 image = Image.open("image.png")
 assert torch.equal(own(image), space["transform"](image.convert("L")))

@@ -4,10 +4,9 @@ from typing import Optional, Tuple
 
 from torch import nn
 
-from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.config import parse_validation
 from moh_vision.classification.predict import class_names
 from moh_vision.classification.validate import open_classifier
-from moh_vision.engine.command_line import parse_config
 
 PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -27,8 +26,7 @@ def open_prepared(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dic
         ValueError, FileNotFoundError: in one line, see `open_classifier`.
     """
     argv = ["--checkpoint", path, *(["--model.name", name] if name else [])]
-    config, flags = parse_config(ClsConfig, argv, "export", to_validate=True)
-    model, about = open_classifier(config, flags)
+    model, about = open_classifier(parse_validation(argv, "export"))
     classes = class_names(about["classes"], model.num_classes)
     named = dict(architecture=about["name"], classes=classes, weights=str(about["weights"]))
     return model, {**named, **{key: model.pretrained_cfg[key] for key in PREPARED}}

@@ -81,10 +81,10 @@ def train(run: Run) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data
-    name, arguments = described(config, "classifier", run.flags.fresh)
+    name, arguments = described(config, "classifier", config.fresh)
     with accelerator.main_process_first():
-        source, val = open_splits(d.root, run.index_dir, open_stream(d, run.flags.given, accelerator))
-    record = DataRecord(d.root, run.flags.allow_change, train=source, val=val)
+        source, val = open_splits(d.root, run.index_dir, open_stream(d, config.given, accelerator))
+    record = DataRecord(d.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
@@ -97,9 +97,9 @@ def train(run: Run) -> None:
     checkpoint = run.take_up(stop)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
+    elif config.init_from or not config.dry_run:  # weights of model.pretrained fit, and may have to be fetched
         load_source(model, config, source.classes, say)
-    if run.flags.dry_run:
+    if config.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         return say(describe(name, model, torch.zeros(1, source.channels, img_size, img_size)))
     train_only(model, config.train_only)

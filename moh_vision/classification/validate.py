@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
-from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.config import ValidateConfig, parse_validation
 from moh_vision.classification.labels import (
     IMAGENET,
-    Labels,
     SomeClasses,
     image_names,
     open_labelled,
@@ -34,7 +33,6 @@ from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
-from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BUILD, BadData, Progress, message_of, reason_of, refuse_output, user_errors
 from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib, write_json
@@ -47,13 +45,6 @@ from moh_vision.models.class_names import listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import taken_for, to_validate
-
-FLAGS = (
-    ("head_load", Optional[str], None, "JSON, which heads the tokens of each class ran; must not exist"),
-    ("labels", Optional[Labels], None, "ImageNet's ReaL, V2, A, R or Sketch (docs/guides/validation.md)"),
-    ("predictions", Optional[str], None, "CSV, each image with its class and the predicted one; must not exist"),
-    ("score_file", Optional[str], None, "JSON with the scores; must not exist"),
-)
 
 
 def validate(
@@ -70,7 +61,7 @@ def validate(
         task: as accelerate prepared it, or bare; it is left in eval mode.
         source: see `data.splits.open_source`; of several labels of an image (`Relabelled`) the likeliest is taken.
         transform: PIL image -> tensor, without randomness.
-        data: a `ClsDataConfig`.
+        data: an `EvalDataConfig`.
         accelerator: accelerate's Accelerator.
         progress: puts a bar around batches.
 
@@ -205,25 +196,24 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
             say(f"{run / name} could not be written: {message_of(error)}")
 
 
-def open_classifier(config, flags, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
+def open_classifier(config: ValidateConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
     """The classifier that --checkpoint means.
 
     A run brings its model, and so does a folder that timm or moh_vision.publish has saved, with what is done to its images.
     --model.head_budget then changes how many routed heads run (`set_head_budget`); any other option of the model is refused.
 
     Args:
-        config: a `ClsConfig`.
-        flags: `Flags`; its checkpoint is such a folder, or what `models.weights.to_validate` takes.
+        config: its checkpoint is such a folder, or what `models.weights.to_validate` takes.
         images: as many as there are.
         **arguments: of a model that the checkpoint does not bring, beside those of the configuration.
 
     Returns:
-        (model in eval mode, prepared by `ClsDataConfig.prepare`; what `to_validate` says of it, with img_size)
+        (model in eval mode, prepared by `EvalDataConfig.prepare`; what `to_validate` says of it, with img_size)
 
     Raises:
         ValueError, FileNotFoundError: for weights that are not there or do not fit.
     """
-    path, data = flags.checkpoint, config.data
+    path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
     saved = (Path(path) / "config.json").is_file()
@@ -235,16 +225,16 @@ def open_classifier(config, flags, images: int = 1, **arguments) -> Tuple[nn.Mod
         plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, which is called so
         about.update(of_run=True, classes=cfg.get("label_names"), name=(plain or name).split(".")[0])
         model.pretrained_cfg = cfg
-        if "data.augment" not in flags.given:
+        if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
     if about["of_run"]:
-        for key in sorted(flags.given):
+        for key in sorted(config.given):
             if key.partition(".")[0] == "model" and key != "model.head_budget":
                 raise ValueError(
                     f"{key} has no effect: --checkpoint {path} brings its model, {about['name']}; "
                     "allowed is model.head_budget"
                 )
-        if "model.head_budget" in flags.given and config.model.head_budget is not None:
+        if "model.head_budget" in config.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
     data.prepare(model, about["arguments"].get("img_size"), about["classes"])
     return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
@@ -263,11 +253,11 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
         ) from None
 
 
-def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
+def open_model(config: ValidateConfig, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
     """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`, or what --labels are for.
 
     Args:
-        config, flags: see there.
+        config: see there.
         accelerator: accelerate's Accelerator.
         split: "train" or "val".
 
@@ -278,15 +268,15 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
         ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
     """
     with accelerator.main_process_first():
-        if flags.labels:
-            source = open_labelled(config.data.root, flags.labels, index_dir(config.output))
+        if config.labels:
+            source = open_labelled(config.data.root, config.labels, index_dir(config.output))
         else:
             source = open_source(config.data.root, split, index_dir(config.output))
-    classes = IMAGENET if flags.labels else source.classes
-    model, about = open_classifier(config, flags, len(source), in_chans=source.channels, num_classes=len(classes))
-    named = f"--checkpoint {flags.checkpoint}"
-    if flags.labels:
-        refuse_other_classifier(model, about["classes"], named, flags.labels)
+    classes = IMAGENET if config.labels else source.classes
+    model, about = open_classifier(config, len(source), in_chans=source.channels, num_classes=len(classes))
+    named = f"--checkpoint {config.checkpoint}"
+    if config.labels:
+        refuse_other_classifier(model, about["classes"], named, config.labels)
     else:
         check_same_classes(about["classes"] or source.classes, named, source, config.data.root)
         if model.num_classes != len(classes):
@@ -294,7 +284,7 @@ def open_model(config, flags, accelerator, split: str) -> Tuple[nn.Module, dict,
     return model, about, source, validation_transform(model.pretrained_cfg)
 
 
-def report(config, flags, accelerator) -> None:
+def report(config: ValidateConfig, accelerator) -> None:
     """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
 
     With --labels the scores are of that data set, see `open_labelled`. --score-file FILE gets them too, --head-load FILE
@@ -305,31 +295,31 @@ def report(config, flags, accelerator) -> None:
     Raises:
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    model, about, val, transform = open_model(config, flags, accelerator, "val")
-    names = image_names(config.data.root, val) if flags.predictions else []
-    task = SomeClasses(model, val.columns) if flags.labels else ClassificationTask(model, 0.0)
+    model, about, val, transform = open_model(config, accelerator, "val")
+    names = image_names(config.data.root, val) if config.predictions else []
+    task = SomeClasses(model, val.columns) if config.labels else ClassificationTask(model, 0.0)
     os.environ.setdefault(BUILD, "auto")
     task = accelerator.prepare_model(task, evaluation_mode=True)
     main = accelerator.is_main_process
     progress = partial(Progress.over, enabled=main)
     scores, load, predictions = validate(task, val, transform, config.data, accelerator, progress)
-    split, files = flags.labels or "val", []
+    split, files = config.labels or "val", []
     of = dict(model=about["name"], data=config.data.root, split=split, weights=str(about["weights"]))
     # Before anything is printed: who reads it may have gone.
-    if flags.head_load and main:
+    if config.head_load and main:
         load.of = of
-        load.save(Path(flags.head_load))
-        files.append(f"head load: {flags.head_load}")
-    if flags.predictions and main:
-        write_predictions(Path(flags.predictions), predictions, names, val.classes)
+        load.save(Path(config.head_load))
+        files.append(f"head load: {config.head_load}")
+    if config.predictions and main:
+        write_predictions(Path(config.predictions), predictions, names, val.classes)
         wrong = int((predictions[:, 1] != predictions[:, 2]).sum())
-        files.append(f"predictions: {flags.predictions}, {wrong} of {len(predictions)} are wrong")
-    if flags.score_file and main:
-        write_json(Path(flags.score_file), dict(of, img_size=about["img_size"], **scores))
-        files.append(f"scores: {flags.score_file}")
-    model_and_size = f"{about['name']}, {about['img_size']} px{f', labels {split}' if flags.labels else ''}"
+        files.append(f"predictions: {config.predictions}, {wrong} of {len(predictions)} are wrong")
+    if config.score_file and main:
+        write_json(Path(config.score_file), dict(of, img_size=about["img_size"], **scores))
+        files.append(f"scores: {config.score_file}")
+    model_and_size = f"{about['name']}, {about['img_size']} px{f', labels {split}' if config.labels else ''}"
     say(f"{about['weights']} ({model_and_size}): {summary(scores)}")
-    if flags.labels and len(val) < len(val.source):
+    if config.labels and len(val) < len(val.source):
         left = len(val.source) - len(val)
         say(f"{left} images of {len(val.source)} have no label and are left out")
     heads = ", ".join(f"{a:g}" for a in scores["active_heads"])
@@ -342,15 +332,13 @@ def report(config, flags, accelerator) -> None:
 def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
     with StopSignals():
         with user_errors(name):
-            config, flags = parse_config(ClsConfig, argv, name, to_validate=True, more=FLAGS)
-            refuse_output("--head-load", flags.head_load)
-            refuse_output("--score-file", flags.score_file)
-            refuse_output("--predictions", flags.predictions)
-            if flags.predictions and not flags.predictions.endswith(".csv"):
-                raise ValueError(f"--predictions {flags.predictions}: expected a name that ends in .csv")
+            config = parse_validation(argv, name)
+            refuse_output("--head-load", config.head_load)
+            refuse_output("--score-file", config.score_file)
+            refuse_output("--predictions", config.predictions)
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
         with user_errors(name), user_errors(name, (BadData,), every_rank=True):
-            report(config, flags, accelerator)
+            report(config, accelerator)
         finish(accelerator)
 
 

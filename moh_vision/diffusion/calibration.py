@@ -11,7 +11,7 @@ from torch import Tensor
 from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
 from moh_vision.data.batches import BadSamples, calibration_halves
-from moh_vision.diffusion.config import DitConfig, SampleConfig
+from moh_vision.diffusion.config import CalibrationConfig, DitConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
@@ -41,25 +41,22 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
         ValueError, FileNotFoundError: in one line.
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    config, flags = parse_config(DitConfig, argv, "search", to_validate=True)
-    for key in sorted(flags.given):
-        if key.partition(".")[0] == "model":
-            raise ValueError(f"{key} has no effect: a diffusion run, {flags.checkpoint}, brings its model")
+    config = parse_config(CalibrationConfig, argv, "search", runs=DitConfig)
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     d = config.data
-    model, about = from_run(flags.checkpoint, "diffusion")
+    model, about = from_run(config.checkpoint, "diffusion")
     objective = make_objective(about["config"])
     inputs = open_inputs(d.root, config.vae, d.img_size, "none", index_dir(config.output), accelerator.device)
     sizes = [about["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
     given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
     if sizes != given:
         raise ValueError(
-            f"data.root {d.root} has side, channels and classes {given}, the model of {flags.checkpoint} takes {sizes}"
+            f"data.root {d.root} has side, channels and classes {given}, the model of {config.checkpoint} takes {sizes}"
         )
     trained, made = about.get("vae") and LatentSpace(**about["vae"]), inputs.space
     if (trained and trained.sha256) != (made and made.sha256):
         raise ValueError(
-            f"data.root {d.root}: latents of the VAE {made}, {flags.checkpoint} was trained on those of {trained}"
+            f"data.root {d.root}: latents of the VAE {made}, {config.checkpoint} was trained on those of {trained}"
         )
     unreadable = BadSamples(len(inputs.source), d.max_bad_fraction)
     halves = calibration_halves(inputs.dataset(0, objective.draw, 0.0), images, d.workers, unreadable)
@@ -105,7 +102,7 @@ def open_scored(argv: List[str]) -> Scored:
         raise ValueError("head_budget has no effect: --shares says how many heads run")
     if "score" not in given:
         raise ValueError("--score REFERENCE is needed, as sample.py takes it")
-    config, _ = parse_config(SampleConfig, argv, "budget_curve")
+    config = parse_config(SampleConfig, argv, "budget_curve")
     accelerator = make_accelerator(config.mixed_precision)
     pipe, about = open_pipeline(config)
     classes, device = about["classes"], accelerator.device

@@ -53,7 +53,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     # ---------------------------------------------------------------- set-up
     held = contextlib.ExitStack()
     with user_errors(NAME):
-        config, _ = parse_config(SampleConfig, argv, NAME)
+        config = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
         refuse_missing("--checkpoint", config.checkpoint)
         if accelerator.is_main_process:

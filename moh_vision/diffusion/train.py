@@ -47,11 +47,11 @@ def train(run: Run) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
-    name, arguments = described(config, "diffusion", run.flags.fresh)
+    name, arguments = described(config, "diffusion", config.fresh)
     if not d.exact_order and is_latent_cache(d.root):
         raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
-        stream = open_stream(d, run.flags.given, accelerator)
+        stream = open_stream(d, config.given, accelerator)
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
@@ -71,13 +71,13 @@ def train(run: Run) -> None:
     checkpoint = run.take_up(config.max_steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from or not run.flags.dry_run:  # weights of model.pretrained fit, and may have to be fetched
+    elif config.init_from or not config.dry_run:  # weights of model.pretrained fit, and may have to be fetched
         load_source(model, config, classes, say)
         origin = config.model.pretrained or config.init_from
         before = trained_objective(origin) if origin else objective.name
         if before != objective.name:
             say(f"{origin} was trained with objective {before}, this run with {objective.name}")
-    if run.flags.dry_run:
+    if config.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         zeros = torch.zeros(1, dtype=torch.long)
         example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
@@ -120,7 +120,7 @@ def train(run: Run) -> None:
         share_strongest_heads(
             model, inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
         )
-    run.open(DataRecord(d.root, run.flags.allow_change, train=source))
+    run.open(DataRecord(d.root, config.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())

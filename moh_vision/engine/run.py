@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
@@ -22,12 +21,13 @@ from torch import nn
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
-from moh_vision.engine.command_line import changed_keys, parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, message_of, refuse_unwritable, user_errors
+from moh_vision.engine.command_line import dump, load, parse_config
+from moh_vision.engine.commands import MISTAKES, BadData, refuse_unwritable, user_errors
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.ending import ending
 from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
+from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import open_log, write_json
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import by_main, say
@@ -64,7 +64,7 @@ class Run:
         attention: `moh_vision.attention.settings`. The run keeps them, see `keep_settings`.
 
     Attributes:
-        config, flags: of the command line, see `parse_config`.
+        config: of the command line, a `RunConfig`.
         settings: an `AttentionRecord`, or None on a device without operators.
         accelerator: accelerate's Accelerator.
         folder: of the run.
@@ -83,7 +83,7 @@ class Run:
         with contextlib.ExitStack() as held:
             self.signals = held.enter_context(StopSignals())
             with user_errors(self.name):
-                self.config, self.flags = parse_config(self.kind, self.argv, self.name)
+                self.config = parse_config(self.kind, self.argv, self.name)
                 c = self.config
                 self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
                 self.settings = self._take_settings(held)
@@ -121,8 +121,8 @@ class Run:
         Raises:
             ValueError: see the function `take_up`.
         """
-        c, f = self.config, self.flags
-        found = take_up(c.output, steps, f.fresh, self.accelerator, self._held, lock=not f.dry_run)
+        c = self.config
+        found = take_up(c.output, steps, c.fresh, self.accelerator, self._held, lock=not c.dry_run)
         self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
@@ -170,13 +170,13 @@ class Run:
         """
         c = self.config
 
-        def changed(earlier: dict, new: dict) -> List[str]:
-            differences = changed_keys(earlier, new, self.flags.allow_change)
+        def changed(earlier: dict) -> List[str]:
+            differences = changed_keys(earlier, c, c.allow_change)
             self._earlier_stop = earlier.get("max_steps")
             return differences
 
         records = dict(data=data, attention=self.settings)
-        about = (changed, self.flags.fresh, self.accelerator, self._held, bool(self.checkpoint))
+        about = (changed, c.fresh, self.accelerator, self._held, bool(self.checkpoint))
         self.folder = open_run(c.output, c.tree(), *about, **records)
         self._records = records.values()
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
@@ -362,11 +362,11 @@ class Run:
 
     def _take_settings(self, held: contextlib.ExitStack) -> Optional[AttentionRecord]:
         """Use the settings of attention that the run in config.output keeps, before any model runs."""
-        folder, flags = Path(self.config.output), self.flags
-        goes_on = (folder / CONFIG).exists() and not flags.fresh
+        c, folder = self.config, Path(self.config.output)
+        goes_on = (folder / CONFIG).exists() and not c.fresh
         earlier = folder if goes_on else None
-        settings = keep_settings(self.attention, earlier, self.accelerator, held, flags.allow_change)
-        if settings and flags.dry_run:
+        settings = keep_settings(self.attention, earlier, self.accelerator, held, c.allow_change)
+        if settings and c.dry_run:
             say(settings.line)
         return settings
 
@@ -451,7 +451,7 @@ def take_up(
 def open_run(
     output: str,
     config: dict,
-    changed: Callable[[dict, dict], List[str]],
+    changed: Callable[[dict], List[str]],
     fresh: bool,
     accelerator,
     held: contextlib.ExitStack,
@@ -464,7 +464,7 @@ def open_run(
     Args:
         output: the folder.
         config: the resolved configuration, written to config.yaml.
-        changed: (saved, new) -> descriptions of differences that make it another run.
+        changed: saved configuration -> descriptions of differences that make it another run.
         fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
         accelerator: its main process writes, the others wait.
         held: releases the lock on the folder when it is closed.
@@ -482,11 +482,8 @@ def open_run(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file")
     if there:
-        try:
-            earlier = yaml.safe_load(saved.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{saved}: not readable as YAML: {message_of(error)}") from None
-        differences = changed(earlier, config)
+        earlier = load(saved.read_text(errors="surrogateescape"), str(saved))
+        differences = changed(earlier)
         differences += attention.settle(build=not differences) if attention else []
         if differences and only_records(folder):
             say(f"{output}: no step was done there; it starts over with {'; '.join(differences)}")
@@ -529,7 +526,7 @@ def open_run(
 
 def write_records(folder: Path, config: dict, *records) -> None:
     """Write config.yaml and what else a run is compared with when it goes on; None among the records is left out."""
-    write_whole(folder / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    write_whole(folder / CONFIG, dump(config))
     for record in filter(None, records):
         record.save(folder)
 

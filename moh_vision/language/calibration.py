@@ -38,9 +38,9 @@ def open_parts(argv: List[str], command: str, training: bool) -> Tuple[LanguageC
     _, path, *options = argv
     file = weights_file(path)
     folder = run_of(file)
-    config, flags = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
-    for key in sorted(flags.given):
-        if key.partition(".")[0] not in ("config", "data", "mixed_precision", "tf32"):
+    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
+    for key in sorted(config.given):
+        if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )

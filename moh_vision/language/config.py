@@ -5,36 +5,39 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Dict, List, Literal, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Tuple
 
-from moh_vision.engine.config import HeadBudgets, OptimConfig, RunConfig, check, plain, read_head_budget
+from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig, read_head_budget
+from moh_vision.engine.keys import Section, key, plain
 
 GATE_MODES = ("soft", "argmax", "random")
+TRANSLATES = "model.name=mt_*"
+CAUSAL = "model.name=clm_*"
+MODELS = "model.name=clm_* or model.name=mlm_*"
+OWN_WORDS = "not .tokenizer; not .vocab_size"
 
 
 @dataclass
-class TextModelConfig:
-    """The model; its name also says the task: mt_* translates, mlm_* fills in masked tokens, clm_* continues a text.
+class TextModelConfig(Section):
+    """The model; its name also says the task: mt_* translates, mlm_* fills in masked tokens, clm_* continues a text."""
 
-    Args:
-        name: a preset of moh_vision.language.models.create.
-        head_budget: of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", a list with one
-            [shared, routed] per layer, or of LLaMA-style models "searched:FILE".
-        kwargs: further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}.
-        pretrained: start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name
-            on the Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that
-            of data.tokenizer.
-        convert: arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays
-            as it is.
-    """
+    section = "model"
 
-    name: str = "mt_transformer_base"
-    head_budget: Optional[HeadBudgets] = None
-    kwargs: Optional[Dict[str, Any]] = None
-    pretrained: Optional[str] = None
-    convert: Optional[Dict[str, Any]] = None
+    name: str = key("mt_transformer_base")
+    """A preset of moh_vision.language.models.create."""
+    head_budget: Optional[HeadBudgets] = key(None)
+    """Of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", a list with one [shared,
+    routed] per layer, or of LLaMA-style models "searched:FILE"."""
+    kwargs: Optional[Dict[str, Any]] = key(None)
+    """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
+    pretrained: Optional[str] = key(None)
+    """Start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name on the
+    Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that of
+    data.tokenizer."""
+    convert: Optional[Dict[str, Any]] = key(None)
+    """Arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays as it is."""
 
-    def __post_init__(self):
+    def agree(self):
         self.head_budget = read_head_budget(self.head_budget)
         for place in ("kwargs", "convert"):
             if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
@@ -55,83 +58,71 @@ class TextModelConfig:
 
 
 @dataclass
-class TextDataConfig:
-    """The text and its vocabulary.
+class TextDataConfig(Section):
+    """The text and its vocabulary."""
 
-    Args:
-        root: a folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the
-            other, or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set. For causal
-            language models also with token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document.
-        mixture: causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
-            drawn, a source has the share weight / sum of weights. A root that is not absolute is inside data.root, where
-            val and test are.
-        source: language translated from.
-        target: language translated into.
-        train: name of the training split.
-        val: name of the one that is looked at while training.
-        test: name of the one that is scored at the end too; left out: none.
-        tokenizer: take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split.
-            Left out with init_from of a run: that run's. Causal language models also take a foreign tokenizer.json, or
-            the folder of a transformers tokenizer.
-        vocab_size: causal language models: tokens of the model; without data.tokenizer all that is known of token ids, with it
-            at least as many as it has.
-        bin_dtype: of SPLIT.bin files that have no SPLIT.json which says it.
-        merges: of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens.
-        target_merges: a vocabulary of its own for the target, with so many; left out: one for both languages.
-        words: causal language models: the so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all.
-        lowercase: turn all text to lower case.
-        allow_empty: leave pairs with an empty side out, instead of refusing the text.
-        max_tokens: translation: largest size of a micro-batch, sentences times the tokens of the longest, of either side.
-        max_length: translation: training pairs with more tokens on a side are left out.
-        max_ratio: translation: as are those where one side has so many times more tokens; left out: none.
-        share: of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2).
-        block: language models: tokens a block.
-        context: causal language models: tokens of a validation window that are only seen; block - context are scored.
-        mask_prob: masked language models: share of the tokens that are to be predicted.
-        eval_batch_size: language models: blocks at a time in validation, on each process.
-        workers: loader processes of each rank.
-    """
+    section = "data"
 
-    root: str = "data/text"
-    mixture: Optional[List[Dict[str, Any]]] = None
-    source: str = "en"
-    target: str = "de"
-    train: str = "train"
-    val: str = "val"
-    test: Optional[str] = None
-    tokenizer: Optional[str] = None
-    vocab_size: Optional[int] = None
-    bin_dtype: Optional[Literal["uint16", "uint32"]] = None
-    merges: int = 32000
-    target_merges: Optional[int] = None
-    words: Optional[int] = None
-    lowercase: bool = False
-    allow_empty: bool = False
-    max_tokens: int = 4096
-    max_length: int = 250
-    max_ratio: Optional[float] = None
-    share: float = 1.0
-    block: int = 128
-    context: int = 0
-    mask_prob: float = 0.15
-    eval_batch_size: int = 32
-    workers: int = 0
+    root: str = key("data/text")
+    """A folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the other,
+    or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set. For causal language
+    models also with token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document."""
+    mixture: Optional[List[Dict[str, Any]]] = key(None, needs=CAUSAL)
+    """Causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
+    drawn, a source has the share weight / sum of weights. A root that is not absolute is inside data.root, where val
+    and test are."""
+    source: str = key("en", needs=TRANSLATES)
+    """Language translated from."""
+    target: str = key("de", needs=TRANSLATES)
+    """Language translated into."""
+    train: str = key("train")
+    """Name of the training split."""
+    val: str = key("val")
+    """Name of the one that is looked at while training."""
+    test: Optional[str] = key(None, free=True)
+    """Name of the one that is scored at the end too; left out: none."""
+    tokenizer: Optional[str] = key(None)
+    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split. Left out
+    with init_from of a run: that run's. Causal language models also take a foreign tokenizer.json, or the folder of a
+    transformers tokenizer."""
+    vocab_size: Optional[int] = key(None, ge=2, needs=CAUSAL)
+    """Causal language models: tokens of the model; without data.tokenizer all that is known of token ids, with it at
+    least as many as it has."""
+    bin_dtype: Optional[Literal["uint16", "uint32"]] = key(None, needs=CAUSAL)
+    """Of SPLIT.bin files that have no SPLIT.json which says it."""
+    merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
+    """Of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
+    target_merges: Optional[int] = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
+    """A vocabulary of its own for the target, with so many; left out: one for both languages."""
+    words: Optional[int] = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
+    """Causal language models: the so many most frequent words instead of byte pairs, for an adaptive softmax; 0:
+    all."""
+    lowercase: bool = key(False, needs=OWN_WORDS)
+    """Turn all text to lower case."""
+    allow_empty: bool = key(False, needs=TRANSLATES)
+    """Leave pairs with an empty side out, instead of refusing the text."""
+    max_tokens: int = key(4096, ge=8, needs=TRANSLATES)
+    """Translation: largest size of a micro-batch, sentences times the tokens of the longest, of either side."""
+    max_length: int = key(250, ge=1, needs=TRANSLATES)
+    """Translation: training pairs with more tokens on a side are left out."""
+    max_ratio: Optional[float] = key(None, gt=1, needs=TRANSLATES)
+    """Translation: as are those where one side has so many times more tokens; left out: none."""
+    share: float = key(1.0, gt=0, le=1, needs=TRANSLATES)
+    """Of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
+    block: int = key(128, ge=3, needs=MODELS)
+    """Language models: tokens a block."""
+    context: int = key(0, ge=0, lt="block", needs=CAUSAL)
+    """Causal language models: tokens of a validation window that are only seen; block - context are scored."""
+    mask_prob: float = key(0.15, gt=0, lt=1, needs="model.name=mlm_*")
+    """Masked language models: share of the tokens that are to be predicted."""
+    eval_batch_size: int = key(32, ge=1, free=True, needs=MODELS)
+    """Language models: blocks at a time in validation, on each process."""
+    workers: int = key(0, ge=0, free=True)
+    """Loader processes of each rank."""
 
-    def __post_init__(self):
-        for name, least in (("max_tokens", 8), ("max_length", 1), ("block", 3), ("eval_batch_size", 1)):
-            check(f"data.{name}", getattr(self, name), getattr(self, name) >= least, f"at least {least}")
-        for name in ("merges", "target_merges", "words"):
-            value = getattr(self, name)
-            check(f"data.{name}", value, value is None or value >= 0, "0 or more")
-        check("data.vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size >= 2, "at least 2")
+    def agree(self):
         if self.mixture is not None:
             self.mixture = checked_mixture(self.mixture)
-        ratio = self.max_ratio
-        check("data.max_ratio", ratio, ratio is None or ratio > 1, "above 1")
-        check("data.share", self.share, 0 < self.share <= 1, "0 < share <= 1")
-        check("data.context", self.context, 0 <= self.context < self.block, f"0 to data.block - 1, {self.block - 1}")
-        check("data.mask_prob", self.mask_prob, 0 < self.mask_prob < 1, "between 0 and 1")
-        check("data.workers", self.workers, self.workers >= 0, "0 or more")
         if self.max_length >= self.max_tokens:
             raise ValueError(
                 f"data.max_length {self.max_length} and its end are more than data.max_tokens {self.max_tokens}: "
@@ -154,9 +145,9 @@ def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
     found = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
-        for key in source:
-            if key not in ("root", "weight", "name"):
-                raise ValueError(f"{where}: unknown key {key!r}; allowed are root, weight and name")
+        for other in source:
+            if other not in ("root", "weight", "name"):
+                raise ValueError(f"{where}: unknown key {other!r}; allowed are root, weight and name")
         root, weight = source.get("root"), source.get("weight")
         if not isinstance(root, str) or not root:
             raise ValueError(f"{where}: root {root!r}; expected a folder")
@@ -171,36 +162,32 @@ def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 @dataclass
 class TextOptimConfig(OptimConfig):
-    """Optimiser and schedule.
+    """Optimiser and schedule."""
 
-    Args:
-        name: of timm's optimisers, such as adamw, or nesterov: SGD with Nesterov momentum, as Baevski and Auli 2019 train;
-            "adam" is accepted for "adamw", as earlier versions called it.
-        weight_decay: not applied to biases, norms and routers.
-        momentum: of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon.
-        batch_size: language models: blocks per step over all processes and accumulation. (Translation: data.max_tokens.)
-        accumulation: micro-batches that make up a step, on each process.
-        schedule: after the warm-up "inverse_sqrt" falls as 1 / sqrt(step), "linear" to min_lr at max_steps, "cosine" likewise,
-            "constant" not at all.
-        warmup_lr: where the warm-up begins.
-        min_lr: end of the schedule.
-    """
+    name: str = key("adamw")
+    """One of timm's optimisers, such as adamw, or nesterov: SGD with Nesterov momentum, as Baevski and Auli 2019 train."""
+    lr: float = key(7e-4)
+    weight_decay: float = key(0.0)
+    """Not applied to biases, norms and routers."""
+    betas: Optional[Tuple[float, float]] = key((0.9, 0.98))
+    eps: Optional[float] = key(1e-9)
+    momentum: Optional[float] = key(0.99)
+    """Of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
+    batch_size: int = key(32, needs=MODELS)
+    """Language models: blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
+    accumulation: int = key(1)
+    """Micro-batches that make up a step, on each process."""
+    schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = key("inverse_sqrt")
+    """After the warm-up "inverse_sqrt" falls as 1 / sqrt(step), "linear" to min_lr at max_steps, "cosine" likewise,
+    "constant" not at all."""
+    warmup_steps: int = key(4000)
+    warmup_lr: float = key(1e-7, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps")
+    """Where the warm-up begins."""
+    min_lr: float = key(0.0)
+    """End of the schedule."""
 
-    lr: float = 7e-4
-    weight_decay: float = 0.0
-    betas: Optional[Tuple[float, float]] = (0.9, 0.98)
-    eps: Optional[float] = 1e-9
-    momentum: Optional[float] = 0.99
-    batch_size: int = 32
-    schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = "inverse_sqrt"
-    warmup_steps: int = 4000
-    warmup_lr: float = 1e-7
-
-    def __post_init__(self):
-        if self.name == "adam":
-            self.name = "adamw"
-        super().__post_init__()
-        check("optim.warmup_lr", self.warmup_lr, 0 <= self.warmup_lr <= self.lr, "from 0 to optim.lr")
+    def agree(self):
+        super().agree()
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise ValueError(
                 "optim.schedule inverse_sqrt starts from the end of a warm-up: it needs optim.warmup_steps"
@@ -208,80 +195,67 @@ class TextOptimConfig(OptimConfig):
 
 
 @dataclass
-class GenerationConfig:
-    """Beam search for BLEU.
+class GenerationConfig(Section):
+    """Beam search for BLEU."""
 
-    Args:
-        beam: width; 1: greedy.
-        length_penalty: the score of a hypothesis is divided by its length to this power.
-        max_length: a translation has at most so many tokens more than its source.
-        batch_size: sentences at a time.
-        tokenizer: of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses.
-        compound_split: there, split hyphenated words, as the papers do for WMT14 EN-DE.
-        gate_modes: how the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the
-            mixture; "argmax", the most probable expert alone; "random", a drawn one, five times.
-    """
+    section = "generate"
+    needs = TRANSLATES
+    free = True
 
-    beam: int = 5
-    length_penalty: float = 1.0
-    max_length: int = 50
-    batch_size: int = 64
-    tokenizer: Literal["13a", "given"] = "13a"
-    compound_split: bool = False
-    gate_modes: List[Literal["soft", "argmax", "random"]] = field(default_factory=lambda: ["soft"])
-
-    def __post_init__(self):
-        for name in ("beam", "max_length", "batch_size"):
-            check(f"generate.{name}", getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        check("generate.length_penalty", self.length_penalty, self.length_penalty >= 0, "0 or more")
-        check(
-            "generate.gate_modes",
-            self.gate_modes,
-            len(self.gate_modes) >= 1,
-            f"at least one of {', '.join(GATE_MODES)}",
-        )
+    beam: int = key(5, ge=1)
+    """Width; 1: greedy."""
+    length_penalty: float = key(1.0, ge=0, needs=".beam!=1")
+    """The score of a hypothesis is divided by its length to this power."""
+    max_length: int = key(50, ge=1)
+    """A translation has at most so many tokens more than its source."""
+    batch_size: int = key(64, ge=1)
+    """Sentences at a time."""
+    tokenizer: Literal["13a", "given"] = key("13a")
+    """Of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses."""
+    compound_split: bool = key(False)
+    """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
+    gate_modes: List[Literal["soft", "argmax", "random"]] = key(["soft"])
+    """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax", the most
+    probable expert alone; "random", a drawn one, five times."""
 
 
 @dataclass
 class LanguageConfig(RunConfig):
-    """Text.
+    """Text."""
 
-    Args:
-        max_steps: optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are.
-        label_smoothing: of the cross-entropy, inside the task, so that the auxiliary losses stay.
-        eval_every: steps between looks at the val split; 0: only at the end.
-        patience: stop after so many of them in a row without a lower loss; 0: never.
-        keep_weights_every: also keep the weights after every so many steps, in OUTPUT/weights/step_N, a folder that from_pretrained and
-            moh_vision.language.evaluation.lm read; 0: none. keep_checkpoints keeps what a run goes on from.
-        average: the final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
-            weights of lowest loss (best.safetensors), else of the last ones.
-        generate: how test sentences are translated.
-    """
-
-    label_smoothing: float = 0.1
-    eval_every: int = 0
-    patience: int = 0
-    keep_weights_every: int = 0
-    average: int = 1
+    max_steps: int = key(1000, ge=0)
+    """Optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are."""
+    label_smoothing: float = key(0.1, ge=0, lt=1)
+    """Of the cross-entropy, inside the task, so that the auxiliary losses stay."""
+    eval_every: int = key(0, ge=0, free=True)
+    """Steps between looks at the val split; 0: only at the end."""
+    patience: int = key(0, ge=0, free=True, needs="eval_every")
+    """Stop after so many of them in a row without a lower loss; 0: never."""
+    keep_weights_every: int = key(0, ge=0, free=True)
+    """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, a folder that from_pretrained and
+    moh_vision.language.evaluation.lm read; 0: none. keep_checkpoints keeps what a run goes on from."""
+    average: int = key(1, ge=1, free=True)
+    """The final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
+    weights of lowest loss (best.safetensors), else of the last ones."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)
     generate: GenerationConfig = field(default_factory=GenerationConfig)
-    least_steps: ClassVar[int] = 0
 
-    def __post_init__(self):
-        super().__post_init__()
-        check("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "0 <= smoothing < 1")
-        check("eval_every", self.eval_every, self.eval_every >= 0, "0 or more")
-        check("patience", self.patience, self.patience >= 0, "0 or more")
-        check("keep_weights_every", self.keep_weights_every, self.keep_weights_every >= 0, "0 or more")
-        check("average", self.average, self.average >= 1, "at least 1")
+    def agree(self):
+        super().agree()
         if self.average > self.keep_checkpoints:
             raise ValueError(
                 f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
             )
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
             raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
+
+    def routers(self):
+        """Those in its name and its arguments."""
+        told = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
+        found = {router for router in ("moh", "moa", "mae", "query_norm") if router in told}
+        return found | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
 
     def model_arguments(self, sizes: dict) -> dict:
         """Arguments of the model: `sizes`, which follow from the text, and those of its configuration.

@@ -62,7 +62,7 @@ def train(run: Run) -> None:
     torch.manual_seed(config.seed)
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
-    if run.flags.dry_run:
+    if config.dry_run:
         elastic_budget(model, config)  # the largest share is shown
         return say(describe(config.model.name, model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):

@@ -306,7 +306,7 @@ def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
         assert [layer["active"] for layer in head_budget(model)["layers"]] == [b["active"] for b in found["layers"]]
     # The loss of all heads is the mean over the tokens of those blocks.
     inputs = INPUTS["clm"](
-        parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t")[0].data, str(tmp_path), 0, str(run)
+        parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t").data, str(tmp_path), 0, str(run)
     )
     blocks = [inputs.train[0, i * len(inputs.train) // 8] for i in range(0, 8, 2)]
     ids, labels = (torch.tensor(np.stack(side)) for side in zip(*blocks))

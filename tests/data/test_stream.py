@@ -28,7 +28,6 @@ from moh_vision.data.shards import convert
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
-from moh_vision.engine.config import DataConfig
 
 PIXELS = dict(mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -312,7 +311,7 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
 
     def opened(*more):
         argv = ["--data.root", str(folder), "--data.exact_order", "false", *more]
-        data = command_line.parse_config(cls.ClsConfig, argv, "test")[0].data
+        data = command_line.parse_config(cls.ClsConfig, argv, "test").data
         return stream.open_stream(data, ["data.stream"], SimpleNamespace(is_main_process=True, num_processes=1))
 
     assert len(opened()) == 12 and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
@@ -322,12 +321,3 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     shutil.copy(third, first)  # whoever counts them says that they are no longer those of the record
     names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)
     assert len(set(itertools.islice(names, 50))) == 4
-
-
-def test_old_runs_had_the_exact_order():
-    old = command_line.parse_config(cls.ClsConfig, [], "test")[0].tree()
-    new = command_line.parse_config(cls.ClsConfig, ["--data.exact_order", "false"], "test")[0].tree()
-    for key in ("exact_order", "stream", "samples"):
-        assert key in DataConfig.__dataclass_fields__
-        del old["data"][key]
-    assert command_line.changed_keys(old, new, []) == ["data.exact_order: True -> False"]

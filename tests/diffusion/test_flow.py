@@ -183,7 +183,7 @@ def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
     error = refusals.refused(capsys, lambda argv: call(run, *argv), "--out", tmp_path / "x.npz", "--sampler", "ddpm")
     assert "--sampler ddpm: a model trained with objective flow takes euler, heun, sde" in error
     with pytest.raises(ValueError, match="--sampler ddpm: .* objective flow takes"):
-        open_pipeline(SampleConfig(str(tmp_path / "pipe"), sampler="ddpm", out="x"))
+        open_pipeline(SampleConfig(checkpoint=str(tmp_path / "pipe"), sampler="ddpm", out="x"))
     (tmp_path / "noise").mkdir()
     plain = run_of(tmp_path / "noise", 3)
     error = refusals.refused(capsys, lambda argv: call(plain, *argv), "--out", tmp_path / "x.npz", "--sampler", "sde")

@@ -473,7 +473,7 @@ def test_classes_that_are_asked_for(tmp_path, capsys):
     assert labels.tolist() == [2, 0, 2, 0, 2] and "grid, one class a row: " in capsys.readouterr().out
     with Image.open(tmp_path / "g.png") as grid:
         assert grid.height == 2 * 50 + 2 and 2 * 50 + 2 < grid.width < 3 * 50
-    config = SampleConfig(str(run), out="x", num_images=50, labels="random")
+    config = SampleConfig(checkpoint=str(run), out="x", num_images=50, labels="random")
     assert set(sample.draw_labels(config, [2, 0]).tolist()) == {0, 2}
     call(run, "--num-images", "1", "--grid", tmp_path / "c.png")
     assert f"grid, one class a row (1 of 3 classes; --classes chooses): {tmp_path}/c.png" in capsys.readouterr().out
@@ -696,10 +696,10 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_contradicts_a_protocol_is_refused_by_name(more, words):
-    config = SampleConfig("run", out="x", protocol="adm")
+    config = SampleConfig(checkpoint="run", out="x", protocol="adm")
     assert (config.num_images, config.labels) == (50_000, "random")
     with one_line(words):
-        SampleConfig("run", out="x", protocol="adm", **more)
+        SampleConfig(checkpoint="run", out="x", protocol="adm", **more)
 
 
 def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, capsys):

@@ -428,7 +428,10 @@ def test_fine_tuning_a_run(tmp_path, capsys):
         train_cls.main(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
     assert stop.value.code == 2 and not (tmp_path / "three").exists()
     left_out, error = capsys.readouterr().err.splitlines()
-    assert "configs/quickstart/cls.yaml, without effect here: optim.lr 0.003 (needs train_only all or" in left_out
+    assert (
+        "configs/quickstart/cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates"
+        in left_out
+    )
     words = "train_only gates: the model has no gates of MAE; it needs router mae with mode soft"
     assert error == f"train_cls.py: error: {words}"
 

@@ -1,51 +1,44 @@
-import dataclasses
-import functools
-import operator
-
 import pytest
 import yaml
 from conftest import ROOT
 from refusals import one_line
 
 from moh_vision.attention import head_budget
-from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.config import ClsConfig, parse_validation
 from moh_vision.diffusion.config import DitConfig, SampleConfig
-from moh_vision.engine.command_line import _leaf_keys, changed_keys, parse_config
-from moh_vision.engine.config import BlockDescentConfig
-from moh_vision.engine.effects import idle_keys
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
 
-def parse(*argv, kind=ClsConfig, **how):
-    return parse_config(kind, list(argv), "test", **how)
+def parse(*argv, kind=ClsConfig):
+    return parse_config(kind, list(argv), "test")
 
 
 def test_yaml_then_command_line(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}\n")
-    config, flags = parse("--config", str(file), "--model.depth", "3", "--optim.lr=1e-4")
+    config = parse("--config", str(file), "--model.depth", "3", "--optim.lr=1e-4")
     assert (config.max_steps, config.model.head_budget, config.model.depth, config.optim.lr) == (7, "ramp:0.5", 3, 1e-4)
-    assert (flags.dry_run, flags.fresh, flags.allow_change) == (False, False, [])
+    assert (config.dry_run, config.fresh, config.allow_change) == (False, False, [])
 
 
 @pytest.mark.parametrize(
     "text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])]
 )
 def test_budget_forms(text, value):
-    assert parse("--model.head_budget", text)[0].model.head_budget == value
+    assert parse("--model.head_budget", text).model.head_budget == value
 
 
 def test_hyphens_and_flags():
-    config, flags = parse(
-        "--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5"
-    )
+    config = parse("--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5")
     assert config.max_steps == 3 and config.model.head_budget == 0.5
-    assert (flags.dry_run, flags.fresh, flags.allow_change) == (True, True, ["optim.lr"])
+    assert (config.dry_run, config.fresh, config.allow_change) == (True, True, ["optim.lr"])
 
 
 def test_free_form_arguments():
-    config = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false")[0]
+    config = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false")
     assert config.model.arguments() == dict(router_kwargs=dict(two_stage=False), global_pool="avg")
 
 
@@ -103,28 +96,21 @@ def test_yaml_cannot_run_code(tmp_path):
 
 
 def test_changed_keys():
-    old = parse("--max-steps", "5", "--optim.lr", "0.1")[0].tree()
-    new = parse("--max-steps", "9", "--optim.lr", "0.2", "--data.workers", "0", "--model.depth", "3")[0].tree()
+    old = parse("--max-steps", "5", "--optim.lr", "0.1").tree()
+    new = parse("--max-steps", "9", "--optim.lr", "0.2", "--data.workers", "0", "--model.depth", "3", "--fresh")
     assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
     assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
-    assert changed_keys(old, yaml.safe_load(yaml.safe_dump(old)), []) == []
-
-
-def test_adam_is_accepted_for_adamw():
-    """What text runs of earlier versions saved: they go on, and their config.yaml can be given again."""
-    new = parse(kind=LanguageConfig)[0].tree()
-    assert new == parse("--optim.name", "adam", kind=LanguageConfig)[0].tree() and new["optim"]["name"] == "adamw"
-    old = dict(new, optim=dict(new["optim"], name="adam"))
-    assert changed_keys(old, new, []) == []
-    other = parse("--optim.name", "nesterov", kind=LanguageConfig)[0].tree()
-    assert "optim.name: 'adamw' -> 'nesterov'" in changed_keys(old, other, [])
+    assert changed_keys(yaml.safe_load(yaml.safe_dump(new.tree())), new, []) == []
+    # What has no effect in the new run makes no difference: min_lr, of a schedule that is constant.
+    falls = parse("--optim.min_lr", "1e-5").tree()
+    assert changed_keys(falls, parse("--optim.schedule", "constant"), ["optim.schedule"]) == []
 
 
 def test_a_saved_configuration_reads_back(tmp_path):
-    config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")[0]
+    config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.tree()))
-    assert parse("--config", str(file))[0] == config
+    assert parse("--config", str(file)) == config
 
 
 RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"]
@@ -141,7 +127,7 @@ def test_shipped_configs_are_valid(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("moh_ll*.yaml")), ids=lambda p: p.stem)
 def test_the_schedules_of_language_models(path):
     """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
-    config = parse("--config", str(path), kind=LanguageConfig)[0]
+    config = parse("--config", str(path), kind=LanguageConfig)
     o, d = config.optim, config.data
     tokens = o.batch_size * d.block
     billions = {"100b": 100, "200b": 200, "stage1": 300, "stage2": 100}[path.stem.rpartition("_")[2]]
@@ -170,13 +156,13 @@ def test_print_config_prints_a_config(tmp_path, capsys):
         parse("--max-steps", "7", "--print_config")
     file = tmp_path / "c.yaml"
     file.write_text(capsys.readouterr().out)
-    assert parse("--config", str(file))[0] == parse("--max-steps", "7")[0]
+    assert parse("--config", str(file)) == parse("--max-steps", "7")
 
 
 def test_sampling_options():
-    config, flags = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
-    assert (config.cfg_scale, flags) == (1.5, None)
-    with pytest.raises(ValueError, match="extractor 'runs/cls' needs --score REFERENCE"):
+    config = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
+    assert config.cfg_scale == 1.5
+    with pytest.raises(ValueError, match="extractor 'runs/cls' needs score, and"):
         parse("--checkpoint", "run", "--out", "x", "--extractor", "runs/cls", kind=SampleConfig)
     with pytest.raises(ValueError, match="checkpoint"):
         parse("--steps", "5", kind=SampleConfig)
@@ -196,7 +182,7 @@ RECIPE = [
 @pytest.mark.parametrize("name", RECIPE)
 def test_the_papers_recipe(name):
     """Jin 2024's released options; batch 1024 of 1,281,167 images are 1251.1 steps an epoch."""
-    config = parse("--config", str(ROOT / "configs" / "cls" / f"{name}.yaml"))[0]
+    config = parse("--config", str(ROOT / "configs" / "cls" / f"{name}.yaml"))
     o, d = config.optim, config.data
     assert (config.model.name, config.output) == (name, f"runs/cls/{name}")
     assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (1e-3, 1e-6, 1e-5, 0.05, 1e-8, 1.0)
@@ -213,7 +199,7 @@ def test_the_papers_recipe(name):
 
 def test_steps_from_epochs():
     def steps(*argv, images=1000):
-        return parse("--optim.batch_size", "64", *argv)[0].steps(images)
+        return parse("--optim.batch_size", "64", *argv).steps(images)
 
     assert steps() == (1000, 1000, 0)
     assert steps("--max-steps", "7", "--optim.warmup_steps", "3") == (7, 7, 3)
@@ -231,16 +217,16 @@ def test_steps_from_epochs():
         (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1.0 needs optim.epochs"),
         (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet"),
         (["--data.erase_prob", "0.5", "--data.augment", "flip"], "data.erase_prob 0.5 needs data.augment imagenet"),
-        (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: 0 <= fraction < 1"),
+        (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: at least 0 and below 1"),
         (["--data.repeats", "0"], "data.repeats 0 is out of range"),
         (["--data.crop_pct", "1.5"], "data.crop_pct 1.5 is out of range"),
         (["--data.crop_scale", "[0.5, 0.1]"], "data.crop_scale .* is out of range"),
         (["--optim.layer_decay", "2"], "optim.layer_decay 2.0 is out of range"),
-        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: from 0 to optim.lr"),
+        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: at least 0 and at most optim.lr"),
         (["--mix.mixup", "-1"], "mix.mixup -1.0 is out of range"),
         (["--mix.mode", "pairs"], 'key "mix.mode": Expected .*batch.*Got value: pairs'),
         (["--checkpoint", "x"], "unknown key 'checkpoint'"),
-        (["--model.kwargs", "5"], r'key "model.kwargs": Expected Dict\[str, Any\] or null. Got value: 5'),
+        (["--model.kwargs", "5"], r'key "model.kwargs": Expected mapping or null. Got value: 5'),
     ],
 )
 def test_mistakes_in_the_recipe(argv, words):
@@ -249,20 +235,20 @@ def test_mistakes_in_the_recipe(argv, words):
 
 
 def test_an_odd_micro_batch_cannot_be_mixed():
-    config = parse("--optim.batch_size", "30", "--optim.accumulation", "5", "--mix.mixup", "0.8")[0]
+    config = parse("--optim.batch_size", "30", "--optim.accumulation", "5", "--mix.mixup", "0.8")
     config.check_micro_batch(1)
     with pytest.raises(ValueError, match="accumulation 5 x processes 2 makes micro-batches of 3"):
         config.check_micro_batch(2)
 
 
 def test_a_switch_may_stand_alone():
-    config = parse("--compile", "--channels-last", "--seed", "3")[0]
+    config = parse("--compile", "--channels-last", "--seed", "3")
     assert config.compile and config.channels_last and config.seed == 3
-    assert parse("--compile", "false")[0].compile is False
+    assert parse("--compile", "false").compile is False
 
 
 def test_bools_and_pairs_in_sections_are_flags_too():
-    config = parse("--ema.decay", "0.9", "--ema.warmup", "--optim.betas", "0.8", "0.95", "--seed", "3")[0]
+    config = parse("--ema.decay", "0.9", "--ema.warmup", "--optim.betas", "0.8", "0.95", "--seed", "3")
     assert config.ema.warmup and config.optim.betas == (0.8, 0.95) and config.seed == 3
     with pytest.raises(ValueError, match='"optim.betas"'):
         parse("--optim.betas", "0.8", "--seed", "3")
@@ -270,129 +256,9 @@ def test_bools_and_pairs_in_sections_are_flags_too():
 
 # ---------------------------------------------------------------- keys without effect
 
-# (scripts, keys that decide where the others have no effect, and where they have, the others)
-IDLE = [
-    ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, {"model.router": "moh"}, "model.head_budget model.scope"),
-    ((ClsConfig, DitConfig), {"model.router": "mae"}, {"model.router": "query_norm"}, "model.head_budget"),
-    ((ClsConfig, DitConfig), {"model.router": "dense"}, {}, "model.head_budget budget_range model.scope balance_weight"),
-    ((ClsConfig, DitConfig), {}, {"model.router": "moa"}, "moa_balance_weight z_weight"),
-    ((ClsConfig, DitConfig), {}, {"model.router": "mae"}, "block_descent.mode block_descent.period block_descent.gate_lr"),
-    ((LanguageConfig,), {}, {"model.name": "clm_moh_small_75"}, "balance_weight model.head_budget budget_range"),
-    ((LanguageConfig,), {}, {"model.name": "clm_pretrained"}, "balance_weight"),  # perhaps a run with routers
-    ((LanguageConfig,), {}, {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "moa_balance_weight z_weight"),
-    ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, {"model.name": "mt_nobcd"}, "block_descent.mode block_descent.gate_lr"),
-    ((LanguageConfig,), {}, {"model.pretrained": "x"}, "model.convert"),
-    (
-        (ClsConfig, DitConfig, LanguageConfig), {"model.name": "mt_mae_7", "model.router": "mae", "block_descent.mode": "joint"},
-        {"model.name": "mt_mae_7", "model.router": "mae"}, "block_descent.period",
-    ),
-    (
-        (ClsConfig, DitConfig, LanguageConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"},
-        "optim.lr optim.weight_decay optim.betas optim.clip_norm optim.schedule optim.warmup_steps",
-    ),
-    ((ClsConfig, DitConfig, LanguageConfig), {"train_only": "gates"}, {"train_only": "gates_and_outputs"}, "optim.name"),
-    ((LanguageConfig,), {"train_only": "gates"}, {"train_only": "gates", "block_descent.mode": "joint"}, "optim.clip_norm"),
-    ((ClsConfig, DitConfig), {}, {"init_from": "x"}, "calibrate_images"),
-    ((ClsConfig, DitConfig), {}, {"model.pretrained": "x"}, "calibrate_images model.convert"),
-    (
-        (ClsConfig, DitConfig), {"model.pretrained": "x"}, {},
-        "model.router model.scope model.executor model.router_kwargs model.embed_dim model.depth model.num_heads",
-    ),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.schedule": "constant"}, {"optim.schedule": "cosine"}, "optim.min_lr"),
-    ((ClsConfig, LanguageConfig), {"optim.warmup_steps": 0}, {"optim.warmup_steps": 1}, "optim.warmup_lr"),
-    ((ClsConfig,), {}, {"optim.warmup_epochs": 1}, "optim.warmup_lr"),
-    ((ClsConfig,), {"train_only": "gates"}, {}, "optim.warmup_epochs optim.layer_decay optim.eps"),
-    ((ClsConfig,), {}, {"optim.epochs": 3}, "optim.cooldown_epochs"),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "nesterov"}, {"optim.name": "adamw"}, "optim.betas optim.eps"),
-    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "adamw"}, {"optim.name": "muon"}, "optim.momentum"),
-    ((ClsConfig, DitConfig), {"optim.name": "adan"}, {"optim.name": "lion"}, "optim.betas"),
-    ((ClsConfig, DitConfig), {}, {"ema.decay": 0.9}, "ema.warmup"),
-    ((DitConfig,), {"objective": "flow"}, {"objective": "noise"}, "learn_sigma min_snr_gamma"),
-    ((DitConfig,), {"objective": "noise"}, {"objective": "flow"}, "flow.timesteps flow.shift"),
-    (
-        (ClsConfig,), {"data.augment": "flip", "data.erase_prob": 0.2}, {"data.augment": "imagenet", "data.erase_prob": 0.2},
-        "data.crop_scale data.auto_augment data.color_jitter data.erase_prob data.erase_mode",
-    ),
-    ((ClsConfig,), {"data.augment": "imagenet"}, {"data.augment": "imagenet", "data.erase_prob": 0.2}, "data.erase_mode"),
-    (
-        (ClsConfig,), {"data.augment": "imagenet", "data.auto_augment": "rand-m9"},
-        {"data.augment": "imagenet", "data.auto_augment": "3a"}, "data.color_jitter",
-    ),
-    ((ClsConfig, DitConfig), {}, {"data.exact_order": False}, "data.stream data.samples"),
-    ((ClsConfig, DitConfig), {"data.exact_order": False}, {}, "data.shuffle_shards"),
-    ((ClsConfig,), {"data.exact_order": False}, {"init_from": "x"}, "data.repeats calibrate_images"),
-    ((ClsConfig,), {}, {"mix.cutmix": 1}, "mix.prob mix.mode"),
-    ((ClsConfig,), {"mix.cutmix": 1}, {"mix.cutmix": 1, "mix.mixup": 1}, "mix.switch_prob"),
-    ((ClsConfig,), {"mix.prob": 0}, {"mix.prob": 0.5}, "mix.mixup mix.cutmix"),
-    (
-        (ClsConfig,), {}, {"distill.teacher": "x"},
-        "distill.task_loss_weight distill.distill_loss_weight distill.temperature",
-    ),
-    ((DitConfig,), {}, {"repa.teacher": "x"}, "repa.block repa.weight"),
-    (
-        (DitConfig,), {}, {"preview.every": 1},
-        "preview.images preview.sampler preview.steps preview.cfg_scale preview.seed preview.columns preview.classes",
-    ),
-    ((DitConfig,), {"preview.every": 1, "preview.classes": ["1"]}, {"preview.every": 1}, "preview.columns"),
-    (
-        (DitConfig,), {}, {"score.every": 1}, "score.images score.sampler score.steps score.cfg_scale score.seed "
-        "score.reference score.split score.extractor score.inception_weights score.allow_biased",
-    ),
-    ((SampleConfig,), {}, {"cfg_scale": 0}, "guide_channels cfg_interval"),
-    ((SampleConfig,), {}, {"grid": "a.png"}, "grid_columns"),
-    ((SampleConfig,), {}, {"score": "x"}, "score_split extractor inception_weights allow_biased score_file"),
-    ((SampleConfig,), {"checkpoint": "run/ema.safetensors"}, {"checkpoint": "run"}, "weights"),
-    ((SampleConfig,), {"num_images": 0}, {}, "classes labels seed cfg_scale batch_size"),
-    (
-        (LanguageConfig,), {"model.name": "clm_small"}, {"model.name": "mt_mae_7"},
-        "data.source data.target data.target_merges data.allow_empty data.max_tokens data.max_length data.max_ratio data.share "
-        "generate.beam generate.length_penalty generate.max_length generate.batch_size generate.tokenizer "
-        "generate.compound_split generate.gate_modes",
-    ),
-    ((LanguageConfig,), {}, {"model.name": "mlm_base"}, "data.block data.eval_batch_size data.words data.mask_prob optim.batch_size"),
-    (
-        (LanguageConfig,), {"model.name": "mlm_base"}, {"model.name": "clm_small"},
-        "data.mixture data.vocab_size data.bin_dtype data.context",
-    ),
-    ((LanguageConfig,), {"data.words": 0}, {}, "data.merges"),
-    ((LanguageConfig,), {"data.tokenizer": "x"}, {}, "data.merges data.target_merges data.lowercase"),
-    ((LanguageConfig,), {"model.name": "clm_x", "data.vocab_size": 9}, {"model.name": "clm_x"}, "data.merges data.words data.lowercase"),
-    ((LanguageConfig,), {}, {"eval_every": 1}, "patience"),
-    ((LanguageConfig,), {"generate.beam": 1}, {}, "generate.length_penalty"),
-]  # fmt: skip
-ALWAYS = set(
-    "head_budget output max_steps seed log_every save_every keep_checkpoints mixed_precision init_from train_only compile tf32 tracker "
-    "model.name model.patch_size "
-    "model.kwargs model.pretrained data.root data.exact_order data.img_size data.augment data.workers data.max_bad_fraction "
-    "data.crop_pct data.crop_mode data.eval_batch_size data.train data.val data.test data.tokenizer "
-    "optim.accumulation optim.batch_size optim.epochs ema.decay label_smoothing eval_every keep_weights_every channels_last vae objective "
-    "label_drop preview.every score.every checkpointing average checkpoint protocol num_images sampler steps save_pipeline out grid denoising "
-    "head_usage head_load score overwrite model distill.teacher repa.teacher".split()
-)
-
-
-def defaults(kind):
-    tree = dataclasses.asdict(kind(checkpoint="run", out="x") if kind is SampleConfig else kind())
-    return {key: functools.reduce(operator.getitem, key.split("."), tree) for key in _leaf_keys(kind)}
-
-
-@pytest.mark.parametrize("kinds, asleep, awake, keys", IDLE, ids=lambda v: v.split()[0] if isinstance(v, str) else "")
-def test_keys_without_effect(kinds, asleep, awake, keys):
-    for kind in kinds:
-        for deciding, idle in ((asleep, True), (awake, False)):
-            found = {key for key, *_ in idle_keys({**defaults(kind), **deciding})}
-            assert found & set(keys.split()) == (set(keys.split()) if idle else set()), (kind.__name__, deciding)
-
-
-@pytest.mark.parametrize("kind", [ClsConfig, DitConfig, LanguageConfig, SampleConfig])
-def test_every_key_has_an_effect_or_is_tried_above(kind):
-    tried = {key for kinds, _, _, keys in IDLE if kind in kinds for key in keys.split()}
-    assert set(_leaf_keys(kind)) <= tried | ALWAYS, "a new key: when does it have an effect?"
-    assert {key for key, *_ in idle_keys(defaults(kind))} <= tried
-
 
 @pytest.mark.parametrize("text, argv, message", [
-    ("", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs an optim.schedule that falls"),
+    ("", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs optim.schedule other than constant"),
     ("", "--ema.warmup", "ema.warmup True needs ema.decay above 0"),
     ("", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
     ("optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
@@ -411,76 +277,19 @@ def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
 ])  # fmt: skip
 def test_a_list_takes_values_one_by_one(argv, value):
     words = argv.split() if "=" not in argv else [argv]
-    assert parse("--checkpoint", "run", "--grid", "g.png", *words, kind=SampleConfig)[0].classes == value
-    assert (
-        parse("--preview.every", "1", *[w.replace("--", "--preview.") for w in words], kind=DitConfig)[
-            0
-        ].preview.classes
-        == value
-    )
-
-
-def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
-    file = tmp_path / "c.yaml"
-    file.write_text("optim: {min_lr: 0.0001, lr: 0.1}\nmodel: {name: moh_vit, head_budget: 0.5}\n")
-    config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")[0]
-    assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"test: left out of {file}, without effect here: ")
-    assert "model.head_budget 0.5 (needs a model that routes its heads), optim.min_lr 0.0001 (needs" in said
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))  # what a run saves says nothing more
-    assert parse("--config", str(tmp_path / "run.yaml"))[0] == config and capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("config, baseline", [
-    ("cls/cifar10_small_cpu", "--model.router dense"), ("quickstart/cls", "--model.router mae"),
-    ("dit/cifar10_small_cpu", "--model.name dit_small_patch2"), ("quickstart/dit", "--model.name dit_small_patch2"),
-])  # fmt: skip
-def test_a_dense_baseline_has_all_heads(config, baseline):
-    """The configurations with a budget, beside the documented option that makes a model without one of them."""
-    kind = DitConfig if "dit" in config else ClsConfig
-    argv = ["--config", str(ROOT / "configs" / f"{config}.yaml"), *baseline.split()]
-    model = parse(*argv, kind=kind)[0].model
-    built = create(
-        model.name, "diffusion" if kind is DitConfig else "classifier", **dict(model.arguments(), img_size=32)
-    )
-    assert head_budget(built)["share"] == 1
-
-
-def test_validation_reads_the_runs_configuration(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {root: shards, augment: imagenet}\n")
-    config, flags = parse("--checkpoint", str(tmp_path), "--data.workers", "0", to_validate=True)
-    assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)
-    assert flags.checkpoint == str(tmp_path)
-    (tmp_path / "own.yaml").write_text("seed: 3\n")
-    config = parse("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path), to_validate=True)[0]
-    assert (config.data.root, config.seed) == ("digits", 3)
-    for argv, message in (
-        ([], "--checkpoint PATH is needed"),
-        (["--checkpoint", "x", "--optim.lr", "1"], "optim.lr has no effect on a validation; allowed are model"),
-        (["--checkpoint", "x", "--dry-run"], "unknown key 'dry_run'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse(*argv, to_validate=True)
-
-
-def test_what_print_config_writes_is_read_by_both_scripts(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        parse("--print_config", "--seed", "3")
-    file = tmp_path / "printed.yaml"
-    file.write_text(capsys.readouterr().out + "validate_only: false\n")  # as earlier versions wrote it
-    assert parse("--config", str(file))[0].seed == 3
-    assert parse("--config", str(file), "--checkpoint", "x", to_validate=True)[1].checkpoint == "x"
+    assert parse("--checkpoint", "run", "--grid", "g.png", *words, kind=SampleConfig).classes == value
+    words = [word.replace("--", "--preview.") for word in words]
+    assert parse("--preview.every", "1", *words, kind=DitConfig).preview.classes == value
 
 
 def test_configurations_are_found_by_name(tmp_path, monkeypatch):
-    by_path = parse("--config", str(ROOT / "configs" / "cls" / "moh_vit_small_patch16_224.yaml"))[0]
+    by_path = parse("--config", str(ROOT / "configs" / "cls" / "moh_vit_small_patch16_224.yaml"))
     monkeypatch.chdir(tmp_path)
     for name in ("cls/moh_vit_small_patch16_224", "configs/cls/moh_vit_small_patch16_224.yaml"):
-        assert parse("--config", name)[0] == parse(f"--config={name}")[0] == by_path
+        assert parse("--config", name) == parse(f"--config={name}") == by_path
     (tmp_path / "cls").mkdir()
     (tmp_path / "cls" / "moh_vit_small_patch16_224").write_text("seed: 5")  # a path comes first
-    assert parse("--config", "cls/moh_vit_small_patch16_224")[0].seed == 5
+    assert parse("--config", "cls/moh_vit_small_patch16_224").seed == 5
     with pytest.raises(ValueError, match="--config cls/moh_vit_smal: no such file"):
         parse("--config", "cls/moh_vit_smal")
 
@@ -497,13 +306,42 @@ def test_accelerate_reads_the_launch_files(name, kind):
         assert launch.fsdp_config["fsdp_auto_wrap_policy"] == policy
 
 
+def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("optim: {min_lr: 0.0001, lr: 0.1}\nmodel: {name: moh_vit, head_budget: 0.5}\n")
+    config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")
+    assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"test: left out of {file}, without effect here: ")
+    assert (
+        "optim.min_lr 0.0001 (needs optim.schedule other than constant), model.head_budget 0.5 (needs a model" in said
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))  # what a run saves says nothing more
+    assert parse("--config", str(tmp_path / "run.yaml")) == config and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("config, baseline", [
+    ("cls/cifar10_small_cpu", "--model.router dense"), ("quickstart/cls", "--model.router mae"),
+    ("dit/cifar10_small_cpu", "--model.name dit_small_patch2"), ("quickstart/dit", "--model.name dit_small_patch2"),
+])  # fmt: skip
+def test_a_dense_baseline_has_all_heads(config, baseline):
+    """The configurations with a budget, beside the documented option that makes a model without one of them."""
+    kind = DitConfig if "dit" in config else ClsConfig
+    argv = ["--config", str(ROOT / "configs" / f"{config}.yaml"), *baseline.split()]
+    model = parse(*argv, kind=kind).model
+    built = create(
+        model.name, "diffusion" if kind is DitConfig else "classifier", **dict(model.arguments(), img_size=32)
+    )
+    assert head_budget(built)["share"] == 1
+
+
 DIT = [f"moh_dit_{size}_patch2_{share}" for size in ("small", "base", "large", "xlarge") for share in (90, 75)]
 
 
 @pytest.mark.parametrize("name", DIT)
 def test_the_papers_diffusion_recipe(name):
     """DiT's (Peebles 2023, section 4) with MoH's balance weight, as released."""
-    config = parse_config(DitConfig, ["--config", str(ROOT / "configs" / "dit" / f"{name}.yaml")], "t")[0]
+    config = parse(*["--config", str(ROOT / "configs" / "dit" / f"{name}.yaml")], kind=DitConfig)
     o = config.optim
     assert (config.model.name, config.output) == (name, f"runs/dit/{name}")
     assert (o.lr, o.schedule, o.weight_decay, o.betas) == (1e-4, "constant", 0.0, (0.9, 0.999))
@@ -513,47 +351,73 @@ def test_the_papers_diffusion_recipe(name):
     assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
 
 
-def test_what_earlier_runs_did_not_have_is_what_they_did():
-    """Runs from before MAE's and MoA's training go on as they are; anything else in those keys makes another run."""
-    for kind in (ClsConfig, DitConfig):
-        new = parse_config(kind, [], "test")[0].tree()
-        later = "train_only moa_balance_weight z_weight block_descent objective min_snr_gamma flow distill repa".split()
-        old = {k: v for k, v in new.items() if k not in later}
-        assert changed_keys(old, new, []) == []
-        joint = dict(new["block_descent"], mode="joint")
-        for router, other, changes in (
-            (
-                "mae",
-                dict(train_only="gates", block_descent=joint),
-                ["block_descent.mode: 'bcd' -> 'joint'", "train_only: 'all' -> 'gates'"],
-            ),
-            (
-                "moa",
-                dict(moa_balance_weight=0.1, z_weight=0.0),
-                ["moa_balance_weight: 0.01 -> 0.1", "z_weight: 0.001 -> 0.0"],
-            ),
-        ):
-            model = dict(new["model"], router=router)
-            assert changed_keys(dict(old, model=model), dict(new, model=model, **other), []) == changes
+def test_what_a_file_takes_from_its_base(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "first.yaml").write_text(
+        "seed: 1\nmax_steps: 5\nmodel: {depth: 2, kwargs: {a: 1}}\nbase: quickstart/cls\n"
+    )
+    (tmp_path / "sub" / "second.yaml").write_text("base: ../first.yaml\nseed: 2\nmodel: {kwargs: {b: 1}}\n")
+    config = parse("--config", str(tmp_path / "sub" / "second.yaml"), "--max-steps", "7")
+    assert (config.seed, config.max_steps, config.model.depth) == (2, 7, 2)
+    assert config.model.kwargs == {"b": 1}  # a mapping is a value like any other
+    assert config.model.embed_dim == parse("--config", "quickstart/cls").model.embed_dim
+    assert "base" not in config.tree()
 
 
-def test_a_key_without_effect_makes_no_other_run():
-    """Earlier versions saved what was given; now such a key is dropped."""
-    for router, changes in (("dense", []), ("moh", ["model.head_budget: 0.75 -> None"])):
-        new = parse("--model.router", router)[0].tree()
-        old = dict(new, model=dict(new["model"], head_budget=0.75))
-        assert changed_keys(old, new, []) == changes
+@pytest.mark.parametrize("text, words", [
+    ("base: nowhere", "a.yaml: base nowhere: no such file"),
+    ("base: cls/cifar10_vit", "did you mean cls/cifar10_vit_cpu"),
+    ("base: a.yaml", "a.yaml: base 'a.yaml': expected a file, and at most 20 of them upon each other"),
+    ("base: [a]", "base \\['a'\\]: expected a file"),
+    ("base: b.yaml", "b.yaml: unknown key 'modle', did you mean 'model'"),
+])  # fmt: skip
+def test_a_base_that_is_none(tmp_path, text, words):
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yaml").write_text("modle: 1")
+    with one_line(words):
+        parse("--config", str(tmp_path / "a.yaml"))
 
 
-def test_block_descent():
-    config = parse_config(ClsConfig, [], "test")[0]
-    assert config.block_descent == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
-    assert config.moa_weights() == dict(moa_balance_weight=0.01, z_weight=0.001)  # Zhang 2022
-    for argv, words in (
-        ("--block_descent.mode nobcd", "block_descent.mode.*bcd.*joint.*nobcd"),
-        ("--block_descent.perid 3", "unknown key 'block_descent.perid', did you mean 'block_descent.period'"),
-        ("--block_descent.period 0", "block_descent.period 0 is out of range: at least 1"),
-        ("--train_only outputs", "train_only.*gates_and_outputs.*outputs"),
+def test_options_win_over_files_wherever_they_stand(tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 1\nmodel: {kwargs: {a: 1, b: 1}}\nlog_every: 3\n")
+    (tmp_path / "b.yaml").write_text("log_every: 4\n")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
+    options = ["--seed", "7", "--model.kwargs.b", "2"]
+    assert parse(*options, *files) == parse(*files, *options) == parse(*files[:2], *options, *files[2:])
+    found = parse(*options, *files)
+    assert (found.seed, found.log_every, found.model.kwargs) == (7, 4, {"a": 1, "b": 2})
+    assert found.given == {"seed", "model.kwargs"}
+
+
+def test_what_no_file_holds(tmp_path):
+    (tmp_path / "a.yaml").write_text("fresh: true")
+    with one_line("a.yaml: fresh is an option of one call, which no file holds: --fresh"):
+        parse("--config", str(tmp_path / "a.yaml"))
+    assert not {"fresh", "dry_run", "allow_change"} & set(parse("--fresh").tree())
+
+
+def test_validation_has_keys_of_its_own(tmp_path, capsys):
+    def validation(*argv):
+        return parse_validation(list(argv), "test")
+
+    with pytest.raises(SystemExit):  # a run's configuration has more keys, which validation leaves out
+        parse("--data.root", "shards", "--data.augment", "imagenet", "--seed", "3", "--print_config")
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    config = validation("--checkpoint", str(tmp_path), "--data.workers", "0")
+    assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)
+    assert config.checkpoint == str(tmp_path) and not hasattr(config, "seed")
+    (tmp_path / "own.yaml").write_text("max_steps: 3\ndata: {eval_batch_size: 7}\n")
+    config = validation("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path))
+    assert (config.data.root, config.data.eval_batch_size) == ("digits", 7)
+    (tmp_path / "own.yaml").write_text("max_stesp: 3\n")
+    for argv, message in (
+        ([], "--checkpoint is needed: PATH of a run"),
+        (["--checkpoint", "x", "--optim.lr", "1"], "unknown key 'optim.lr'"),
+        (["--checkpoint", "x", "--dry-run"], "unknown key 'dry_run'"),
+        (
+            ["--checkpoint", "x", "--config", str(tmp_path / "own.yaml")],
+            "unknown key 'max_stesp', did you mean 'max_steps'",
+        ),
     ):
-        with one_line(words):
-            parse_config(ClsConfig, argv.split(), "test")
+        with one_line(message):
+            validation(*argv)

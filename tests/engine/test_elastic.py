@@ -133,7 +133,7 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, kind, main, capsys):
     assert moh_vision.head_budget(moh_vision.load_run(tmp_path / "whole"))["share"] == 1
     capsys.readouterr()
     if kind == "dit":
-        config = SampleConfig(str(tmp_path / "whole"), head_budget=0.5, out="x")
+        config = SampleConfig(checkpoint=str(tmp_path / "whole"), head_budget=0.5, out="x")
         assert moh_vision.head_budget(open_pipeline(config)[0].transformer)["share"] == 0.5
         return
     found = results(tmp_path / "whole")

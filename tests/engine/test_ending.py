@@ -37,6 +37,6 @@ def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
 @pytest.mark.parametrize("objective", ["noise", "flow"])
 def test_a_diffusion_run_on_a_cpu_suggests_few_steps(tmp_path, objective):
     command = next(line for line in ending("train_dit.py", tmp_path, objective) if "diffusion.sample" in line)
-    config, _ = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
+    config = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
     assert SAMPLERS[config.sampler] == objective and config.steps == 20
     assert "--steps" not in "".join(ending("train_dit.py", tmp_path))

@@ -154,7 +154,7 @@ def test_a_changed_configuration_is_refused(runs, capsys):
         (["--init-from", "moh_vit"], "init_from moh_vit: No pretrained weights"),
         (["--calibrate_images", "8"], "calibrate_images 8 needs init_from"),
         (["--model.name", "moh_dit_small_patch2_75", "--model.kwargs", "null"], "is a diffusion model, a classifier"),
-        (["--seed", str(2**63)], "is out of range: 0 to 2**63 - 1"),
+        (["--seed", str(2**63)], "is out of range: at least 0 and at most 9223372036854775807"),
         (["--init-from", "/no/where"], "init_from /no/where: neither a run"),
         (["--config", "/no/where.yaml"], "--config /no/where.yaml: no such file"),
     ],

@@ -138,14 +138,14 @@ def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
     assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
 
 
-def same(old, new):
-    return [] if old == new else ["lr: 1 -> 2"]
+def differs_from(new):
+    return lambda old: [] if old == new else ["lr: 1 -> 2"]
 
 
 def open_here(folder, config, fresh=False):
     with contextlib.ExitStack() as held:
         take_up(str(folder), 1, fresh, ACCELERATOR, held)
-        return open_run(str(folder), config, same, fresh, ACCELERATOR, held)
+        return open_run(str(folder), config, differs_from(config), fresh, ACCELERATOR, held)
 
 
 def test_open_run(tmp_path):
@@ -180,7 +180,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = os.fork()
     if child == 0:
         with contextlib.ExitStack() as held:
-            open_run(str(run), {}, same, False, ACCELERATOR, held)
+            open_run(str(run), {}, differs_from({}), False, ACCELERATOR, held)
             os.write(write, b"held")
             time.sleep(60)
     os.read(read, 4)

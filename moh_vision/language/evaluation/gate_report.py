@@ -47,7 +47,7 @@ def open_gates(folder: Path, split: str) -> List[GateReading]:
     Raises:
         ValueError, FileNotFoundError: naming the file, for weights or text that cannot be read.
     """
-    config, _ = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml")], "gates")
+    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml")], "gates")
     model = load_run(folder / json.loads((folder / "results.json").read_text())["weights"])
     cache = str(Path(index_dir(str(folder)), "text"))
     text = INPUTS[task_for(config.model)](config.data, cache, config.seed, str(folder), training=False)

@@ -1,0 +1,312 @@
+"""A key of a configuration is said once: `name: type = key(default, limits, needs)`, with its text below it.
+
+Help, docs/reference/config.md, refusals, the comparison on resume and the tests' sweep are made from these fields.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import re
+import textwrap
+import typing
+from dataclasses import MISSING, dataclass
+from fnmatch import filter as matching
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+
+from moh_vision.engine.commands import nearest
+
+NUMBERS = dict(
+    gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
+)  # fmt: skip
+
+
+def key(
+    default: Any = MISSING, *, needs: Optional[str] = None, also: Optional[str] = None, free: Optional[bool] = None,
+    kept: Optional[bool] = None, ends: Optional[Tuple[str, ...]] = None, rising: Optional[bool] = None, **numbers: Any,
+) -> Any:  # fmt: skip
+    """A field of a `Section`. A subclass that says a key again keeps what it does not say anew.
+
+    Args:
+        default: what it is where it is left out; without one it must be given.
+        needs: what it has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE stands for any
+            text; several of these that are joined by " or " or by "; ", which means and. ".KEY" is of the same section.
+        also: what other projects call it, with or without a section.
+        free: another value does not make a run another run.
+        kept: False: an option of one call, which no file holds and no run remembers.
+        ends: endings of a path, one of which it has.
+        rising: of a pair: the first is not above the second.
+        **numbers: gt, ge, lt or le: limits of a number, or of each in a pair; the name of another key of the section stands
+            for its value.
+    """
+    assert set(numbers) <= set(NUMBERS), numbers
+    said = dict(needs=needs, also=also, free=free, kept=kept, ends=ends, rising=rising, **numbers)
+    about = {name: value for name, value in said.items() if value is not None}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=about)
+    return dataclasses.field(default=default, metadata=about)
+
+
+class Key(NamedTuple):
+    """A key as `keys_of` finds it."""
+
+    kind: type  # the section that it is a field of
+    field: str  # its name there
+    hint: Any  # its type
+    default: Any
+    about: Dict[str, Any]  # what `key` was told
+
+    def as_type(self, value: Any, name: str) -> Any:
+        """The value as the key's type; ValueError, naming the key, if it is of another."""
+        try:
+            return as_type(self.hint, value)
+        except TypeError:
+            got = "null" if value is None else str(value)[:200]
+            raise ValueError(f'key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
+
+    def check(self, value: Any, name: str, section: Section) -> None:
+        """Raise ValueError, naming the key, for a value of its type that is out of its range."""
+        numbers = [n for n in (value if isinstance(value, (tuple, list)) else [value]) if type(n) in (int, float)]
+        fine = all(math.isfinite(n) for n in numbers if type(n) is float)
+        for limit, (_, holds) in NUMBERS.items():
+            bound = self.about.get(limit)
+            bound = getattr(section, bound) if isinstance(bound, str) else bound
+            fine = fine and (bound is None or all(holds(n, bound) for n in numbers))
+        fine = fine and not (self.about.get("rising") and value[0] > value[1])
+        fine = fine and not (value and "ends" in self.about and not value.endswith(self.about["ends"]))
+        if not fine or value == [] != self.default:
+            allowed = self.limits or ("at least one" if value == [] else "a finite number")
+            raise ValueError(f"{name} {value!r} is out of range: {allowed}")
+
+    @property
+    def limits(self) -> str:
+        """Its range in words."""
+        found = []
+        for limit, (words, _) in NUMBERS.items():
+            bound = self.about.get(limit)
+            if bound is not None:
+                found.append(f"{words} {f'{self.kind.section}.{bound}' if isinstance(bound, str) else bound}")
+        if "ends" in self.about:
+            found.append(f"a path that ends in {' or '.join(self.about['ends'])}")
+        return " and ".join(found) + ", the smaller one first" * self.about.get("rising", False)
+
+    @property
+    def allowed(self) -> str:
+        """Its type and its range in words."""
+        return ", ".join(filter(None, (words_of(self.hint), self.limits)))
+
+    @property
+    def text(self) -> str:
+        """What stands below it."""
+        return texts_of(self.kind).get(self.field, "")
+
+
+@dataclass
+class Section:
+    """Keys that belong together, in their types and ranges however it is made."""
+
+    section: ClassVar[str] = ""  # its name in a configuration
+    needs: ClassVar[str] = ""  # what all its keys need but those that are named here
+    free: ClassVar[bool] = False  # whether all its keys are
+    given: ClassVar[FrozenSet[str]] = frozenset()  # the keys that were options on the command line
+
+    def __post_init__(self):
+        own = [found for name, found in keys_of(type(self)).items() if found.kind is type(self)]
+        names = [f"{self.section}.{found.field}".strip(".") for found in own]
+        for found, name in zip(own, names):
+            setattr(self, found.field, found.as_type(getattr(self, found.field), name))
+        for found, name in zip(own, names):
+            found.check(getattr(self, found.field), name, self)
+        self.agree()
+
+    def agree(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
+
+    def idle(self) -> Iterator[Tuple[str, Any, str, str]]:
+        """What no `needs` can tell: (keys, whether they have an effect, what they need, the keys that decide)."""
+        return iter(())
+
+    def tree(self) -> dict:
+        """The configuration as nested plain values, as it is saved."""
+        keys = keys_of(type(self))
+        found = {name: value for name, value in dataclasses.asdict(self).items() if keys.get(name) not in _calls(keys)}
+        return plain(found)
+
+
+def _calls(keys: Dict[str, Key]) -> List[Key]:
+    """The keys that are options of one call."""
+    return [found for found in keys.values() if not found.about.get("kept", True)]
+
+
+def plain(value: Any) -> Any:
+    """The same value with lists for tuples."""
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+@functools.cache
+def keys_of(kind: type) -> Dict[str, Key]:
+    """Every key of a configuration or section by its dotted name."""
+    return dict(_fields(kind, ""))
+
+
+def _fields(kind: type, prefix: str) -> Iterator[Tuple[str, Key]]:
+    hints = typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        hint, name = hints[f.name], prefix + f.name
+        if isinstance(hint, type) and issubclass(hint, Section):
+            yield from _fields(hint, f"{name}.")
+            continue
+        about: Dict[str, Any] = {"free": kind.free}
+        for base in reversed(kind.__mro__):
+            about.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
+        needs = [*kind.needs.split("; "), *about.get("needs", "").split("; ")]
+        # A key does not need itself.
+        named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
+        about["needs"] = [need for need in named if name not in deciding(need)]
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        yield name, Key(kind, f.name, hint, default, about)
+
+
+@functools.cache
+def texts_of(kind: type) -> Dict[str, str]:
+    """The strings below the keys of a section."""
+    found: Dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if issubclass(base, Section)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for line, below in zip(body, body[1:]):
+            if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[line.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return found
+
+
+# ---------------------------------------------------------------- types
+
+
+def as_type(hint: Any, value: Any) -> Any:
+    """The value, with lists as tuples and whole numbers as floats where the type says so; TypeError if it is of another."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Union:
+        for kind in sorted(inner, key=lambda kind: kind is not type(value)):
+            try:
+                return as_type(kind, value)
+            except TypeError:
+                pass
+    elif origin is typing.Literal and any(value == one and type(value) is type(one) for one in inner):
+        return value
+    elif origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(inner):
+        return tuple(map(as_type, inner, value))
+    elif origin is list and isinstance(value, list):
+        return [as_type(inner[0], one) for one in value]
+    elif hint is Any or origin is dict and isinstance(value, dict) or type(value) is hint:
+        return value
+    elif hint is float and type(value) is int and abs(value) < 2**1023:
+        return float(value)
+    raise TypeError
+
+
+def words_of(hint: Any) -> str:
+    """A type as people write it: the allowed values of a Literal, `or null` for an Optional."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Union:
+        return " or ".join(map(words_of, inner))
+    if origin is typing.Literal:
+        return ", ".join(map(str, inner))
+    if origin in (list, tuple):
+        return f"[{', '.join(map(words_of, inner))}{', ...' * (origin is list)}]"
+    return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(origin or hint) or hint.__name__
+
+
+# ---------------------------------------------------------------- keys without effect
+
+
+def idle_keys(config: Section) -> Iterator[Tuple[str, str, Set[str]]]:
+    """(key, what it needs, the keys that decide) of every key that has no effect beside the others."""
+    keys = keys_of(type(config))
+    values = {name: value_at(config, name) for name in keys}
+    for name, found in keys.items():
+        for need in found.about["needs"]:
+            if not any(_met(condition, values) for condition in need.split(" or ")):
+                yield name, " or ".join(_in_words(c, keys) for c in need.split(" or ")), deciding(need)
+    for patterns, has_effect, words, decide in config.idle():
+        for pattern in patterns.split() if not has_effect else ():
+            yield from ((name, words, set(decide.split())) for name in matching(keys, pattern))
+
+
+def value_at(config: Any, name: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def deciding(need: str) -> Set[str]:
+    """The keys in a need."""
+    return {_parts(condition)[1] for condition in need.split(" or ")}
+
+
+def _parts(condition: str) -> Tuple[str, str, str, str]:
+    return re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", condition).groups("")
+
+
+def _met(condition: str, values: Dict[str, Any]) -> bool:
+    negated, name, sign, pattern = _parts(condition)
+    value = values.get(name)
+    if sign:
+        text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        return fnmatchcase(text, pattern) == (sign == "=")
+    return bool(value) != bool(negated)
+
+
+def _in_words(condition: str, keys: Dict[str, Key]) -> str:
+    negated, name, sign, pattern = _parts(condition)
+    if sign:
+        return f"{name} {'other than ' * (sign == '!=')}{pattern}".replace(" null", " left out")
+    hint = keys[name].hint if name in keys else None
+    if hint is bool:
+        return f"{name} {'false' if negated else 'true'}"
+    return f"{name} left out" if negated else f"{name} above 0" if hint in (int, float) else name
+
+
+# ---------------------------------------------------------------- comparing and naming
+
+
+def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
+    """Keys, with both values, that differ from those of a saved configuration, and may not.
+
+    Raises:
+        ValueError: if the old one is none.
+    """
+    if not isinstance(old, dict):
+        raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
+    keys = keys_of(type(new))
+    before, now = dict(flat(old, keys)), dict(flat(new.tree(), keys))
+    free = {*allowed, *(name for name, found in keys.items() if found.about["free"])}
+    free.update(name for name, *_ in idle_keys(new))
+    names = [name for name in sorted({*before, *now}) if name not in free and before.get(name) != now.get(name)]
+    return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
+
+
+def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[Tuple[str, Any]]:
+    """Dotted keys and values of nested sections; a mapping is the value of a key, or has what begins with its name."""
+    for short, value in tree.items():
+        name = f"{prefix}{short}"
+        if name not in keys and isinstance(value, dict) and any(known.startswith(f"{name}.") for known in keys):
+            yield from flat(value, keys, f"{name}.")
+        else:
+            yield name, value
+
+
+def unknown_key(name: str, keys: Dict[str, Key]) -> str:
+    """The message for a name that is no key, with the one that it may mean."""
+    known = [*keys, *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name)]
+    leaf = name.rpartition(".")[2]
+    near = [k for k, found in keys.items() if {name, name.partition(".")[2]} & set(found.about.get("also", "").split())]
+    # Else a right name without its section, or under a wrong one.
+    same = [k for k in known if k.rpartition(".")[2] == leaf]
+    near = near or ("." not in name and same) or nearest(name, known, 1) or same
+    return f"unknown key '{name}'{f', did you mean {near[0]!r}?' if near else '; --help lists the known ones'}"

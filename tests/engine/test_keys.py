@@ -1,0 +1,299 @@
+"""Every key of every configuration, from what its own field says: type, range, what it needs, and its help."""
+
+import dataclasses
+import json
+import math
+import typing
+
+import pytest
+import refusals
+from refusals import one_line
+
+from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig, ValidateConfig
+from moh_vision.diffusion.config import CalibrationConfig, DitConfig, SampleConfig
+from moh_vision.engine.command_line import dump, load, parse_config
+from moh_vision.engine.config import BlockDescentConfig, OptimConfig
+from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, value_at
+from moh_vision.language.config import LanguageConfig
+
+KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, CalibrationConfig]
+NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
+NEEDED.update(dict.fromkeys((ValidateConfig, CalibrationConfig), ["--checkpoint", "run"]))
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def parse(kind, *argv):
+    return parse_config(kind, [*NEEDED.get(kind, []), *argv], "test")
+
+
+def leaves(hint):
+    """The types in a type."""
+    return {hint}.union(*map(leaves, typing.get_args(hint))) if hasattr(hint, "__args__") else {hint}
+
+
+def changed(config, values):
+    """The configuration with other values, whatever they contradict."""
+    for name, value in values.items():
+        section, _, field = name.rpartition(".")
+        setattr(value_at(config, section) if section else config, field, value)
+    return config
+
+
+@every_kind
+def test_every_key_says_what_it_is(kind):
+    keys = keys_of(kind)
+    for name, found in keys.items():
+        assert found.text.endswith((".", ")")), f"{name}: its text"
+        assert {other for need in found.about["needs"] for other in deciding(need)} <= set(keys), name
+        numbers = leaves(found.hint) & {int, float}
+        budget = name.endswith("head_budget") or name == "budget_range"  # the model's to refuse
+        assert not numbers or budget or {"gt", "ge"} & set(found.about), f"a new number, {name}: what is its range?"
+
+
+# ---------------------------------------------------------------- types
+
+VALUES = ["zebra", "''", "2001-01-01", "[1, 2, 3]", "[[x]]", "[a, b]", "{a: 1}", "1.5", "7", "true", "null", ".inf"]
+
+
+def is_of(hint, value):
+    try:
+        as_type(hint, value)
+        return True
+    except TypeError:
+        return False
+
+
+@pytest.mark.parametrize("hint, fine, wrong", [
+    (int, [3], [True, 3.0, "3", None]), (float, [3.0, 3], [True, "3", 10**400]), (str, ["3"], [3, None]), (bool, [True], [1, "true"]),
+    (typing.Optional[int], [3, None], [3.5]), (typing.Literal["no", "7"], ["no", "7"], ["non", 7, False]),
+    (typing.Tuple[float, float], [(1.0, 2.0), [1, 2]], [[1], [1, "x"], 1]), (typing.List[str], [["a"]], [["a", 1], "a"]),
+    (typing.Dict[str, typing.Any], [{"a": [1]}], [[1], 5]), (typing.Union[float, str], [1, "x"], [[1], None]),
+])  # fmt: skip
+def test_types(hint, fine, wrong):
+    assert all(is_of(hint, value) for value in fine) and not any(is_of(hint, value) for value in wrong)
+
+
+@every_kind
+def test_a_value_of_another_type_is_refused_in_a_file(kind, tmp_path):
+    """The message holds the key, the value and what is expected."""
+    file, tried = tmp_path / "c.yaml", 0
+    for name, found in keys_of(kind).items():
+        if not found.about.get("kept", True):
+            continue
+        for text in VALUES:
+            value = load(text, "")
+            if is_of(found.hint, value) or name == "checkpoint" and value is None:
+                continue
+            section, _, leaf = name.rpartition(".")
+            file.write_text(f"{section}: {{{leaf}: {text}}}\n" if section else f"{leaf}: {text}\n")
+            argv = ["--checkpoint", "run"] if "checkpoint" in keys_of(kind) and name != "checkpoint" else []
+            with one_line(f'key "{name}": Expected ') as error:
+                parse_config(kind, [*argv, "--config", str(file)], "test")
+            got = "null" if value is None else str(value)
+            assert str(error.value).endswith(f"Got value: {got}")
+            tried += 1
+    assert tried > 3 * len(keys_of(kind))
+
+
+# ---------------------------------------------------------------- ranges
+
+
+def outside(found, section):
+    """Values that are just out of a key's range, and others at its ends."""
+    about, whole = found.about, int in leaves(found.hint)
+    bounds = {
+        n: getattr(section, b) if isinstance(b, str) else b for n, b in about.items() if n in ("gt", "ge", "lt", "le")
+    }
+    step = 1 if whole else 0.001
+    out = {"gt": lambda b: b, "ge": lambda b: b - step, "lt": lambda b: b, "le": lambda b: b + step}
+    ends = {"gt": lambda b: b + step, "ge": lambda b: b, "lt": lambda b: b - step, "le": lambda b: b}
+    wrong, fine = [out[n](b) for n, b in bounds.items()], [ends[n](b) for n, b in bounds.items()]
+    if float in leaves(found.hint):
+        wrong += [math.inf, math.nan]
+    if tuple in map(typing.get_origin, (found.hint, *typing.get_args(found.hint))):
+        low, high = min(fine), max(fine)
+        wrong, fine = [[value, high] for value in wrong] + [[low, value] for value in wrong], [[low, high]]
+        wrong += [[high, low]] if about.get("rising") else []
+    fine += [f"x{ending}" for ending in about.get("ends", ())]
+    return wrong + ["x.jpg", ".pngx"] * ("ends" in about), fine
+
+
+@every_kind
+def test_a_value_out_of_its_range_is_refused(kind):
+    config, tried = parse(kind), 0
+    for name, found in keys_of(kind).items():
+        if "head_budget" in name or name == "budget_range":
+            continue
+        section = value_at(config, name.rpartition(".")[0]) if "." in name else config
+        wrong, fine = outside(found, section)
+        for value in wrong:
+            text = (
+                str(value) if isinstance(value, float) else json.dumps(value) if not isinstance(value, str) else value
+            )
+            text = {"inf": ".inf", "nan": ".nan"}.get(text, text).replace("Infinity", ".inf").replace("NaN", ".nan")
+            with one_line(f"^{name} .* is out of range: .") as error:
+                parse(kind, f"--{name}={text}")
+            tried += 1
+            assert "num_images" in name or str(error.value).endswith(found.limits or "a finite number")
+        for value in fine:
+            found.check(found.as_type(value, name), name, section)
+    assert tried > 2
+
+
+def test_every_section_is_checked_however_it_is_made():
+    for kind, name in ((MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")):
+        for number in (math.inf, math.nan):
+            with pytest.raises(ValueError, match=f"{number} is out of range"):
+                kind(**{name: number})
+    with pytest.raises(ValueError, match='key "data.repeats": Expected int. Got value: x'):
+        ClsDataConfig(repeats="x")
+
+
+def test_a_list_has_one_value_at_least():
+    for name in ("model.head_budget", "classes"):
+        kind = SampleConfig if name == "classes" else ClsConfig
+        with one_line(f"{name} \\[\\] is out of range: at least one"):
+            parse(kind, f"--{name}=[]")
+    with one_line("model.head_budget .*is out of range: one .shared, routed. per layer, each 0 or more"):
+        parse(ClsConfig, "--model.head_budget", "[[1, -1]]")
+
+
+def test_whole_numbers_are_compared_as_such():
+    assert parse(ClsConfig, "--seed", str(2**63 - 1)).seed == 2**63 - 1
+    for wrong in (2**63, 10**400):
+        with one_line("seed 9223372036854775808|seed 1000"):
+            parse(ClsConfig, "--seed", str(wrong))
+
+
+# ---------------------------------------------------------------- keys without effect
+
+
+def met(condition, keys):
+    """(key, value that meets a condition, value that does not)"""
+    negated, name, sign, pattern = condition.startswith("not "), *condition.removeprefix("not ").partition("=")
+    differs, name = name.endswith("!"), name.rstrip("!")
+    hint, others = keys[name].hint, typing.get_args(keys[name].hint)
+    if sign:
+        value = (
+            None if pattern == "null" else load(pattern, "") if str not in leaves(hint) else pattern.replace("*", "x")
+        )
+        other = (
+            next((v for v in others if v != value), "other") if typing.get_origin(hint) is typing.Literal else "other"
+        )
+        other = value + 1 if isinstance(value, (int, float)) else other
+        return name, *((other, value) if differs else (value, other))
+    some = next(v for kind, v in {bool: True, int: 1, float: 0.5, str: "x"}.items() if kind in leaves(hint))
+    some = ["x"] if typing.List[str] in leaves(hint) else some
+    none = None if type(None) in others else type(some)()
+    return name, *((none, some) if negated else (some, none))
+
+
+@every_kind
+def test_a_key_has_no_effect_without_what_it_needs(kind):
+    keys, tried = keys_of(kind), 0
+    for name, found in keys.items():
+        for need in found.about["needs"]:
+            conditions = [met(condition, keys) for condition in need.split(" or ")]
+            unmet = {other: no for other, _, no in conditions}
+            config = changed(parse(kind), unmet)
+            assert [d for n, _, d in idle_keys(config) if n == name and d == deciding(need)], (name, need)
+            for other, yes, _ in conditions:  # each of them is enough
+                config = changed(parse(kind), {**unmet, other: yes})
+                assert not [d for n, _, d in idle_keys(config) if n == name and d == deciding(need)], (
+                    name,
+                    need,
+                    other,
+                )
+            tried += 1
+    assert tried > 40 or kind in (ValidateConfig, CalibrationConfig, SampleConfig)
+
+
+MODEL = "model.head_budget budget_range"
+# (scripts, values, keys without effect, keys with one): what no `needs` says, because it depends on the router or the optimiser
+IDLE = [
+    ((ClsConfig, DitConfig), {"model.name": "dit_small_patch2"}, f"{MODEL} model.scope balance_weight", ""),
+    ((ClsConfig, DitConfig), {"model.router": "mae"}, f"{MODEL} balance_weight z_weight", "model.scope block_descent.mode"),
+    ((ClsConfig, DitConfig), {"model.router": "moh"}, "z_weight moa_balance_weight block_descent.gate_lr", f"{MODEL} balance_weight"),
+    ((ClsConfig, DitConfig), {"model.router": "moa"}, "balance_weight", f"{MODEL} z_weight moa_balance_weight"),
+    ((ClsConfig,), {"model.router": "mine"}, "balance_weight z_weight", MODEL),
+    ((ClsConfig,), {"model.router": "mae", "model.router_kwargs": {"mode": "argmax"}}, "block_descent.mode", ""),
+    ((ClsConfig,), {"model.pretrained": "x", "model.convert": {"router": "query_norm"}}, "z_weight", f"{MODEL} balance_weight"),
+    ((LanguageConfig,), {}, f"{MODEL} balance_weight z_weight block_descent.mode", ""),
+    ((LanguageConfig,), {"model.name": "clm_moh_small_75"}, "z_weight", f"{MODEL} balance_weight"),
+    ((LanguageConfig,), {"model.name": "clm_pretrained"}, "z_weight", f"{MODEL} balance_weight"),  # perhaps a run with routers
+    ((LanguageConfig,), {"model.kwargs": {"cross_attention": {"router": "moa"}}}, "balance_weight", "z_weight"),
+    ((LanguageConfig,), {"model.name": "mt_uni_mae_7"}, "block_descent.mode", ""),
+    ((LanguageConfig,), {"model.name": "mt_nobcd"}, "", "block_descent.mode block_descent.gate_lr"),
+    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "nesterov"}, "optim.betas optim.eps", "optim.momentum"),
+    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "adan"}, "optim.betas optim.momentum", "optim.eps"),
+    ((ClsConfig, DitConfig, LanguageConfig), {"optim.name": "muon"}, "", "optim.betas optim.momentum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds, values, idle, awake", IDLE, ids=str)
+def test_what_depends_on_the_router_and_the_optimiser(kinds, values, idle, awake):
+    for kind in kinds:
+        found = {name for name, *_ in idle_keys(changed(kind(), values))}
+        assert set(idle.split()) <= found and not set(awake.split()) & found, kind
+
+
+# ---------------------------------------------------------------- help, and keys that are said again
+
+
+def helped(kind, argv, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse_config(kind, argv, "script.py")
+    return capsys.readouterr().out
+
+
+@every_kind
+def test_every_key_and_its_default_are_shown_in_80_columns(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    every = helped(kind, ["--help"], capsys).splitlines()
+    lines = [line for line in every if line.startswith("  --")]
+    assert [line for line in every if line.startswith("  ") and len(line) > 80] == []
+    named = [line.split()[0][2:] for line in lines]
+    assert len(named) == len(set(named)) and set(named) == {*keys_of(kind), "config", "print_config", "help"}
+    if kind is DitConfig:
+        text = " ".join(" ".join(every).split())
+        assert "--model.name moh_dit_small_patch2_75 Model name in timm's registry" in text
+        assert (
+            '--preview.sampler As in sample.py; left out: "ddim", or with objective flow "euler" --preview.steps 50'
+            in text
+        )
+
+
+def test_nobody_reads_the_help_to_its_end(monkeypatch):
+    """As after `| head`: no line about a broken pipe."""
+    with refusals.unread(monkeypatch), pytest.raises(SystemExit, match="0"):
+        parse_config(ClsConfig, ["--help"], "script.py")
+
+
+def test_the_whole_text_of_a_key_and_of_a_section(capsys):
+    assert "written by moh_vision.analysis.search" in helped(ClsConfig, ["--help", "model.head-budget"], capsys)
+    text = helped(ClsConfig, ["--help", "ema"], capsys)
+    assert (
+        "--ema.decay 0.0\n  float, at least 0 and below 1\n" in text
+        and "--ema.warmup false" in text
+        and "--mix" not in text
+    )
+    both = helped(ClsConfig, ["--help", "optim.min_lr", "model.head-budget"], capsys)
+    assert "float, at least 0 and at most optim.lr" in both and "--model.head_budget " in both
+    with one_line("--help modle: no such key or section"):
+        parse_config(ClsConfig, ["--help", "modle"], "script.py")
+
+
+def test_a_key_that_is_said_again_keeps_the_rest():
+    lr, mine = keys_of(OptimConfig)["lr"], keys_of(LanguageConfig)["optim.lr"]
+    assert (lr.default, mine.default) == (1e-3, 7e-4) and lr.about == mine.about and lr.text == mine.text
+    assert keys_of(LanguageConfig)["max_steps"].about["ge"] == 0 and keys_of(DitConfig)["max_steps"].about["ge"] == 1
+    assert keys_of(DitConfig)["preview.seed"].about["needs"] == ["preview.every"]
+    assert BlockDescentConfig() == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
+    assert [f.name for f in dataclasses.fields(ClsDataConfig)].count("augment") == 1
+
+
+@pytest.mark.parametrize(
+    "value", ["no", "1e3", "1:30", "007", "null", "true", "", "0x1f", "2001-01-01", 1e-5, -0.0, 10**20, None]
+)
+def test_what_is_saved_is_read_back(value):
+    assert load(dump({"a": value, "b": [value]}), "") == {"a": value, "b": [value]}
