@@ -11,7 +11,7 @@ from moh_vision.models.registry import register
 from moh_vision.models.weights import load_checkpoint, load_run
 
 register("calibration", "classifier", "moh_vision.classification.calibration:open_calibration")
-register("prepared", "classifier", "moh_vision.classification.config:prepared_as_trained")
+register("prepared", "classifier", "moh_vision.classification.prepared:prepared_as_trained")
 register("image", "classifier", "moh_vision.classification.one_image:open_image")
 register("calibration", "diffusion", "moh_vision.diffusion.calibration:open_calibration")
 register("scores", "classifier", "moh_vision.classification.calibration:open_scored")

@@ -123,7 +123,7 @@ def save_classifier(run: ScoredRun, file: Path, folder: Path, scored: Optional[S
     import timm
     from timm.data import ImageNetInfo
 
-    from moh_vision.classification.config import prepared_as_trained
+    from moh_vision.classification.prepared import prepared_as_trained
 
     model, about = from_run(str(file), "classifier")
     cfg = prepared_as_trained(model, about).pretrained_cfg

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional, Sequence, Tuple
-
-from torch import nn
+from typing import List, Literal, Optional, Tuple
 
 from moh_vision.classification.labels import Labels
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import reason_of
 from moh_vision.engine.config import (
     TRAINS,
     DataConfig,
@@ -29,13 +26,13 @@ class EvalDataConfig(ImagesConfig):
     """The images of a classifier, and how they are validated."""
 
     augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = key("none")
-    """"none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror), "flip", or "imagenet": random resized
-    crop, mirror, and what the keys below add."""
+    """"none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror), "flip", or "imagenet": random
+    resized crop, mirror, and what further keys add."""
     crop_pct: Optional[float] = key(None, gt=0, le=1)
     """Validation crops this share of the resized image; left out: the model's own with augment imagenet, else 1."""
     crop_mode: Optional[Literal["center", "squash", "border"]] = key(None)
-    """Validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1), or the longer ("border");
-    left out: the model's own with augment imagenet, else "squash"."""
+    """Validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1) or the longer
+    ("border"); left out: the model's own with augment imagenet, else "squash"."""
     eval_batch_size: int = key(256, ge=1, free=True)
     """Images at a time in validation, on each process."""
 
@@ -47,41 +44,6 @@ class EvalDataConfig(ImagesConfig):
                 crop_pct=pretrained_cfg.get("crop_pct", 0.875), crop_mode=pretrained_cfg.get("crop_mode") or "center"
             )
         return dict(crop_pct=self.crop_pct or own["crop_pct"], crop_mode=self.crop_mode or own["crop_mode"])
-
-    def prepare(self, model: nn.Module, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
-        """Let the pretrained_cfg of a classifier say what validation does to an image, as `validation_transform` reads it.
-
-        Args:
-            model: with the pretrained_cfg of its registered name, or of the folder it is from.
-            img_size: side of the images; None: that of its pretrained_cfg.
-            classes: their names, as label_names; None: those of its pretrained_cfg, if it has any.
-        """
-        cfg, channels = dict(model.pretrained_cfg), model.in_chans
-        side = [img_size] * 2 if img_size else cfg["input_size"][1:]
-        cfg.update(num_classes=model.num_classes, input_size=(channels, *side), **self.eval_options(cfg))
-        cfg.update(mean=tuple(cfg["mean"][:channels]), std=tuple(cfg["std"][:channels]))
-        cfg["label_names"] = cfg.get("label_names") if classes is None else list(classes)
-        model.pretrained_cfg = model.default_cfg = cfg
-
-
-def prepared_as_trained(model: nn.Module, about: dict) -> nn.Module:
-    """`EvalDataConfig.prepare` of a run's model, as its validation was when the weights were written.
-
-    Args:
-        about: see `moh_vision.models.weights.from_run`.
-
-    Raises:
-        ValueError: naming the file, if its metadata have other keys or values than a run writes.
-    """
-    try:
-        saved = about.get("config", {}).get("data", {})
-        data = EvalDataConfig(**{name: saved[name] for name in ("augment", "crop_pct", "crop_mode") if name in saved})
-        data.prepare(model, about["arguments"].get("img_size"), about.get("classes"))
-    except (TypeError, ValueError, AttributeError) as error:  # files of others may hold anything
-        raise ValueError(
-            f"{about['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
-        ) from None
-    return model
 
 
 @dataclass
@@ -108,11 +70,8 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
 
 
 @dataclass
-class MixConfig(Section):
+class MixConfig(Section, section="mix", needs=".prob"):
     """Mixup and cutmix, timm's, inside a micro-batch."""
-
-    section = "mix"
-    needs = ".prob"
 
     mixup: float = key(0.0, ge=0)
     """Alpha of mixup; 0: none."""
@@ -131,15 +90,12 @@ class MixConfig(Section):
 
 
 @dataclass
-class DistillConfig(Section):
+class DistillConfig(Section, section="distill", needs=".teacher"):
     """Distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`."""
 
-    section = "distill"
-    needs = ".teacher"
-
     teacher: Optional[str] = key(None)
-    """A model of timm with its weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or the folder of a classification run;
-    of the same classes in the same order."""
+    """A model of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a classification run, of the same
+    classes in the same order."""
     task_loss_weight: float = key(1.0, ge=0)
     """Of the cross-entropy with the labels."""
     distill_loss_weight: float = key(1.0, gt=0)
@@ -163,7 +119,7 @@ class ClsOptimConfig(OptimConfig):
     layer_decay: Optional[float] = key(None, gt=0, le=1, needs=TRAINS)
     """Factor of the learning rate from each layer to the one before, for fine-tuning (timm's)."""
 
-    def agree(self):
+    def agree(self) -> None:
         super().agree()
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError("optim.warmup_epochs and optim.warmup_steps are the same thing: give one")
@@ -174,15 +130,13 @@ class ClsConfig(ImageRunConfig):
     """Classification."""
 
     max_steps: Optional[int] = key(None, also="")
-    """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs, the schedule stays theirs and max_steps only stops
-    sooner."""
+    """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
     """Of the cross-entropy."""
     eval_every: int = key(0, ge=0, free=True)
-    """Steps between validations; OUTPUT/best.safetensors keeps the weights with the highest top-1. 0: only at the end, without
-    that file."""
+    """Steps between validations, the best of which is kept in OUTPUT/best.safetensors; 0: only at the end."""
     channels_last: bool = key(False)
-    """Keep convolutions' weights and images in that memory format, which their GPU kernels prefer."""
+    """Keep convolutions' weights and images in that memory format, which GPU kernels prefer."""
     data: ClsDataConfig = field(default_factory=ClsDataConfig)
     optim: ClsOptimConfig = field(default_factory=ClsOptimConfig)
     mix: MixConfig = field(default_factory=MixConfig)

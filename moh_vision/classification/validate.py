@@ -28,6 +28,7 @@ from moh_vision.classification.labels import (
     open_labelled,
     refuse_other_classifier,
 )
+from moh_vision.classification.prepared import prepare
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
 from moh_vision.data.imagenet import validation_transform
@@ -208,7 +209,7 @@ def open_classifier(config: ValidateConfig, images: int = 1, **arguments) -> Tup
         **arguments: of a model that the checkpoint does not bring, beside those of the configuration.
 
     Returns:
-        (model in eval mode, prepared by `EvalDataConfig.prepare`; what `to_validate` says of it, with img_size)
+        (model in eval mode, prepared by `prepare`; what `to_validate` says of it, with img_size)
 
     Raises:
         ValueError, FileNotFoundError: for weights that are not there or do not fit.
@@ -236,7 +237,7 @@ def open_classifier(config: ValidateConfig, images: int = 1, **arguments) -> Tup
                 )
         if "model.head_budget" in config.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
-    data.prepare(model, about["arguments"].get("img_size"), about["classes"])
+    prepare(model, data, about["arguments"].get("img_size"), about["classes"])
     return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
 
 

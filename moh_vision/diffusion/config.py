@@ -14,7 +14,6 @@ from moh_vision.engine.config import (
     ImagesConfig,
     ModelConfig,
     OpenedConfig,
-    read_head_budget,
 )
 from moh_vision.engine.keys import Section, key
 
@@ -38,11 +37,9 @@ def check_classes(name: str, classes: Classes, images: int) -> None:
 
 
 @dataclass
-class DrawConfig(Section):
+class DrawConfig(Section, needs=".every", free=True):
     """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any."""
 
-    needs = ".every"
-    free = True
     default_sampler = dict(noise="ddim", flow="euler")
 
     every: int = key(0, ge=0)
@@ -60,27 +57,22 @@ class DrawConfig(Section):
 
 
 @dataclass
-class PreviewConfig(DrawConfig):
+class PreviewConfig(DrawConfig, section="preview"):
     """Pictures: OUTPUT/previews/step_N.png."""
 
-    section = "preview"
-
     columns: Optional[int] = key(None, ge=1, needs="not .classes")
-    """Images a row, in their order; left out: one class a row with its name, if these are at most ten rows of ten
-    images, and else ten images a row."""
+    """Images a row; left out: one class a row with its name, for at most ten rows of ten, else ten images a row."""
     classes: Classes = key(None)
-    """Numbers or names of the classes that are drawn, one a row with its name: image i has the class in place i modulo
-    their number; left out: all classes."""
+    """Numbers or names of the classes that are drawn, one a row with its name; left out: all classes."""
 
-    def agree(self):
+    def agree(self) -> None:
         check_classes("preview.classes", self.classes, self.images)
 
 
 @dataclass
-class ScoreConfig(DrawConfig):
+class ScoreConfig(DrawConfig, section="score"):
     """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md."""
 
-    section = "score"
     classes = None  # all
 
     images: int = key(5000)
@@ -106,29 +98,23 @@ class ScoreConfig(DrawConfig):
 
 
 @dataclass
-class FlowConfig(Section):
+class FlowConfig(Section, section="flow", needs="objective=flow"):
     """Flow matching; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
-
-    section = "flow"
-    needs = "objective=flow"
 
     timesteps: Literal["uniform", "logit-normal"] = key("uniform")
     """How times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between."""
     shift: float = key(1.0, gt=0)
-    """Above 1, moves the times of training and sampling towards the noise, for larger latents (Esser 2024, eq. 23):
-    about the side over the side at which 1 was right."""
+    """Above 1, moves times towards the noise, for larger latents (Esser 2024, eq. 23): about the side over the side at
+    which 1 was right."""
 
 
 @dataclass
-class RepaConfig(Section):
+class RepaConfig(Section, section="repa", needs=".teacher"):
     """Representation alignment (Yu 2024); see `moh_vision.diffusion.alignment`."""
 
-    section = "repa"
-    needs = ".teacher"
-
     teacher: Optional[str] = key(None)
-    """A frozen model with features of patches: one of timm with its weights (NAME, hf-hub:OWNER/NAME or
-    local-dir:FOLDER), or the folder of a classification run. The data must be images."""
+    """A frozen model with features of patches: one of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a
+    classification run. The data must be images."""
     block: int = key(8, ge=1)
     """Of the model, from 1 on, whose tokens come near the teacher's features of the clean image."""
     weight: float = key(0.5, gt=0)
@@ -147,15 +133,15 @@ class DitConfig(ImageRunConfig):
     """Diffusion."""
 
     vae: Optional[str] = key(None)
-    """Diffusion on the latents of this VAE: its name on the Hugging Face hub, or a local folder. "none" or left out: on
-    pixels, or on latents where data.root holds them, whose own VAE decodes previews."""
+    """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
+    where data.root holds them, whose own VAE decodes previews."""
     model: DitModelConfig = field(default_factory=DitModelConfig)
     objective: Literal["noise", "flow"] = key("noise")
     """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT."""
-    learn_sigma: bool = key(True, needs="objective!=flow")
-    """With objective noise, learn the variance too (hybrid loss)."""
-    min_snr_gamma: Optional[float] = key(None, gt=0, needs="objective!=flow")
-    """With objective noise, weigh its squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
+    learn_sigma: bool = key(True, needs="objective=noise")
+    """Learn the variance too (hybrid loss)."""
+    min_snr_gamma: Optional[float] = key(None, gt=0, needs="objective=noise")
+    """Weigh the squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
     flow: FlowConfig = field(default_factory=FlowConfig)
     label_drop: float = key(0.1, ge=0, lt=1)
     """Share of labels replaced by "no class", for guidance."""
@@ -163,7 +149,7 @@ class DitConfig(ImageRunConfig):
     preview: PreviewConfig = field(default_factory=PreviewConfig)
     score: ScoreConfig = field(default_factory=ScoreConfig)
 
-    def agree(self):
+    def agree(self) -> None:
         super().agree()
         self.vae = self.vae or "none"
         for draw in (self.preview, self.score):
@@ -184,25 +170,24 @@ class SampleConfig(Section):
 
     checkpoint: str = key(also="ckpt")
     """Folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either; the
-    folder of a saved pipeline, ours or diffusers' DiTPipeline; with --model other weights."""
+    folder of a pipeline, ours or diffusers' DiTPipeline; with --model other weights."""
     model: Optional[str] = key(None)
-    """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads: the published .pt
-    files of MoH-DiT and DiT, .safetensors, folders of diffusers' models."""
+    """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads."""
     weights: Literal["ema", "model"] = key("ema", needs="checkpoint!=*.safetensors")
     """"ema" (falls back to "model" where the run or the file has none) or "model"."""
-    head_budget: Optional[HeadBudgets] = key(None)
+    head_budget: Optional[HeadBudgets] = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
     protocol: Optional[Literal["adm"]] = key(None)
-    """"adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps
-    of ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics as the reference."""
+    """"adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps of
+    ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
     num_images: Optional[int] = key(None, ge=0)
     """How many; left out: 100, or those of the protocol."""
     classes: Classes = key(None, needs=DRAWS)
     """Numbers or names of the classes that are drawn, such as 207 360 (in a file ["207", "360"]); left out: all. A name
-    goes before a number: in a data set with a class called 10, 10 is that class."""
+    goes before a number."""
     labels: Optional[Literal["balanced", "random"]] = key(None, needs=DRAWS)
-    """"balanced": the classes in turn, image i has the class in place i modulo their number; "random": drawn from
-    (seed, i); left out: random where the reference holds ADM's statistics, else balanced."""
+    """"balanced": the classes in turn; "random": drawn from (seed, i); left out: random where the reference holds ADM's
+    statistics, else balanced."""
     sampler: Optional[Sampler] = key(None)
     """"ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out), "euler" or
     "heun"."""
@@ -211,10 +196,10 @@ class SampleConfig(Section):
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
     """Classifier-free guidance; 1: none."""
     guide_channels: Optional[Union[int, Literal["all"]]] = key(None, ge=1, needs="cfg_scale!=1")
-    """How many channels are guided, from the first, or "all"; left out: 3 of 4, as the official DiT does on latents,
-    and all of any other number."""
+    """How many channels are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
+    other number."""
     cfg_interval: Tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1")
-    """Two fractions of the timesteps, from 0 (clean) to 1 (noise), between which guidance is applied."""
+    """Guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""
     batch_size: int = key(100, ge=1, needs=DRAWS)
@@ -224,7 +209,7 @@ class SampleConfig(Section):
     vae: Optional[str] = key(None)
     """Of latent models: name or folder of a VAE; left out: the one that the run was trained with."""
     save_pipeline: Optional[str] = key(None)
-    """A folder for model, scheduler and VAE, which `MoHDiTPipeline.from_pretrained` reads; with num_images 0 that is
+    """A folder for model, scheduler and VAE, as `MoHDiTPipeline.from_pretrained` reads it; with num_images 0 that is
     all."""
     out: Optional[str] = key(None)
     """A folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels)."""
@@ -233,21 +218,20 @@ class SampleConfig(Section):
     grid_columns: int = key(10, ge=1, needs="grid")
     """Images a row."""
     denoising: Optional[str] = key(None, ends=(".png", ".gif"))
-    """How noise becomes the first eight images, that is what the sampler holds after some of its steps, noise and all,
-    decoded by the VAE if there is one: .png, an image a row and eight moments; .gif, an animation."""
+    """What the sampler holds after some of its steps, of the first eight images: .png, an image a row and eight moments;
+    .gif, an animation."""
     head_usage: Optional[str] = key(None, ends=(".png",))
     """PNG of head usage per layer and class while sampling."""
     head_load: Optional[str] = key(None)
-    """JSON of which heads the tokens of each class, and of each timestep, ran; for `python -m
-    moh_vision.analysis.head_load`."""
+    """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision.analysis.head_load`."""
     score: Optional[str] = key(None)
-    """The reference: a folder of images, a .npz (images, or ADM's statistics) or saved statistics (.safetensors); or a
-    data set as in data.root."""
+    """The reference: a folder of images, a .npz (images, or ADM's statistics), saved statistics (.safetensors), or a data
+    set as in data.root."""
     score_split: Optional[Literal["train", "val"]] = key(None, needs="score")
     """Split of a data set: "val" (the default) or "train"."""
     extractor: Optional[str] = key(None, needs="score")
-    """"inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; with a data set of the
-    run's classes that also tells how many samples are recognised."""
+    """"inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; of the same classes as the
+    data set it also tells how many samples are recognised."""
     inception_weights: Optional[str] = key(None, needs="score")
     """The .pth file of torch-fidelity; left out: fetched once."""
     allow_biased: bool = key(False, needs="score")
@@ -257,7 +241,7 @@ class SampleConfig(Section):
     overwrite: bool = key(False)
     """Replace what is at the output paths."""
 
-    def agree(self):
+    def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
                 raise ValueError(
@@ -280,7 +264,6 @@ class SampleConfig(Section):
             )
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
-        self.head_budget = read_head_budget(self.head_budget, "head_budget")
         if self.num_images and not written:
             raise ValueError(
                 f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-usage, --head-load or --score, or "

@@ -123,9 +123,6 @@ def _without_idle(config: Section, values: Dict[str, Any], files: str, prog: str
     return found
 
 
-# ---------------------------------------------------------------- options
-
-
 def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]:
     """(name, value) of every option; the value of a section has one for each of its keys."""
     rest = list(argv)
@@ -177,9 +174,6 @@ def _put(earlier: Any, path: List[str], value: Any) -> dict:
     return whole
 
 
-# ---------------------------------------------------------------- YAML
-
-
 class _Loader(yaml.SafeLoader):
     """Plain values, a 1e-3 among the numbers; no aliases, and little depth."""
 
@@ -226,51 +220,34 @@ def dump(tree: dict) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
-def shipped_configs() -> List[str]:
-    """Names of the configurations that ship with the package, such as cls/NAME."""
-    return sorted(f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml"))
-
-
-def _find(name: str, beside: Path, option: str) -> Path:
-    """The file that a name means: a path, or a configuration that ships with the package."""
-    short = name.removeprefix("configs/").removesuffix(".yaml")
-    place = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
-    if place is None:
-        near = nearest(short, shipped_configs(), 1)
-        raise ValueError(f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}")
-    return place
-
-
-def read_file(name: str, beside: Path = Path(), option: str = "--config", upon: int = 0) -> Iterator[Tuple[Path, dict]]:
-    """(path, nested keys and values) of a configuration, behind those of its base.
+def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
+    """Dotted keys and values of a configuration, those of its base first.
 
     Args:
-        name: see `_find`.
+        name: a path, or a configuration that ships with the package.
+        keys: that it may hold.
+        prog: the script that it is for; empty: any.
         beside: the folder that a path is relative to.
         option: what names the file.
         upon: how many files have brought it.
     """
-    path = _find(name, beside, option)
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
+    if path is None:
+        near = nearest(short, [f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml")], 1)
+        raise ValueError(f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}")
-    text = path.read_bytes().decode("utf-8", "surrogateescape")  # which YAML refuses
-    tree = load(text, f"{option} {path}") or {}
+    tree = load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}  # YAML refuses what is no UTF-8
     if not isinstance(tree, dict):
         raise ValueError(f"{option} {path}: expected keys and values, found {type(tree).__name__}")
     base = tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str) or upon >= MAX_DEPTH:
             raise ValueError(f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other")
-        yield from read_file(base, path.parent, f"{path}: base", upon + 1)
-    yield path, tree
-
-
-def _read(name: str, keys: Dict[str, Key], prog: str) -> Iterator[Tuple[str, Any]]:
-    """Dotted keys and values of a configuration for the script `prog`, or for any; those of its base first."""
-    for path, tree in read_file(name):
-        script = SCRIPTS.get(path.parent.name, prog)
-        foreign = prog and script != prog
-        yield from _known(tree, keys, f"{script} takes this file; {path}" if foreign else str(path))
+        yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
+    script = SCRIPTS.get(path.parent.name, prog)
+    yield from _known(tree, keys, f"{script} takes this file; {path}" if prog and script != prog else str(path))
 
 
 def _known(tree: dict, keys: Dict[str, Key], where: str) -> Iterator[Tuple[str, Any]]:
@@ -280,12 +257,9 @@ def _known(tree: dict, keys: Dict[str, Key], where: str) -> Iterator[Tuple[str, 
             raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
         if name not in keys:
             raise ValueError(f"{where}: {unknown_key(name, keys)}")
-        if not keys[name].about.get("kept", True):
+        if not keys[name].about["kept"]:
             raise ValueError(f"{where}: {name} is an option of one call, which no file holds: --{name}")
         yield name, value
-
-
-# ---------------------------------------------------------------- help
 
 
 def groups_of(kind: type) -> List[Tuple[str, Dict[str, Key]]]:
@@ -305,14 +279,13 @@ def default_of(found: Key) -> str:
     return found.default if isinstance(found.default, str) else json.dumps(found.default)
 
 
-def help_text(prog: str, kind: type, about: List[str], width: Optional[int] = None) -> str:
+def help_text(prog: str, kind: type, about: List[str]) -> str:
     """The text of `--help`: at most two lines of text a key. With `about`, the whole text of these keys and sections.
 
     Args:
         prog: name of the script.
         kind: its configuration.
         about: what follows `--help` on the command line; [""]: nothing.
-        width: of a line; left out: the terminal's, at least 80.
 
     Raises:
         ValueError: no key begins with one of `about`.
@@ -325,7 +298,7 @@ def help_text(prog: str, kind: type, about: List[str], width: Optional[int] = No
         found += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text}" for k, f in own]
     if found:
         return "\n\n".join(found)
-    width = max(80, width or shutil.get_terminal_size().columns)
+    width = max(80, shutil.get_terminal_size().columns)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += ["A key comes with its default here. In names - and _ are the same.", ""]
     for title, keys in groups:

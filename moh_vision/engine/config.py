@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Literal, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterator, List, Literal, Optional, Set, Tuple, Union
 
-from moh_vision.engine.keys import Section, key, keys_of, unknown_key
+from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
-HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig; shares are the model's to refuse
+HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig
 MAX_SEED = 2**63 - 1
 TRAINS = "train_only!=gates"
 
@@ -17,49 +16,15 @@ TRAINS = "train_only!=gates"
 KEPT_KEYS = ("attention.path", "attention.table")
 
 
-def read_head_budget(budget: Optional[HeadBudgets], name: str = "model.head_budget") -> Optional[HeadBudgets]:
-    """The budget; pairs as Python writes them, "[(1, 2), (2, 2)]", which are a text to YAML, become a list."""
-    if isinstance(budget, str) and budget.startswith("["):
-        try:
-            pairs = json.loads(budget.replace("(", "[").replace(")", "]"))
-        except ValueError:
-            pairs = None
-        if pairs and all(isinstance(pair, list) and all(type(n) is int for n in pair) for pair in pairs):
-            budget = pairs  # any other text is the model's to refuse
-    if isinstance(budget, list) and any(number < 0 for pair in budget for number in pair):
-        raise ValueError(f"{name} {budget} is out of range: one [shared, routed] per layer, each 0 or more")
-    return budget
-
-
-def keep_budget(section: Any, pairs: Callable[[], List[List[int]]]) -> bool:
-    """Let a run remember the budget itself where a key says `searched:FILE`: the file may change, or go.
-
-    Args:
-        section: `model` of a configuration, or one of sampling.
-        pairs: makes [shared, routed] of every layer.
-
-    Returns:
-        whether a key said so.
-    """
-    places = (vars(section), *(getattr(section, name, None) or {} for name in ("kwargs", "convert")))
-    named = [place for place in places if str(place.get("head_budget")).startswith("searched:")]
-    for place in named:
-        place["head_budget"] = pairs()
-    return bool(named)
-
-
 @dataclass
-class ModelConfig(Section):
+class ModelConfig(Section, section="model"):
     """The model; what is left out keeps the registered model's own value."""
-
-    section = "model"
 
     name: str = key("moh_vit_small_patch16_224")
     """Model name in timm's registry."""
-    head_budget: Optional[HeadBudgets] = key(None)
-    """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; also with the share of shared heads among them, such
-    as "uniform:0.75:0.4"; or a list with one [shared, routed] per layer; or "searched:FILE", written by
-    moh_vision.analysis.search."""
+    head_budget: Optional[HeadBudgets] = key(None, ge=0)
+    """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; "uniform:0.75:0.4" also says the share of shared
+    heads among them; or one [shared, routed] per layer; or "searched:FILE", written by moh_vision.analysis.search."""
     router: Optional[str] = key(None, needs="not .pretrained")
     """Who chooses the heads."""
     scope: Optional[str] = key(None, needs="not .pretrained")
@@ -79,16 +44,14 @@ class ModelConfig(Section):
     kwargs: Optional[Dict[str, Any]] = key(None)
     """Further arguments of the model."""
     pretrained: Optional[str] = key(None)
-    """Start from a dense model with its weights, and name must be "pretrained". Classification: a ViT of timm by name, such as
-    deit3_small_patch16_224.fb_in1k, "hf-hub:OWNER/NAME", or a folder that timm's save_for_hf has written
-    ("local-dir:FOLDER"). Diffusion: a registered DiT, or the folder of a DiT of diffusers, or of its pipeline. Both: a run of
-    ours, or what publish made of it."""
+    """Start from a dense model and its weights; name must be "pretrained". Classification: a ViT of timm (NAME,
+    hf-hub:OWNER/NAME or local-dir:FOLDER). Diffusion: a registered DiT, or the folder of a DiT of diffusers or of its
+    pipeline. Both: a run of ours, or what publish made of it."""
     convert: Optional[Dict[str, Any]] = key(None, needs=".pretrained")
-    """Arguments of moh_vision.convert for it, such as {router: moh, scope: token}; a share is then uniform; left out, without
-    head_budget: it stays as it is."""
+    """Arguments of moh_vision.convert, such as {router: moh, scope: token}, where a share is uniform; left out, without
+    head_budget: the model stays dense."""
 
-    def agree(self):
-        self.head_budget = read_head_budget(self.head_budget)
+    def agree(self) -> None:
         if self.pretrained and self.name != "pretrained":
             raise ValueError(f"model.pretrained needs model.name pretrained, not {self.name}: it brings its model")
         if self.name == "pretrained" and not self.pretrained:
@@ -116,15 +79,12 @@ class ModelConfig(Section):
 
 
 @dataclass
-class ImagesConfig(Section):
+class ImagesConfig(Section, section="data"):
     """The images."""
 
-    section = "data"
-
     root: str = key("digits", also="data_path dataset path")
-    """Where the images are: "digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls); a folder
-    with train/CLASS/*.jpg and val/CLASS/*.jpg; or hfds/NAME for a Hugging Face data set. For diffusion also a folder of
-    latents."""
+    """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
+    and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set; for diffusion also a folder of latents."""
     img_size: Optional[int] = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     workers: int = key(2, ge=0, free=True)
@@ -138,11 +98,11 @@ class DataConfig(ImagesConfig):
     """The images, and their order."""
 
     exact_order: bool = key(True)
-    """Read samples in the seed's order; false: read the training shards as a stream, which promises less:
-    docs/guides/streaming.md. data.root is then a folder with classes.txt and the validation split, and with the shards where
-    data.stream names none."""
+    """Read samples in the seed's order; false: read the training shards as a stream, which promises less
+    (docs/guides/streaming.md). data.root then has classes.txt, the validation split, and the shards where data.stream names
+    none."""
     stream: Optional[str] = key(None, needs="not .exact_order")
-    """URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar"; several between "::". Also paths, and
+    """URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar", joined by "::"; also paths, and
     "pipe:COMMAND" where that is on the command line."""
     samples: Optional[int] = key(None, ge=1, needs="not .exact_order")
     """Images of an epoch of a stream; left out: those that train.shards.jsonl in data.root counts."""
@@ -153,10 +113,8 @@ class DataConfig(ImagesConfig):
 
 
 @dataclass
-class OptimConfig(Section):
+class OptimConfig(Section, section="optim"):
     """Optimiser and schedule."""
-
-    section = "optim"
 
     name: str = key("adamw", needs=TRAINS, also="optimizer opt")
     """One of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/guides/optimisers.md)."""
@@ -183,15 +141,13 @@ class OptimConfig(Section):
     min_lr: float = key(0.0, ge=0, le="lr", needs=f"{TRAINS}; .schedule!=constant")
     """End of the cosine."""
 
-    def agree(self):
+    def agree(self) -> None:
         check_name(self.name)
 
 
 @dataclass
-class EmaConfig(Section):
+class EmaConfig(Section, section="ema"):
     """Exponential moving average of the weights."""
-
-    section = "ema"
 
     decay: float = key(0.0, ge=0, lt=1)
     """Share of the average that stays in a step; 0: no average; the DiT papers use 0.9999."""
@@ -200,15 +156,13 @@ class EmaConfig(Section):
 
 
 @dataclass
-class BlockDescentConfig(Section):
+class BlockDescentConfig(Section, section="block_descent"):
     """How a model with MAE's gates learns (router mae with mode soft); any other model is trained as usual."""
-
-    section = "block_descent"
 
     mode: Literal["bcd", "joint"] = key("bcd")
     """"bcd": gates and experts in turns, as in Peng 2020; or "joint": together (the paper's NoBCD)."""
     period: int = key(5, ge=1, needs=f".mode=bcd; {TRAINS}")
-    """With bcd, the gates learn in every period-th epoch, from the first one on."""
+    """The gates learn in every period-th epoch, from the first one on."""
     gate_lr: float = key(1.0, gt=0)
     """Learning rate of the gates, in both modes by SGD without momentum or schedule (Peng 2020, appendix A)."""
 
@@ -254,34 +208,34 @@ class RunConfig(CommonConfig):
     keep_checkpoints: int = key(2, ge=1, free=True)
     """How many checkpoints stay."""
     init_from: Optional[str] = key(None)
-    """Weights to start from: a run folder, a file of weights, or a timm model name. If they have routers, an image model takes
-    their shared heads, and model.head_budget says how many heads run."""
+    """Weights to start from: a run folder, a file of weights, or a timm model name. An image model takes the shared heads
+    of their routers; model.head_budget says how many heads run."""
     train_only: Literal["all", "gates", "gates_and_outputs"] = key("all")
     """What learns: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
-    attention (Peng 2020, section 5.2). What is left out stays as it is, a head that init_from makes anew too."""
-    budget_range: Optional[Tuple[Union[float, str], Union[float, str]]] = key(None)
-    """Smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"]. Every step runs a share
-    in this range, drawn from the seed, and the model can be used at any of them afterwards. model.head_budget then says only
-    how many heads are shared; give the smallest share there."""
+    attention (Peng 2020, section 5.2). The rest stays as it is, also a head that init_from makes anew."""
+    budget_range: Optional[Tuple[Union[float, str], Union[float, str]]] = key(None, ge=0)
+    """Smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"]. Every step runs a
+    share drawn from it, and the model works at any of them afterwards. model.head_budget, best the smallest share, then
+    says only how many heads are shared."""
     balance_weight: float = key(0.01, ge=0)
-    """Weight of MoH's load-balance loss (0.01 in Jin 2024). As in the released code, the loss is eq. 7 times the number of
-    candidate heads, averaged over the layers that route."""
+    """Weight of MoH's load-balance loss (0.01 in Jin 2024): eq. 7 times the number of candidate heads, averaged over the
+    layers that route, as released."""
     moa_balance_weight: float = key(0.01, ge=0)
     """Weight of MoA's (0.01 in Zhang 2022)."""
     z_weight: float = key(0.001, ge=0)
     """Weight of MoA's z-loss (0.001 in Zhang 2022)."""
     checkpointing: bool = key(False, free=True)
-    """Keep only what goes into each layer, and compute the rest again for its gradient: less memory, a third more time."""
+    """Keep only the inputs of the layers and compute the rest again for the gradient: less memory, a third more time."""
     compile: bool = key(False)
     """Compile the model and its losses with torch.compile."""
     tracker: Optional[Literal["tensorboard", "wandb"]] = key(None, free=True)
-    """Logs to "tensorboard" (events in OUTPUT/tensorboard) or "wandb" too, beside metrics.jsonl."""
+    """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb"."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     block_descent: BlockDescentConfig = field(default_factory=BlockDescentConfig)
 
-    def agree(self):
+    def agree(self) -> None:
         for name in OPTIONS:
             if getattr(self.optim, name) is None:
                 setattr(self.optim, name, own_value(self.optim.name, name))
@@ -298,7 +252,7 @@ class RunConfig(CommonConfig):
         """The routers that the model may have; of what model.pretrained names, only its files tell."""
         raise NotImplementedError
 
-    def idle(self):
+    def idle(self) -> Iterator[Idle]:
         routers, model = self.routers(), "model.name model.router model.kwargs model.convert"
         convert = getattr(self.model, "convert", None) or {}
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
@@ -323,16 +277,16 @@ class ImageRunConfig(RunConfig):
     """What runs on images share."""
 
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
-    """With init_from or model.pretrained of a dense model: how many training images judge its heads, so that the strongest
-    ones of each layer become the shared ones and the first to run; 0: those that come first."""
+    """How many training images judge the heads of a dense model, so that the strongest ones of each layer become the shared
+    ones and the first to run; 0: those that come first."""
     ema: EmaConfig = field(default_factory=EmaConfig)
 
-    def agree(self):
+    def agree(self) -> None:
         super().agree()
         if self.init_from and self.model.pretrained:
             raise ValueError("init_from and model.pretrained both bring weights: give one")
 
-    def routers(self):
+    def routers(self) -> Set[str]:
         m = self.model
         if m.pretrained:
             return {(m.convert or {}).get("router") or "moh"}

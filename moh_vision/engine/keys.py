@@ -17,7 +17,7 @@ import typing
 from dataclasses import MISSING, dataclass
 from fnmatch import filter as matching
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Set, Tuple, Union
 
 from moh_vision.engine.commands import nearest
 
@@ -26,27 +26,24 @@ NUMBERS = dict(
 )  # fmt: skip
 
 
-def key(
-    default: Any = MISSING, *, needs: Optional[str] = None, also: Optional[str] = None, free: Optional[bool] = None,
-    kept: Optional[bool] = None, ends: Optional[Tuple[str, ...]] = None, rising: Optional[bool] = None, **numbers: Any,
-) -> Any:  # fmt: skip
+Idle = Tuple[str, Any, str, str]  # keys, whether they have an effect, what they need, the keys that decide
+
+
+def key(default: Any = MISSING, **about: Any) -> Any:
     """A field of a `Section`. A subclass that says a key again keeps what it does not say anew.
 
     Args:
         default: what it is where it is left out; without one it must be given.
+        gt, ge, lt, le: limits of a number, or of each in a list; the name of another key of the section stands for its value.
+        rising: of a pair: the first is not above the second.
+        ends: endings of a path, one of which it has.
         needs: what it has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE stands for any
-            text; several of these that are joined by " or " or by "; ", which means and. ".KEY" is of the same section.
+            text; several of these are joined by " or " or by "; ", which means and. ".KEY" is of the same section.
         also: what other projects call it, with or without a section.
         free: another value does not make a run another run.
         kept: False: an option of one call, which no file holds and no run remembers.
-        ends: endings of a path, one of which it has.
-        rising: of a pair: the first is not above the second.
-        **numbers: gt, ge, lt or le: limits of a number, or of each in a pair; the name of another key of the section stands
-            for its value.
     """
-    assert set(numbers) <= set(NUMBERS), numbers
-    said = dict(needs=needs, also=also, free=free, kept=kept, ends=ends, rising=rising, **numbers)
-    about = {name: value for name, value in said.items() if value is not None}
+    assert set(about) <= {*NUMBERS, "rising", "ends", "needs", "also", "free", "kept"}, about
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -71,16 +68,16 @@ class Key(NamedTuple):
 
     def check(self, value: Any, name: str, section: Section) -> None:
         """Raise ValueError, naming the key, for a value of its type that is out of its range."""
-        numbers = [n for n in (value if isinstance(value, (tuple, list)) else [value]) if type(n) in (int, float)]
-        fine = all(math.isfinite(n) for n in numbers if type(n) is float)
+        numbers = list(_numbers(value))
+        fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (value != [] or self.default == [])
         for limit, (_, holds) in NUMBERS.items():
             bound = self.about.get(limit)
             bound = getattr(section, bound) if isinstance(bound, str) else bound
             fine = fine and (bound is None or all(holds(n, bound) for n in numbers))
         fine = fine and not (self.about.get("rising") and value[0] > value[1])
         fine = fine and not (value and "ends" in self.about and not value.endswith(self.about["ends"]))
-        if not fine or value == [] != self.default:
-            allowed = self.limits or ("at least one" if value == [] else "a finite number")
+        if not fine:
+            allowed = "at least one" if value == [] else self.limits or "a finite number"
             raise ValueError(f"{name} {value!r} is out of range: {allowed}")
 
     @property
@@ -106,14 +103,29 @@ class Key(NamedTuple):
         return texts_of(self.kind).get(self.field, "")
 
 
+def _numbers(value: Any) -> Iterator[Union[int, float]]:
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _numbers(inner)
+    elif type(value) in (int, float):
+        yield value
+
+
 @dataclass
 class Section:
-    """Keys that belong together, in their types and ranges however it is made."""
+    """Keys that belong together, in their types and ranges however it is made.
 
-    section: ClassVar[str] = ""  # its name in a configuration
-    needs: ClassVar[str] = ""  # what all its keys need but those that are named here
-    free: ClassVar[bool] = False  # whether all its keys are
+    A subclass says as arguments of its class the name of its `section`, what all its keys need, and whether all are free.
+    """
+
+    section: ClassVar[str] = ""
+    needs: ClassVar[str] = ""
+    free: ClassVar[bool] = False
     given: ClassVar[FrozenSet[str]] = frozenset()  # the keys that were options on the command line
+
+    def __init_subclass__(cls, **about: Any) -> None:
+        for name, value in about.items():
+            setattr(cls, name, value)
 
     def __post_init__(self):
         own = [found for name, found in keys_of(type(self)).items() if found.kind is type(self)]
@@ -127,20 +139,14 @@ class Section:
     def agree(self) -> None:
         """Raise ValueError for keys that contradict each other."""
 
-    def idle(self) -> Iterator[Tuple[str, Any, str, str]]:
-        """What no `needs` can tell: (keys, whether they have an effect, what they need, the keys that decide)."""
+    def idle(self) -> Iterator[Idle]:
+        """What no `needs` can tell."""
         return iter(())
 
     def tree(self) -> dict:
         """The configuration as nested plain values, as it is saved."""
-        keys = keys_of(type(self))
-        found = {name: value for name, value in dataclasses.asdict(self).items() if keys.get(name) not in _calls(keys)}
-        return plain(found)
-
-
-def _calls(keys: Dict[str, Key]) -> List[Key]:
-    """The keys that are options of one call."""
-    return [found for found in keys.values() if not found.about.get("kept", True)]
+        of_a_call = {name for name, found in keys_of(type(self)).items() if not found.about["kept"]}
+        return plain({name: value for name, value in dataclasses.asdict(self).items() if name not in of_a_call})
 
 
 def plain(value: Any) -> Any:
@@ -163,7 +169,7 @@ def _fields(kind: type, prefix: str) -> Iterator[Tuple[str, Key]]:
         if isinstance(hint, type) and issubclass(hint, Section):
             yield from _fields(hint, f"{name}.")
             continue
-        about: Dict[str, Any] = {"free": kind.free}
+        about: Dict[str, Any] = dict(free=kind.free, kept=True)
         for base in reversed(kind.__mro__):
             about.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
         needs = [*kind.needs.split("; "), *about.get("needs", "").split("; ")]
@@ -184,9 +190,6 @@ def texts_of(kind: type) -> Dict[str, str]:
             if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
                 found[line.target.id] = " ".join(ast.literal_eval(below.value).split())
     return found
-
-
-# ---------------------------------------------------------------- types
 
 
 def as_type(hint: Any, value: Any) -> Any:
@@ -221,9 +224,6 @@ def words_of(hint: Any) -> str:
     if origin in (list, tuple):
         return f"[{', '.join(map(words_of, inner))}{', ...' * (origin is list)}]"
     return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(origin or hint) or hint.__name__
-
-
-# ---------------------------------------------------------------- keys without effect
 
 
 def idle_keys(config: Section) -> Iterator[Tuple[str, str, Set[str]]]:
@@ -270,9 +270,6 @@ def _in_words(condition: str, keys: Dict[str, Key]) -> str:
     if hint is bool:
         return f"{name} {'false' if negated else 'true'}"
     return f"{name} left out" if negated else f"{name} above 0" if hint in (int, float) else name
-
-
-# ---------------------------------------------------------------- comparing and naming
 
 
 def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Set, Tuple
 
-from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig, read_head_budget
+from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig
 from moh_vision.engine.keys import Section, key, plain
 
 GATE_MODES = ("soft", "argmax", "random")
@@ -18,27 +18,25 @@ OWN_WORDS = "not .tokenizer; not .vocab_size"
 
 
 @dataclass
-class TextModelConfig(Section):
+class TextModelConfig(Section, section="model"):
     """The model; its name also says the task: mt_* translates, mlm_* fills in masked tokens, clm_* continues a text."""
-
-    section = "model"
 
     name: str = key("mt_transformer_base")
     """A preset of moh_vision.language.models.create."""
-    head_budget: Optional[HeadBudgets] = key(None)
-    """Of a model that routes its heads, as that of an image model: 0.75, "uniform:0.75", a list with one [shared,
-    routed] per layer, or of LLaMA-style models "searched:FILE"."""
+    head_budget: Optional[HeadBudgets] = key(None, ge=0)
+    """As that of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer, or of LLaMA-style models
+    "searched:FILE"."""
     kwargs: Optional[Dict[str, Any]] = key(None)
     """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
     pretrained: Optional[str] = key(None)
-    """Start from a pre-trained causal model of transformers' Llama or Qwen families: a folder, or its name on the
-    Hugging Face hub. It brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that of
-    data.tokenizer."""
-    convert: Optional[Dict[str, Any]] = key(None)
+    """Start from a causal model of transformers' Llama or Qwen families: a folder, or its name on the Hugging Face hub. It
+    brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that of data.tokenizer."""
+    convert: Optional[Dict[str, Any]] = key(None, needs=".pretrained")
     """Arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays as it is."""
 
-    def agree(self):
-        self.head_budget = read_head_budget(self.head_budget)
+    def agree(self) -> None:
+        if not self.name.startswith(("mt_", "mlm_", "clm_")):
+            raise ValueError(f"model.name {self.name!r} is no text model: they begin with mt_, mlm_ or clm_")
         for place in ("kwargs", "convert"):
             if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
                 raise ValueError(f"model.head_budget and model.{place}.head_budget are the same thing: give one")
@@ -58,19 +56,16 @@ class TextModelConfig(Section):
 
 
 @dataclass
-class TextDataConfig(Section):
+class TextDataConfig(Section, section="data"):
     """The text and its vocabulary."""
 
-    section = "data"
-
     root: str = key("data/text")
-    """A folder with SPLIT.LANGUAGE[.gz] of both languages, line n of one being the translation of line n of the other,
-    or with SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] for a Hugging Face data set. For causal language
-    models also with token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document."""
+    """A folder with SPLIT.LANGUAGE[.gz], line n of one language being the translation of line n of the other, or with
+    SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] of a Hugging Face data set. Causal language models also read
+    token ids: SPLIT.bin, SPLIT.npy, or SPLIT-*.tar with one .npy a document."""
     mixture: Optional[List[Dict[str, Any]]] = key(None, needs=CAUSAL)
-    """Causal language models: what is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of every block
-    drawn, a source has the share weight / sum of weights. A root that is not absolute is inside data.root, where val
-    and test are."""
+    """What is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of the blocks drawn, a source has the share
+    weight / sum of weights. A relative root is inside data.root, where val and test are."""
     source: str = key("en", needs=TRANSLATES)
     """Language translated from."""
     target: str = key("de", needs=TRANSLATES)
@@ -82,12 +77,10 @@ class TextDataConfig(Section):
     test: Optional[str] = key(None, free=True)
     """Name of the one that is scored at the end too; left out: none."""
     tokenizer: Optional[str] = key(None)
-    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split. Left out
-    with init_from of a run: that run's. Causal language models also take a foreign tokenizer.json, or the folder of a
-    transformers tokenizer."""
+    """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split; left out with
+    init_from of a run: that run's. Causal language models also take the folder of a transformers tokenizer."""
     vocab_size: Optional[int] = key(None, ge=2, needs=CAUSAL)
-    """Causal language models: tokens of the model; without data.tokenizer all that is known of token ids, with it at
-    least as many as it has."""
+    """Tokens of the model; without data.tokenizer all that is known of token ids, with it at least as many as it has."""
     bin_dtype: Optional[Literal["uint16", "uint32"]] = key(None, needs=CAUSAL)
     """Of SPLIT.bin files that have no SPLIT.json which says it."""
     merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
@@ -95,32 +88,31 @@ class TextDataConfig(Section):
     target_merges: Optional[int] = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
     """A vocabulary of its own for the target, with so many; left out: one for both languages."""
     words: Optional[int] = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
-    """Causal language models: the so many most frequent words instead of byte pairs, for an adaptive softmax; 0:
-    all."""
+    """The so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all."""
     lowercase: bool = key(False, needs=OWN_WORDS)
     """Turn all text to lower case."""
     allow_empty: bool = key(False, needs=TRANSLATES)
     """Leave pairs with an empty side out, instead of refusing the text."""
     max_tokens: int = key(4096, ge=8, needs=TRANSLATES)
-    """Translation: largest size of a micro-batch, sentences times the tokens of the longest, of either side."""
+    """Largest size of a micro-batch, sentences times the tokens of the longest, of either side."""
     max_length: int = key(250, ge=1, needs=TRANSLATES)
-    """Translation: training pairs with more tokens on a side are left out."""
+    """Training pairs with more tokens on a side are left out."""
     max_ratio: Optional[float] = key(None, gt=1, needs=TRANSLATES)
-    """Translation: as are those where one side has so many times more tokens; left out: none."""
+    """As are those where one side has so many times more tokens; left out: none."""
     share: float = key(1.0, gt=0, le=1, needs=TRANSLATES)
     """Of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
     block: int = key(128, ge=3, needs=MODELS)
-    """Language models: tokens a block."""
+    """Tokens a block."""
     context: int = key(0, ge=0, lt="block", needs=CAUSAL)
-    """Causal language models: tokens of a validation window that are only seen; block - context are scored."""
+    """Tokens of a validation window that are only seen; block - context are scored."""
     mask_prob: float = key(0.15, gt=0, lt=1, needs="model.name=mlm_*")
-    """Masked language models: share of the tokens that are to be predicted."""
+    """Share of the tokens that are to be predicted."""
     eval_batch_size: int = key(32, ge=1, free=True, needs=MODELS)
-    """Language models: blocks at a time in validation, on each process."""
+    """Blocks at a time in validation, on each process."""
     workers: int = key(0, ge=0, free=True)
     """Loader processes of each rank."""
 
-    def agree(self):
+    def agree(self) -> None:
         if self.mixture is not None:
             self.mixture = checked_mixture(self.mixture)
         if self.max_length >= self.max_tokens:
@@ -140,8 +132,6 @@ def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
     Raises:
         ValueError: naming number and key.
     """
-    if not sources:
-        raise ValueError("data.mixture is empty; leave it out to train on data.root")
     found = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
@@ -174,19 +164,18 @@ class TextOptimConfig(OptimConfig):
     momentum: Optional[float] = key(0.99)
     """Of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
     batch_size: int = key(32, needs=MODELS)
-    """Language models: blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
+    """Blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
     accumulation: int = key(1)
     """Micro-batches that make up a step, on each process."""
     schedule: Literal["inverse_sqrt", "linear", "cosine", "constant"] = key("inverse_sqrt")
-    """After the warm-up "inverse_sqrt" falls as 1 / sqrt(step), "linear" to min_lr at max_steps, "cosine" likewise,
-    "constant" not at all."""
+    """After the warm-up: "inverse_sqrt", as 1 / sqrt(step); "linear" or "cosine", to min_lr at max_steps; "constant"."""
     warmup_steps: int = key(4000)
     warmup_lr: float = key(1e-7, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps")
     """Where the warm-up begins."""
     min_lr: float = key(0.0)
     """End of the schedule."""
 
-    def agree(self):
+    def agree(self) -> None:
         super().agree()
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise ValueError(
@@ -195,12 +184,8 @@ class TextOptimConfig(OptimConfig):
 
 
 @dataclass
-class GenerationConfig(Section):
+class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True):
     """Beam search for BLEU."""
-
-    section = "generate"
-    needs = TRANSLATES
-    free = True
 
     beam: int = key(5, ge=1)
     """Width; 1: greedy."""
@@ -215,8 +200,8 @@ class GenerationConfig(Section):
     compound_split: bool = key(False)
     """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
     gate_modes: List[Literal["soft", "argmax", "random"]] = key(["soft"])
-    """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax", the most
-    probable expert alone; "random", a drawn one, five times."""
+    """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax",
+    the likeliest expert; "random", a drawn one, five times."""
 
 
 @dataclass
@@ -232,17 +217,16 @@ class LanguageConfig(RunConfig):
     patience: int = key(0, ge=0, free=True, needs="eval_every")
     """Stop after so many of them in a row without a lower loss; 0: never."""
     keep_weights_every: int = key(0, ge=0, free=True)
-    """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, a folder that from_pretrained and
-    moh_vision.language.evaluation.lm read; 0: none. keep_checkpoints keeps what a run goes on from."""
+    """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, which from_pretrained reads; 0: none."""
     average: int = key(1, ge=1, free=True)
-    """The final scores are those of the average of the last checkpoints' weights, so many; 1: with patience of the
-    weights of lowest loss (best.safetensors), else of the last ones."""
+    """The final scores are of the mean of so many last checkpoints' weights; 1: with patience of the weights of lowest loss
+    (best.safetensors), else of the last ones."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)
     generate: GenerationConfig = field(default_factory=GenerationConfig)
 
-    def agree(self):
+    def agree(self) -> None:
         super().agree()
         if self.average > self.keep_checkpoints:
             raise ValueError(
@@ -251,7 +235,7 @@ class LanguageConfig(RunConfig):
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
             raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
 
-    def routers(self):
+    def routers(self) -> Set[str]:
         """Those in its name and its arguments."""
         told = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
         found = {router for router in ("moh", "moa", "mae", "query_norm") if router in told}

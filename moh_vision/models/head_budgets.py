@@ -103,3 +103,19 @@ def record_head_budget(model: nn.Module) -> None:
         model.config.moh = dict(model.config.moh, head_budget=budget_pairs(model))
     elif hasattr(getattr(model, "config", None), "layer_budgets"):
         model.config.layer_budgets = budget_pairs(model)
+
+
+def keep_budget(section: Any, model: nn.Module) -> bool:
+    """Let a run remember the budget of its model where a key says `searched:FILE`: the file may change, or go.
+
+    Args:
+        section: `model` of a configuration, or one of sampling.
+
+    Returns:
+        whether a key said so.
+    """
+    places = (vars(section), *(getattr(section, name, None) or {} for name in ("kwargs", "convert")))
+    named = [place for place in places if str(place.get("head_budget")).startswith("searched:")]
+    for place in named:
+        place["head_budget"] = budget_pairs(model)
+    return bool(named)

@@ -224,7 +224,7 @@ def test_mistakes(place, tmp_path, capsys):
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
     mixture = ["--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"]
-    assert "needs a causal language model" in refused(run, capsys, *mixture)
+    assert "needs model.name clm_" in refused(run, capsys, *mixture)
 
 
 def test_dry_run(place, tmp_path, capsys):

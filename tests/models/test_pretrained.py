@@ -242,7 +242,7 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
-        (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out; model.convert"),
+        (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out"),
         (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.pretrained needs model.name pretrained, not moh_vit"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
         (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),

@@ -169,7 +169,7 @@ def test_text_and_ids_may_be_mixed(tmp_path):
 @pytest.mark.parametrize(
     "sources, words",
     [
-        ([], "data.mixture is empty"),
+        ([], "data.mixture .* is out of range: at least one"),
         ([dict(weight=1)], "data.mixture 0: root None"),
         ([dict(root="a", weight=0)], "data.mixture 0: weight 0; expected a number above 0"),
         ([dict(root="a", weight="much")], "data.mixture 0: weight 'much'"),
