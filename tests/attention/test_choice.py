@@ -1,11 +1,9 @@
 """Which executor takes a call of a layer, and why."""
 
-import copy
 import logging
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache, kernels
@@ -73,12 +71,6 @@ def test_a_mask_that_learns_is_left_to_pytorch(path):
     assert choice((2, 4), executor="packed", training=True, call=dict(attn_mask=mask)) == "Masked"
 
 
-def test_replaced_projections_are_called(path):
-    layer = layer_of((2, 4), executor="packed", scope="sample").eval()
-    layer.proj = nn.Sequential(layer.proj)
-    assert type(layer.choose(call_of(layer))).__name__ == "Masked"
-
-
 @pytest.mark.parametrize("name", ["varlen", "decode"])
 def test_executors_that_are_gone_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"executor '{name}' is not one of auto, masked, packed, reference"):
@@ -136,7 +128,7 @@ def test_logs_what_it_picked_once(path, caplog):
             choice((2, 4))
             choice((2, 9))
     assert [record.message.split(":")[0] for record in caplog.records] == ["auto picked Tokens", "auto picked Masked"]
-    assert "50% of the heads run" in caplog.records[0].message and "up to 90%" in caplog.records[1].message
+    assert all("up to 90% of the heads, from 25,000 numbers" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
@@ -153,17 +145,3 @@ def test_the_same_in_both_passes_of_a_reentrant_checkpoint(path):
     layer.choose = lambda call: found.append(choose(call)) or found[-1]
     checkpoint(lambda x: layer(x)[0], torch.randn(2, 40, 768, requires_grad=True), use_reentrant=True).sum().backward()
     assert len(found) == 2 and type(found[0]) is type(found[1])
-
-
-@pytest.mark.parametrize("scope, backend", [("token", "Tokens"), ("sample", "Sequences")])
-@pytest.mark.parametrize("path", ["cpp"], indirect=True)
-def test_compiled_it_skips_in_one_graph(scope, backend, path):
-    """C++ per token, gathered weights per sequence: their shapes follow from the budget, not from the choice."""
-    layer = layer_of((2, 4), scope=scope, executor="packed").eval()
-    nn.init.normal_(layer.router.routed.weight)
-    x = torch.randn(2, 40, 768)
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-5, atol=1e-5)
-        x = torch.randn(3, 40, 768)
-        torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-5, atol=1e-5)

@@ -8,7 +8,15 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, Routing, load_balance_loss, run_block
+from moh_vision.attention import (
+    EXECUTORS,
+    HeadBudget,
+    HeadMixtureAttention,
+    Routing,
+    load_balance_loss,
+    router_z_loss,
+    run_block,
+)
 from moh_vision.attention.routing import RoutingStats
 
 B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
@@ -227,7 +235,7 @@ def test_attention_dropout(scope):
 class Block(nn.Module):
     def __init__(self, **kwargs):
         super().__init__()
-        self.attn = build((2, 2), executor="packed", **kwargs)
+        self.attn = build((2, 2), **kwargs)
 
     def forward(self, x, stats=None):
         y, s = self.attn(x)
@@ -236,10 +244,12 @@ class Block(nn.Module):
         return x + y
 
 
+@pytest.mark.parametrize("executor", ["packed", "auto"])
 @pytest.mark.parametrize("scope", ["token", "sample"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(scope, reentrant):
-    block = Block(scope=scope)
+def test_activation_checkpointing(scope, executor, reentrant):
+    """A list filled inside a reentrant checkpoint would give the balance loss a gradient of 0, without an error."""
+    block = Block(scope=scope, executor=executor)
     x = torch.randn(B, N, C, requires_grad=True)
     grads = []
     for function in (None, partial(checkpoint, use_reentrant=reentrant)):
@@ -247,6 +257,7 @@ def test_activation_checkpointing(scope, reentrant):
         y = run_block(block, x, stats=stats, checkpoint=function)
         block.zero_grad()
         (y.square().mean() + load_balance_loss(stats)).backward()
+        assert len(stats) == 1
         grads.append([p.grad.clone() for p in block.parameters()])
     for (name, _), a, b in zip(block.named_parameters(), *grads, strict=True):
         assert torch.equal(a, b), name
@@ -366,22 +377,29 @@ def test_compiles_once_for_many_steps(executor, scope):
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for _ in range(4):
-        x = torch.randn(B, N, C)
-        y, stats = compiled(x)
-        torch.testing.assert_close(y, layer(x)[0], rtol=1e-4, atol=1e-5)
-        optimizer.zero_grad()
-        (y.square().mean() + load_balance_loss([stats])).backward()
+        x, results = torch.randn(B, N, C), []
+        for run in (layer, compiled):
+            y, stats = run(x)
+            optimizer.zero_grad()
+            (y.square().mean() + load_balance_loss([stats]) + router_z_loss([stats])).backward()
+            results.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
         optimizer.step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    with torch.no_grad():
+        x = torch.randn(B + 1, N, C)
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm", "moa", "mae", "dense"])
 @pytest.mark.parametrize("executor", ["masked", "auto"])
-def test_export_with_a_dynamic_batch(router, executor):
+def test_compiled_and_exported_with_a_dynamic_batch(router, executor):
     layer = build(ROUTERS[router]["budget"], router=router, executor=executor).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     program = torch.export.export(layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
     x = torch.randn(5, N, C)
-    torch.testing.assert_close(program.module()(x)[0], layer(x)[0])
+    for run in (program.module(), compiled):
+        torch.testing.assert_close(run(x)[0], layer(x)[0])
 
 
 def test_traced_and_meta():

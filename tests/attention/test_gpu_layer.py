@@ -26,6 +26,7 @@ CASES = {
     "sequences choose, masks": dict(scope="sample", mask=(1, 1, N, N)),
     "sequences choose, masks of heads": dict(scope="sample", mask=(B, H, N, N)),
     "sequences choose, two key-value heads": dict(scope="sample", kv_heads=2),
+    "sequences choose, separate projections": dict(scope="sample", kind=SeparateHeadMixtureAttention),
     "sequences choose, norms and rotation": dict(scope="sample", qk_norm=True, rotary=True),
     "cross": dict(context=True),
     "cross, one context for all": dict(context=True, contexts=1),
@@ -48,8 +49,7 @@ def everywhere(path):
     torch.set_default_device(None)
 
 
-def build(budget, separate=False, width=D, **kwargs):
-    kind = SeparateHeadMixtureAttention if separate else HeadMixtureAttention
+def build(budget, kind=HeadMixtureAttention, width=D, **kwargs):
     layer = kind(C, HeadBudget(H, width, *budget), **kwargs)
     for p in layer.router.parameters():
         if p.ndim > 1:
@@ -97,15 +97,6 @@ def test_packed_equals_the_reference(router, case):
     for executor in ("reference", "packed"):
         layer.executor = executor
         results.append(output_and_gradients(layer, x, call))
-    assert_near(results[1], results[0])
-
-
-def test_separate_projections():
-    layer, x = build((2, 2), separate=True, scope="sample"), torch.randn(B, N, C, requires_grad=True)
-    results = []
-    for executor in ("reference", "packed"):
-        layer.executor = executor
-        results.append(output_and_gradients(layer, x, {}))
     assert_near(results[1], results[0])
 
 

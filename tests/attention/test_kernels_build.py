@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -315,7 +316,7 @@ def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatc
     monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
     if broken == "compiler":
-        monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=lambda *_: raise_value_error("no C compiler")))
+        monkeypatch.setattr(check, "OPS", Mock(route=Mock(side_effect=ValueError("no C compiler"))))
     elif broken == "choice":
         monkeypatch.setattr(kernels.eager, "pairs", lambda active, pairs=kernels.eager.pairs: pairs(~active))
     else:
@@ -356,7 +357,3 @@ def test_a_cpu_beside_a_gpu_does_not_run_triton(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     building.use("triton")
     assert building.path("cpu") == "triton"
-
-
-def raise_value_error(words):
-    raise ValueError(words)

@@ -8,13 +8,15 @@ from accelerate import cpu_offload
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention
+from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, SeparateHeadMixtureAttention
 
 B, N, C, H, D = 2, 6, 24, 6, 4
 LAYERS = {
     "moh": dict(router="moh", budget=(2, 2)),
     "moh, sample": dict(router="moh", budget=(2, 2), scope="sample"),
+    "moh, separate": dict(router="moh", budget=(2, 2), kind=SeparateHeadMixtureAttention),
     "query_norm": dict(router="query_norm", budget=(2, 2)),
+    "query_norm, separate": dict(router="query_norm", budget=(2, 2), kind=SeparateHeadMixtureAttention),
     "query_norm, grouped": dict(router="query_norm", budget=(2, 2), kv_heads=3),
     "moa": dict(router="moa", budget=(0, 3), kv_heads=1, router_kwargs=dict(noisy=True)),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax")),
@@ -69,8 +71,8 @@ def hooked(linear, delta):
 WAYS = [adapter, parametrised, hooked, replaced_forward]
 
 
-def build(budget, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).eval()
+def build(budget, kind=HeadMixtureAttention, **kwargs):
+    layer = kind(C, HeadBudget(H, D, *budget), **kwargs).eval()
     for p in layer.router.parameters():
         if p.ndim > 1:
             nn.init.normal_(p)
@@ -136,7 +138,7 @@ def test_dynamic_quantisation_leaves_routers_in_float(kind):
     with torch.no_grad():
         y, want = quantised(x)[0], layer(x)[0]
     assert 0 < (y - want).norm() < 0.1 * want.norm()
-    assert isinstance(quantised.qkv, torch.ao.nn.quantized.dynamic.Linear)
+    assert all(isinstance(linear, torch.ao.nn.quantized.dynamic.Linear) for linear in quantised.projections)
     assert all(torch.equal(p, q) for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True))
 
 

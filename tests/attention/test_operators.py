@@ -23,7 +23,6 @@ from attend_backends import (
     outputs_and_gradients,
 )
 from conftest import ROOT
-from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kernels
 from moh_vision.attention.routing import Call
@@ -92,8 +91,10 @@ CASES = {
     "empty and single": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 1], [0, 0], [40, 0], [1, 17]]),
     "nothing runs": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 0]] * 4),
     "700 keys": Case(CPP16, 2, 40, 4, 2, 64, M=700),
-    # Segments read any key row, some none, some several; nobody reads pair 2.
-    "source": Case(CPP16, 2, 60, 4, 2, 64, keys="of three sequences", source=[5, 0, 0, 3, 1, 5, 4, 4]),
+    # Segments read any of six rows of keys, as where sequences choose their heads: one nothing, since it is empty, some the
+    # same; nobody reads row 2.
+    "source": Case((*PAIRS, *CPP16), 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
+    "source, mask": Case(PAIRS, 2, 30, 4, 6, 16, M=21, source=[5, 0, -1, 3, 1, 5, 4, 4], mask="bool"),
     # Scores of several hundred: the softmax must take the highest off first, in every block.
     "large scores": Case(CPP16, 2, 1030, 4, 2, 64, scale=60),
     **{
@@ -185,7 +186,7 @@ def draw(case, dtype=torch.float32):
     """What `attend` is given, by name."""
     B, N, H, G, D, M = case.B, case.N, case.H, case.G, case.D, case.M or case.N
     q = torch.randn(B, H, N, D)
-    k, v = torch.randn(3 if case.source else B, M, 2, G, D).permute(2, 0, 3, 1, 4)
+    k, v = torch.randn(1 if case.source else B, M, 2, G, D).permute(2, 0, 3, 1, 4)
     if case.keys == "fused" and M == N and G == H:  # views of one product
         q, k, v = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4)
     if case.keys == "contiguous":
@@ -276,9 +277,8 @@ def layer_tensors(case):
         torch.randn(B * N, C), torch.randn(H * D, C) / C**0.5, torch.randn(H * D), given["k"], given["v"],
         torch.rand(B * N, H), torch.randn(C, H * D) / (H * D) ** 0.5, torch.randn(C),
     ]  # fmt: skip
-    return [t.detach().requires_grad_() for t in tensors], {
-        name: given[name] for name in ("active", "is_causal", "mask")
-    }
+    how = {name: given[name] for name in ("active", "is_causal", "mask", "source") if name in given}
+    return [t.detach().requires_grad_() for t in tensors], how
 
 
 OF_LAYERS = [(backend, name) for backend, name in BACKENDS_AND_CASES if backend in PAIRS]
@@ -295,29 +295,6 @@ def test_project_attend_combine_equal_a_loop(backend, name):
     grads = torch.autograd.grad((y * slope).sum(), tensors)
     for key, got, exactly in zip(("y", *"x w b k v gates wo bo".split()), (y, *grads), (want, *want_grads)):
         assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-6, key
-
-
-@on(*PAIRS)
-def test_whole_sequences_with_keys_of_their_own(backend):
-    """Scope "sample": each sequence has heads of its own, and keys and values only of these."""
-    B, N, M, C, H, D = 3, 30, 21, 48, 4, 16
-    active = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 0]]).bool().unsqueeze(1)  # nobody runs the last head
-    pairs, key_pairs = (kernels.list_pairs(active.expand(B, tokens, H)) for tokens in (N, M))
-    how = dict(active=active.expand(B, N, H), mask=torch.rand(B, H, N, M) < 0.6)
-    x, context, w = torch.randn(B * N, C), torch.randn(B * M, C), torch.randn(3, H * D, C) / C**0.5
-    gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
-    leaves = [t.requires_grad_() for t in (x, context, w, gates, wo)]
-    k, v = (kernels.project(context, part, None, key_pairs, H).view(1, -1, M, D) for part in w[1:])
-    source = (pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1
-    y = backends.layer(x, w[0], None, k, v, gates, wo, None, **how, source=source)
-    grads = torch.autograd.grad(y.square().sum(), leaves)
-
-    x, context, w, gates, wo = exact = [t.detach().double().requires_grad_() for t in leaves]
-    k, v = (F.linear(context, part).view(B, M, H, D).transpose(1, 2) for part in w[1:])
-    want = backends.layer_in_a_loop(x, w[0], None, k, v, gates, wo, None, **how)
-    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
-    for got, exactly in zip(grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
-        assert (got - exactly).abs().max() <= 1e-5 * exactly.abs().max()
 
 
 @on(*CPP16)

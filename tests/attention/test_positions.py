@@ -3,21 +3,14 @@
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention
 from moh_vision.attention.masks import rotate, visible
 
-B, N, C, H, D = 2, 9, 24, 6, 4
+D = 4
 
 
 def angles(tokens, start=0):
     rates = torch.arange(start, start + tokens).unsqueeze(1) * torch.tensor([1.0, 0.1], dtype=torch.float64)
     return rates.repeat(1, 2).cos(), rates.repeat(1, 2).sin()
-
-
-def test_rotary_is_refused_with_a_context():
-    x = torch.randn(B, N, C, dtype=torch.float64)
-    with pytest.raises(ValueError, match="not with a context"):
-        HeadMixtureAttention(C, HeadBudget(H, D, 2, 2)).double()(x, x, rotary=angles(N))
 
 
 def test_a_mask_that_broadcasts_over_keys_stays_causal():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention import HeadBudget, kernels
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import load
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
@@ -211,7 +211,9 @@ def test_equal_logits_rank_the_lowest_index_first(backend, name):
     compare(backend, x, weight, name)
 
 
-@pytest.mark.parametrize("name", ["all run", "one shared, all run", "no shared, all run", "shared only", "MoA, one"])
+@pytest.mark.parametrize(
+    "name", ["all run", "one head", "one shared, all run", "no shared, all run", "shared only", "MoA, one"]
+)
 def test_gates_that_are_one_are_exactly_one(backend, name):
     x, weight = make(backend, name)
     routing = route(x, torch.zeros_like(weight), *ROUTERS[name])
@@ -400,14 +402,15 @@ def test_what_cannot_call_an_operator_does_not(compiled):
     assert f"{compiled.library}." not in str(exported.graph)
 
 
-def test_autocast_does_not_reach_the_router(compiled):
-    x, router = torch.randn(2, 9, 16, device=compiled.device), small_moh(compiled)
+def test_autocast_does_not_reach_the_router(backend):
+    x, router = torch.randn(2, 9, 16, device=backend.device), small_moh(backend)
     answers = []
     for enabled in (False, True):
         router.zero_grad()
-        with torch.autocast(compiled.device, torch.bfloat16, enabled=enabled):
+        with torch.autocast(backend.device, torch.bfloat16, enabled=enabled):
             gates = router(x).weights
-            gates.square().sum().backward()
+        with torch.autocast(backend.device, torch.bfloat16, enabled=enabled and backend.name != "torch"):
+            gates.square().sum().backward()  # in PyTorch the products of backward would be of 16 bits
         assert gates.dtype == torch.float32
         answers.append((gates, *[p.grad for p in router.parameters()]))
     assert all(map(torch.equal, *answers))
@@ -436,18 +439,3 @@ def test_a_compiled_router_calls_the_operator_trains_and_compiles_once(compiled)
             (differentiable(got), got.pairs, grads), (differentiable(want), want.pairs, want_grads)
         )
     assert len(graphs) == 1 and any("route" in target for target in graphs[0])
-
-
-@pytest.mark.parametrize("compiled", ["cpp"], indirect=True)
-def test_a_compiled_layer_trains(compiled):
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="masked")
-    x = torch.randn(2, 9, 32)
-    compiled_layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        grads = []
-        for f in (layer, compiled_layer):
-            layer.zero_grad()
-            y, stats = f(x)
-            (y.square().sum() + (stats.probs * stats.counts.mean()).sum() + stats.logits.square().sum()).backward()
-            grads.append([p.grad.clone() for p in layer.parameters()])
-        torch.testing.assert_close(*grads)

@@ -6,7 +6,6 @@ from torch import nn
 
 from moh_vision.attention import EXECUTORS, ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache
 from moh_vision.attention import SeparateHeadMixtureAttention as Separate
-from moh_vision.attention.linear import plain
 
 B, N, M, C, H, D = 2, 6, 5, 24, 6, 4
 OPTIONS = {
@@ -91,28 +90,3 @@ def test_token_by_token_and_a_kept_context(executor):
         want = one(x, context)[0]
         for call in (dict(context=context, cache=kept), dict(cache=kept)):
             torch.testing.assert_close(cut(x, **call)[0], want)
-
-
-def test_what_wraps_a_projection_is_not_read_past():
-    class Doubled(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return 2 * self.inner(x)
-
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        _, cut = twins(**OPTIONS["query_norm"])
-        x = torch.randn(B, N, C, dtype=torch.float64)
-        assert all(map(plain, cut.projections))
-        weight, bias = getattr(cut, name).weight, getattr(cut, name).bias
-        with torch.no_grad():
-            weight.mul_(2), bias.mul_(2)
-            want = cut(x)[0]
-            weight.div_(2), bias.div_(2)
-            setattr(cut, name, Doubled(getattr(cut, name)))
-            assert not all(map(plain, cut.projections))
-            for executor in ("masked", "packed", "auto"):
-                cut.executor = executor
-                torch.testing.assert_close(cut(x)[0], want)

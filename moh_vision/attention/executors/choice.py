@@ -22,6 +22,8 @@ log = logging.getLogger("moh_vision.attention")
 # in calls with at least so many numbers in the queries of all heads.
 LARGEST_SHARE = 0.9
 SMALLEST_QUERIES = 25_000
+# It says nothing of the call: torch.compile cannot format sizes that are dynamic.
+RULE = f"not measured; skipping pays for up to {LARGEST_SHARE:.0%} of the heads, from {SMALLEST_QUERIES:,} numbers on"
 
 
 def choose(layer: nn.Module, call: Call) -> Masked:
@@ -86,11 +88,9 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
                 return way if picked == way.__name__ else Masked, "measured on this machine"
     if way not in (Tokens, WholeSequences):
         return Masked, "not measured on this machine, see moh_vision.measure"
-    numbers, share = B * N * layer.q_dim, K / layer.num_heads
-    if numbers < SMALLEST_QUERIES or share > LARGEST_SHARE:
+    if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
         way = Masked
-    limits = f"up to {LARGEST_SHARE:.0%}, from {SMALLEST_QUERIES:,} numbers in the queries on"
-    return way, f"{share:.0%} of the heads run, {numbers:,} numbers; not measured, skipping pays {limits}"
+    return way, RULE
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
