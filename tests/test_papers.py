@@ -1,4 +1,4 @@
-"""docs/papers.md: every table and figure has its row, and every run and command in it is one that exists."""
+"""docs/papers.md: every table and figure has its row; every run and command in it, and in headers of configurations, exists."""
 
 import importlib
 import json
@@ -29,6 +29,11 @@ SCRIPTS = {
 PAGE = (ROOT / "docs" / "papers.md").read_text()
 CODE = sorted(set(re.findall(r"`([^`]+)`", PAGE)) | {line.strip() for line in PAGE.splitlines() if line[:4] == " " * 4})
 RUNS = [code for code in CODE if re.match(r"(cls|dit|text)/\w", code)]
+VARIANTS = [
+    f"{file.parent.name}/{file.stem} {options}"
+    for file in sorted((ROOT / "configs").glob("*/*.yaml"))
+    for options in re.findall(r"^# {3}(--.+?)(?: {2}|$)", file.read_text(), re.M)
+]
 COMMANDS = [code for code in CODE if re.match(r"(python|accelerate launch|torchrun) ", code)]
 BUDGETS = re.findall(r"^\| ([\d.]+) % \| (\d+) \| `(\[\[.+?\]\])` \|$", PAGE, re.M)
 OTHER = {"cls/", "dit/", "text/", "--model.head_budget", "load_checkpoint", "MoHDiTPipeline"}
@@ -54,10 +59,10 @@ def test_every_table_and_figure_has_a_row(paper, tables, figures):
 def test_all_code_is_a_run_or_a_command():
     known = {*RUNS, *COMMANDS, *OTHER, *(budget for _, _, budget in BUDGETS)}
     assert [code for code in CODE if code not in known] == []
-    assert len(RUNS) > 40 and len(COMMANDS) > 10
+    assert len(RUNS) > 40 and len(COMMANDS) > 10 and len(VARIANTS) > 40
 
 
-@pytest.mark.parametrize("code", RUNS)
+@pytest.mark.parametrize("code", RUNS + VARIANTS)
 def test_runs(code):
     """The configuration is there, its keys are taken and their values allowed; and the model can be made."""
     name, *options = shlex.split(code)

@@ -126,8 +126,8 @@ def test_half_precision_on_a_processor():
 
 
 def test_a_configuration_of_another_script():
-    with one_line("train_text.py takes this file; .*wt103_base.yaml: unknown key"):
-        parse(ClsConfig, "--config", "text/wt103_base")
+    with one_line("train_text.py takes this file; .*wt103.yaml: unknown key"):
+        parse(ClsConfig, "--config", "text/wt103")
     with one_line("^--config cls/nix: no such file$"):
         parse(ClsConfig, "--config", "cls/nix")
 
