@@ -54,6 +54,7 @@ FLAGS = (
     ("predictions", Optional[str], None, "CSV, each image with its class and the predicted one; must not exist"),
     ("score_file", Optional[str], None, "JSON with the scores; must not exist"),
 )
+NAME = "validate.py"
 
 
 def validate(
@@ -339,17 +340,17 @@ def report(config, flags, accelerator) -> None:
         say(line)
 
 
-def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
+def main(argv: Optional[List[str]] = None) -> None:
     with StopSignals():
-        with user_errors(name):
-            config, flags = parse_config(ClsConfig, argv, name, to_validate=True, more=FLAGS)
+        with user_errors(NAME):
+            config, flags = parse_config(ClsConfig, argv, NAME, to_validate=True, more=FLAGS)
             refuse_output("--head-load", flags.head_load)
             refuse_output("--score-file", flags.score_file)
             refuse_output("--predictions", flags.predictions)
             if flags.predictions and not flags.predictions.endswith(".csv"):
                 raise ValueError(f"--predictions {flags.predictions}: expected a name that ends in .csv")
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
-        with user_errors(name), user_errors(name, (BadData,), every_rank=True):
+        with user_errors(NAME), user_errors(NAME, (BadData,), every_rank=True):
             report(config, flags, accelerator)
         finish(accelerator)
 

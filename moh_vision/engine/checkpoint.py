@@ -138,7 +138,7 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
-        version = json.loads((folder / MANIFEST).read_text()).get("version", "0.1.0 or before")
+        version = json.loads((folder / MANIFEST).read_text())["version"]
         reason = reason_of(error)
         raise ValueError(f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})") from error
 

@@ -36,7 +36,7 @@ from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker
 
-CONFIG, EARLIER = "config.yaml", ".config.yaml"  # the second: what a killed run of an earlier version may have left
+CONFIG = "config.yaml"
 
 
 class Run:
@@ -497,9 +497,7 @@ def open_run(
             )
         elif data:
             data.check(folder, say)
-    elif (
-        folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name, EARLIER}
-    ):
+    elif folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name}:
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
         )
@@ -536,7 +534,7 @@ def write_records(folder: Path, config: dict, *records) -> None:
 
 def only_records(folder: Path) -> bool:
     """Whether a run left nothing but records of its start: neither weights nor losses."""
-    records = {CONFIG, EARLIER, LOCK, "attention.json", "data.json", "environment.jsonl"}
+    records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
     empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 

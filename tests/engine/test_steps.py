@@ -197,7 +197,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
 def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    for name in (".lock", ".config.yaml"):
+    for name in (".lock", ".config.yaml.tmp"):
         (run / name).write_text("")
     open_here(run, {})
     (run / "config.yaml").unlink()
