@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -25,16 +26,14 @@ from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import changed_keys, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, message_of, refuse_unwritable, user_errors
 from moh_vision.engine.ema import make_ema
-from moh_vision.engine.ending import ending
-from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
-from moh_vision.engine.logging import open_log, write_json
+from moh_vision.engine.logging import RunLog, ending, record_start, write_json
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
-from moh_vision.engine.tracking import check_tracker
+from moh_vision.engine.tracking import check_tracker, open_tracker
 
 CONFIG = "config.yaml"
 
@@ -180,10 +179,11 @@ class Run:
         self.folder = open_run(c.output, c.tree(), *about, **records)
         self._records = records.values()
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
-        about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
-        by_main(lambda: add_environment(*about), self.accelerator)
-        count, device = self.accelerator.num_processes, self.accelerator.device.type
-        say(f"{count} process{'es' * (count > 1)} on {device}")
+        count, device = self.accelerator.num_processes, self.accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else self.attention.processor()
+        start = dict(step=self.start, command=shlex.join(command), device=name, processes=count)
+        by_main(lambda: record_start(self.folder, **start), self.accelerator)
+        say(f"{count} process{'es' * (count > 1)} on {device.type}")
         if self.settings:
             say(self.settings.line)
         self.setting_up = False
@@ -233,7 +233,9 @@ class Run:
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
         main = accelerator.is_main_process
-        self.log = open_log(self.folder, self.start, self.stop, title, c.tracker, c.tree(), main, **log_options)
+        tracker = open_tracker(c.tracker, self.folder, self.start, f"moh_vision {title}", c.tree(), main)
+        path = self.folder / "metrics.jsonl"
+        self.log = RunLog(path, self.start, self.stop, main, title, tracker, **log_options)
         if self.stop:
             self.descent.announce(self.log, self.start)
 
@@ -373,9 +375,7 @@ class Run:
     def _finish(self) -> None:
         if self.log:
             if not self.stopped:
-                on_cpu = self.accelerator.device.type == "cpu"
-                objective = getattr(self.config, "objective", None) if on_cpu else None
-                self.log.say("\n".join(ending(self.name, self.folder, objective)))
+                self.log.say(ending(self.name, self.folder, getattr(self.config, "objective", None)))
             self.log.close()
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)
