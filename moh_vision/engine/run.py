@@ -242,10 +242,10 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
         self.signals.begin()
-        while self.done < self.stop and not self._step.stop and not self._ends:
+        while self.done < self.stop and not self._step.updater.stop and not self._ends:
             yield self.done
         self.signals.end()
-        self.stopped = self._step.stop_after_all()
+        self.stopped = self._step.updater.stop_after_all()
         if self.stopped:
             self.log.stopped(self.done, self.stopped)
         else:
@@ -296,7 +296,7 @@ class Run:
         Args:
             at_end: also after the last step, of a run of at least so many.
         """
-        if not every or self._step.stop:
+        if not every or self._step.updater.stop:
             return False
         return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
@@ -310,7 +310,7 @@ class Run:
         Raises:
             SaveError: see `Saver`.
         """
-        last = self.done == self.stop or self._step.stop > 0 or self._ends
+        last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
             self.saver.save(self.done, self.model, self.ema, self.metadata, last)
             self.log.pause()
