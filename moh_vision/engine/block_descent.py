@@ -70,19 +70,16 @@ class BlockDescent:
     update that was skipped they are what they were.
 
     Args:
-        accelerator: accelerate's Accelerator.
         model: those of its parameters that require a gradient are trained.
         routers: MAE's in it. Where the mode of one is not "soft" its gate is not used, and is frozen.
-        compiled: the task is compiled, which is refused where there are gates of MAE.
-        mode: "bcd"; or "joint": gates and all experts learn at once through the mixture (the paper's NoBCD).
+        compiled: the task is compiled, which is refused where there are gates of MAE: with torch 2.15's inductor (not with
+            its other backends) the loss then has no gradient.
+        mode: "bcd", which FSDP does not allow, as weights cannot be frozen from phase to phase; or "joint": gates and all
+            experts learn at once through the mixture (the paper's NoBCD).
         period: epochs from one with G phases to the next.
         gate_lr: learning rate of the gates in both modes. They learn by SGD without momentum, weight decay or schedule:
             with momentum, the paper saw one expert win over all others (appendix A). Only joint training clips their
             gradient, as part of the whole.
-
-    Raises:
-        ValueError: for "bcd" with FSDP, where weights cannot be frozen from phase to phase; or for a compiled task: with
-            torch 2.15's inductor (not with its other backends) the loss then has no gradient.
     """
 
     def __init__(
@@ -119,11 +116,7 @@ class BlockDescent:
 
         Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
         In joint training the gates are its last group, so that a gradient scaler and FSDP treat all gradients alike, but
-        `_step_gates` moves them.
-
-        Args:
-            task: what is called with a batch.
-            optimizer: of parameters of the model, no scheduler made for it yet.
+        `_step_gates` moves them. No scheduler has been made for the optimiser yet.
         """
         if self.gates:
             own = {id(p) for p in self.weights}
@@ -143,11 +136,9 @@ class BlockDescent:
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Enter the phases of a step one after the other, and leave the model as it is evaluated.
+        """Enter the phases of a step of an epoch one after the other, and leave the model as it is evaluated.
 
-        Args:
-            epoch: of the step, from 0.
-            batches: its micro-batches. They are taken when the first phase asks for them, and kept for a second.
+        The micro-batches `batches` are taken when the first phase asks for them, and kept for a second.
         """
         names = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
         if not self.weights and self.in_turns:  # with gates alone to train, every epoch trains them

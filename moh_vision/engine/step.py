@@ -22,12 +22,10 @@ class Step:
     """One optimiser step of a task: every phase, every micro-batch, the update.
 
     Args:
-        accelerator: accelerate's Accelerator.
-        descent: whose phases a step has; one for a model without gates of MAE.
-        task: a `RoutedTask`.
-        optimizer: of the model's parameters.
-        learning_rate: of a step.
         config: a `RunConfig`, for optim.accumulation, optim.clip_norm and seed.
+        descent: whose phases a step has; one for a model without gates of MAE.
+        task, optimizer: a `RoutedTask`, and what moves its parameters.
+        learning_rate: of a step.
         signals, unreadable: see `Updater`.
 
     Attributes:
@@ -39,11 +37,12 @@ class Step:
     def __init__(
         self,
         accelerator,
+        config,
+        *,
         descent: BlockDescent,
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
         learning_rate: Callable[[int], float],
-        config,
         signals=None,
         unreadable=None,
     ):
@@ -62,9 +61,6 @@ class Step:
             batches: iterator over dicts that the task takes, on the device.
             epoch: of the step, from 0.
             **more: arguments of the task, beside a batch.
-
-        Raises:
-            FloatingPointError, UnreadableImage: see `Updater`.
         """
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
@@ -83,7 +79,7 @@ class Step:
         return updated
 
     def values(self) -> dict:
-        """Of the last step, for the log: learning rate, gradient norms, and how many steps were skipped until now."""
+        """Values of the last step for the log: learning rate, gradient norms, steps skipped until now."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         norm, gate_norm = list(self.norms.values())[-1], self.norms.get(GATES)
         values = dict(lr=lr, grad_norm=round(norm, 4), skipped=self.updater.skipped)
@@ -136,7 +132,6 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
     """Mean of the losses of a step over its micro-batches and all processes; every process calls it.
 
     Args:
-        accelerator: accelerate's Accelerator.
         losses: what the task returned for each micro-batch: scalars, and head_runs as a list of [H + 1] tensors.
 
     Returns:
@@ -167,10 +162,8 @@ class Updater:
     signal, or met a sample that cannot be read.
 
     Args:
-        accelerator: accelerate's Accelerator.
         clip_norm: largest gradient norm; 0: no clipping.
-        signals: a `StopSignals`, or None.
-        unreadable: a `BadSamples`, or None; what one process has met is told to all.
+        signals, unreadable: a `StopSignals` and a `BadSamples`, or None.
 
     Attributes:
         skipped: steps with an update left out since the process started.
@@ -187,17 +180,16 @@ class Updater:
     def __call__(
         self, task, optimizer, step: int, losses: List[dict], clip_norm: Optional[float] = None
     ) -> tuple[float, bool]:
-        """Clip, check, step, zero. Returns the gradient norm before clipping, and whether the weights were updated.
+        """Clip, check, step, zero. Return the gradient norm before clipping, and whether the weights were updated.
 
         Args:
-            task: what accelerate wraps.
-            optimizer: prepared by accelerate.
+            task, optimizer: as accelerate prepared them.
             step: its number.
             losses: what the task returned for each micro-batch.
             clip_norm: instead of the general one.
 
         Raises:
-            FloatingPointError: naming step, learning rate, gradient norm and loss, after ten bad steps in a row.
+            FloatingPointError: after ten bad steps in a row.
             UnreadableImage: if all processes together have met more unreadable samples than are allowed.
         """
         clip_norm = self.clip_norm if clip_norm is None else clip_norm

@@ -145,7 +145,7 @@ def same(old, new):
 def open_here(folder, config, fresh=False):
     with contextlib.ExitStack() as held:
         take_up(str(folder), 1, fresh, ACCELERATOR, held)
-        return open_run(str(folder), config, same, fresh, ACCELERATOR, held)
+        return open_run(str(folder), config, changed=same, fresh=fresh, accelerator=ACCELERATOR, held=held)
 
 
 def test_open_run(tmp_path):
@@ -180,7 +180,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = os.fork()
     if child == 0:
         with contextlib.ExitStack() as held:
-            open_run(str(run), {}, same, False, ACCELERATOR, held)
+            open_run(str(run), {}, changed=same, fresh=False, accelerator=ACCELERATOR, held=held)
             os.write(write, b"held")
             time.sleep(60)
     os.read(read, 4)
