@@ -132,7 +132,8 @@ def train(run: Run) -> None:
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
-    run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
+    options = dict(schedule=schedule, ema=config.ema, unreadable=unreadable)
+    run.prepare(task, optimizer, metadata, title="classification", **options)
 
     def validate() -> Tuple[dict, HeadLoad, torch.Tensor]:
         """Validate the EMA weights where there are any, else the model."""

@@ -118,7 +118,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
     if kept and kept.table is None:
         measure(config, accelerator, pipe, parts, labels, kept)
-    load = draw(config, accelerator, pipe, parts, labels, classes, denoising)
+    load = draw(config, accelerator, pipe, parts, labels=labels, classes=classes, denoising=denoising)
     accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------- write and score

@@ -40,6 +40,7 @@ NEXT = {  # what to type after a run, by script
     ),
 }
 REPORT = "python -m moh_vision.analysis.report {run} --output report.html"
+GATES = "python -m moh_vision.analysis.gates {run} --output gates.png"  # of a run with gates.md
 FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")  # by objective
 
 
@@ -191,8 +192,8 @@ def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
     """What a run prints at its end: its files, and what to type next; `objective` is that of a diffusion run."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
-    commands = (f"  {command.format(**names)}" for command in (*NEXT.get(script, ()), REPORT))
-    return "\n".join([f"{run} has {files}", "next", *commands])
+    commands = [*NEXT.get(script, ()), REPORT] + [GATES] * (run / "gates.md").exists()
+    return "\n".join([f"{run} has {files}", "next", *(f"  {command.format(**names)}" for command in commands)])
 
 
 def without_nan(values: dict) -> Tuple[dict, List[str]]:

@@ -175,6 +175,7 @@ class Run:
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
         metadata: Dict[str, object],
+        *,
         title: str,
         schedule: Optional[dict] = None,
         ema=None,

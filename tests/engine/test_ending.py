@@ -11,10 +11,10 @@ from small_runs import arguments
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.logging import NEXT, REPORT, ending
+from moh_vision.engine.logging import GATES, NEXT, REPORT, ending
 
 
-@pytest.mark.parametrize("command", [command for commands in NEXT.values() for command in commands] + [REPORT])
+@pytest.mark.parametrize("command", [command for commands in NEXT.values() for command in commands] + [REPORT, GATES])
 def test_what_comes_next_is_a_command(command, capsys):
     module, *words = shlex.split(command)[2:]
     with contextlib.suppress(SystemExit):
