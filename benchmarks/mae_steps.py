@@ -45,8 +45,7 @@ class Training:
         self.descent = BlockDescent(accelerator, model, mae_routers(model), False, mode, 5, 1.0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         self.descent.prepare(LanguageTask(model, 0.01, 0.1).train(), optimizer)
-        self.updater = Updater(accelerator, clip_norm=0.0)
-        self.accelerator = accelerator
+        self.accelerator, self.updater = accelerator, Updater(accelerator, clip_norm=0.0)
 
     def step(self, number, epoch, batch):
         for phase in self.descent.phases(epoch, [batch]):
