@@ -44,14 +44,14 @@ class Training:
         model = create_text_model(preset, vocab_size=words, **SMALL)
         self.descent = BlockDescent(accelerator, model, mae_routers(model), False, mode, 5, 1.0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        self.descent.prepare(LanguageTask(model, 0.01, 0.1).train(), optimizer, Updater(accelerator, 0.0))
-        self.accelerator = accelerator
+        self.descent.prepare(LanguageTask(model, 0.01, 0.1).train(), optimizer)
+        self.accelerator, self.updater = accelerator, Updater(accelerator, clip_norm=0.0)
 
     def step(self, number, epoch, batch):
-        for _ in self.descent.phases(epoch, [batch]):
-            losses = [self.descent.task(**next(self.descent.batches))]
+        for phase in self.descent.phases(epoch, [batch]):
+            losses = [phase.task(**next(phase.batches))]
             self.accelerator.backward(losses[0]["loss"])
-            self.descent.update(number, losses)
+            phase.update(self.updater, number, losses)
 
 
 def make_batch(words, sentences, tokens, seed):

@@ -60,7 +60,7 @@ def config_page() -> str:
 
 
 def commands() -> List[str]:
-    """The modules that are commands, as `python -m` takes them; forwarders of an earlier place are left out."""
+    """The modules that are commands, as `python -m` takes them."""
     scripts = {module for module, *_ in SCRIPTS.values()}
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -213,7 +213,7 @@ def save_text(run: ScoredRun, file: Path, folder: Path, scored: Optional[ScoredR
     with quiet():
         model.save_pretrained(folder)
     decode = "tokenizer"
-    lines = ["import moh_vision.models.moh_text  # registers the models with transformers"]
+    lines = ["import moh_vision.language.models.create  # registers the models with transformers"]
     lines += [f"from transformers import {auto}, AutoTokenizer", "", f'model = {auto}.from_pretrained("{name}")']
     if save_tokenizer(run.folder / "tokenizer.json", folder, template):
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')

@@ -53,7 +53,7 @@ def test_pages_that_are_named_exist(page):
 def test_code_for_transformers_makes_our_types_known(page):
     """`import moh_vision` does not: it would cost transformers' import. That the line itself does: tests/test_publish.py."""
     code = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    ours = re.compile(r"^(import moh_vision\.models\.moh_text|from moh_vision\.models import moh_llama)\b", re.M)
+    ours = re.compile(r"^(import|from) moh_vision\.language\.models\.(create|llama\.model)\b", re.M)
     assert [block for block in code if "AutoModelFor" in block and not ours.search(block)] == []
 
 

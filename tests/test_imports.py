@@ -40,21 +40,10 @@ def modules(tree):
             yield "." * node.level + (node.module or "")
 
 
-def is_forwarder(tree):
-    """Whether a module does nothing but import its successor, and call its main when it is run."""
-    body = [node for node in tree.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
-    runs = 'if __name__ == "__main__":\n    raise SystemExit(main())'
-    body = [node for node in body if ast.unparse(node) != ast.unparse(ast.parse(runs))]
-    return len(body) == 1 and isinstance(body[0], ast.ImportFrom) and body[0].module.startswith("moh_vision.")
-
-
 def test_arrows():
-    seen, forwarders = 0, 0
+    seen = 0
     for path in PACKAGE.rglob("*.py"):
         inside, tree = path.relative_to(PACKAGE), ast.parse(path.read_text())
-        if is_forwarder(tree):
-            forwarders += 1
-            continue
         room = inside.parts[0].removesuffix(".py")
         for name in modules(tree):
             assert not name.startswith("."), f"{inside}: a relative import"
@@ -66,7 +55,7 @@ def test_arrows():
                 continue
             assert target in {room, *ALLOWED[room]}, f"{inside} imports {target}"
             seen += 1
-    assert seen > 20 and forwarders
+    assert seen > 20
 
 
 def test_no_files_import_one_another_in_a_circle():
@@ -87,12 +76,6 @@ def test_no_files_import_one_another_in_a_circle():
     list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the files
 
 
-def test_a_forwarder_is_known_by_its_form():
-    assert is_forwarder(ast.parse('"""Old."""\nfrom moh_vision.language.models.create import *'))
-    assert not is_forwarder(ast.parse("from moh_vision.language.models.create import *\nx = 1"))
-    assert not is_forwarder(ast.parse("from torch import *"))
-
-
 def test_the_core_needs_torch_only():
     allowed = {"torch", "moh_vision", *sys.stdlib_module_names}
     for path in (PACKAGE / "attention").rglob("*.py"):
@@ -101,23 +84,14 @@ def test_the_core_needs_torch_only():
             assert name.split(".")[0] in (allowed | {"triton"} if gpu else allowed), f"{path}: {name}"
 
 
-def test_promised_paths_lead_to_their_successors():
-    from moh_vision.data.latents import load_vae
-    from moh_vision.diffusion.latents.vae import load_vae as moved
-    from moh_vision.language.models.create import create_text_model
-    from moh_vision.models.moh_text import create_text_model as create
-
-    assert (load_vae, create) == (moved, create_text_model)
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "data.check",
-        "data.latents",
         "data.shards",
-        "data.text.tokenise",
-        "evaluation.lm",
+        "diffusion.latents",
+        "language.data.tokenise",
+        "language.evaluation.lm",
         "analysis.head_load",
         "analysis.macs",
         "analysis.search",

@@ -34,6 +34,7 @@ PUBLIC = (
     "moh_vision.diffusion",
     "moh_vision.diffusion.config",
     "moh_vision.evaluation.fidelity",
+    "moh_vision.language",
     "moh_vision.language.config",
     "moh_vision.language.models.create",
 )

@@ -194,7 +194,7 @@ def _loads(runs: Named, dense: Sequence[str]) -> Dict[str, list]:
                 loads.append(
                     inline_svg(draw(load, "map", by)[0], f"{name}: share of tokens that run each head, by {by}")
                 )
-        elif usage.is_file() and name not in dense:  # of an earlier version, or sample.py's
+        elif usage.is_file() and name not in dense:  # sample.py's
             loads.append(embed(usage, LOADS, f"{name}: share of tokens that run each head"))
         elif name not in dense and not gates.is_file():
             missing.append(
@@ -295,7 +295,7 @@ def starts_of(runs: Named) -> Tuple[List[dict], List[str]]:
     for name, run in runs.items():
         file = run.folder / "environment.jsonl"
         if not file.is_file():
-            missing.append(f"{name} has no {file.name}: it was started by an earlier version")
+            missing.append(f"{name} has no {file.name}: every start of a run adds a line to it")
             continue
         alike: Dict[str, dict] = {}
         for line in _text_of(file).splitlines():

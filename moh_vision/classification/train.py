@@ -1,12 +1,11 @@
 """Train a classifier.   accelerate launch train_cls.py --config configs/cls/NAME.yaml [--key value ...]
 
 Installed: accelerate launch -m moh_vision.classification.train --config cls/NAME. The same command run again resumes;
---help prints every key. `--validate-only --checkpoint RUN` is validate.py.
+--help prints every key.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import List, Optional, Tuple
 
@@ -132,7 +131,8 @@ def train(run: Run) -> None:
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
-    run.prepare(task, optimizer, metadata, "classification", schedule, config.ema, unreadable)
+    options = dict(schedule=schedule, ema=config.ema, unreadable=unreadable)
+    run.prepare(task, optimizer, metadata, title="classification", **options)
 
     def validate() -> Tuple[dict, HeadLoad, torch.Tensor]:
         """Validate the EMA weights where there are any, else the model."""
@@ -193,10 +193,6 @@ def train(run: Run) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    rest = [a for a in argv if a.replace("_", "-") not in ("--validate-only", "--validate-only=true")]
-    if len(rest) < len(argv):
-        return validation.main(rest, NAME)
     with Run(NAME, ClsConfig, argv, settings) as run:
         train(run)
 

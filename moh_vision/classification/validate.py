@@ -47,6 +47,8 @@ from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weights import taken_for, to_validate
 
+NAME = "validate.py"
+
 
 def validate(
     task: nn.Module,
@@ -330,15 +332,15 @@ def report(config: ValidateConfig, accelerator) -> None:
         say(line)
 
 
-def main(argv: Optional[List[str]] = None, name: str = "validate.py") -> None:
+def main(argv: Optional[List[str]] = None) -> None:
     with StopSignals():
-        with user_errors(name):
-            config = parse_validation(argv, name)
+        with user_errors(NAME):
+            config = parse_validation(argv, NAME)
             refuse_output("--head-load", config.head_load)
             refuse_output("--score-file", config.score_file)
             refuse_output("--predictions", config.predictions)
             accelerator = make_accelerator(config.mixed_precision, config.tf32)
-        with user_errors(name), user_errors(name, (BadData,), every_rank=True):
+        with user_errors(NAME), user_errors(NAME, (BadData,), every_rank=True):
             report(config, accelerator)
         finish(accelerator)
 

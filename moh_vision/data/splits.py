@@ -149,7 +149,7 @@ class DataRecord:
                     )
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder. A run of an earlier version has none, and passes.
+        """Compare with the record in a run's folder. A run that was killed while it began has none, and passes.
 
         Args:
             run: the folder.

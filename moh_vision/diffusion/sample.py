@@ -31,10 +31,9 @@ from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, refuse_missing, user_errors
-from moh_vision.engine.environment import versions
 from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import only_one, sha256_of, step_of
-from moh_vision.engine.logging import peak_memory_mib, write_json
+from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
@@ -119,7 +118,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
     if kept and kept.table is None:
         measure(config, accelerator, pipe, parts, labels, kept)
-    load = draw(config, accelerator, pipe, parts, labels, classes, denoising)
+    load = draw(config, accelerator, pipe, parts, labels=labels, classes=classes, denoising=denoising)
     accelerator.wait_for_everyone()
 
     # ---------------------------------------------------------------- write and score

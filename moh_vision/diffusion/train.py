@@ -51,7 +51,8 @@ def train(run: Run) -> None:
         raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
         stream = open_stream(d, config.given, accelerator)
-        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, run.index_dir, accelerator.device, stream)
+        where = dict(index_dir=run.index_dir, device=accelerator.device, stream=stream)
+        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, **where)
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
     say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
@@ -126,7 +127,7 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(nn.ModuleList([model, alignment]) if alignment else model, o)
     teacher = teacher and teacher.to(accelerator.device)
     metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
-    run.prepare(task, optimizer, metadata, "diffusion", ema=config.ema, unreadable=unreadable)
+    run.prepare(task, optimizer, metadata, title="diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:

@@ -22,14 +22,7 @@ PATH, TABLE = KEPT_KEYS
 def keep_settings(
     attention, folder: Optional[Path], accelerator, held: ExitStack, allowed: Collection[str] = ()
 ) -> Optional[AttentionRecord]:
-    """The settings of attention for this process, until `held` is closed; None on a device without operators.
-
-    Args:
-        attention, folder, allowed: see `AttentionRecord`.
-
-    Raises:
-        ValueError: see `AttentionRecord`.
-    """
+    """The settings of attention for this process, until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
     if device not in attention.PATHS:
         return None
@@ -56,9 +49,6 @@ class AttentionRecord:
         path, table: the settings; JSON. The table is None until `measure` makes one, before the first step.
         refused: stored settings that cannot be used here, in the form of `changed_keys`.
         line: which path runs and why, for the user.
-
-    Raises:
-        ValueError: on every process, if the record or an environment variable has no meaning.
     """
 
     def __init__(self, attention, folder: Optional[Path], allowed: Collection[str] = (), device: str = "cpu"):
@@ -66,7 +56,7 @@ class AttentionRecord:
         self.settle()
 
     def settle(self, build: bool = False) -> List[str]:
-        """Decide the settings; returns what is refused.
+        """Decide the settings; return what is refused.
 
         Args:
             build: build the operators for a CPU first where they are missing; for work that nothing else refuses.
@@ -116,11 +106,7 @@ class AttentionRecord:
         return self.refused
 
     def measure(self, make: Callable[[], Tuple[dict, str]], folder: Path, accelerator) -> None:
-        """Let the main process measure, take its answer, and write it into a folder; every process calls it.
-
-        Args:
-            make: returns the table, and a line for the user or "".
-        """
+        """Take the table that the main process makes with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
         self.attention.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)

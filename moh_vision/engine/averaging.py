@@ -28,9 +28,6 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str
 
     Returns:
         (state dict of the model, steps of the checkpoints, newest first). Counters such as batch norm's are the newest's.
-
-    Raises:
-        ValueError: naming the folder, if there is none, or their weights are in shards.
     """
     whole: Dict[int, Path] = {}
     for step, folder in by_age(run / "checkpoints"):

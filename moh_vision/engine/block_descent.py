@@ -10,36 +10,59 @@ gates has one phase a step, in which nothing is done that a plain loop would not
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from itertools import tee
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from moh_vision.engine.ranks import average_over_processes
 
+GATES, WEIGHTS = "G", "F"  # names of phases
 
-class Phase(NamedTuple):
+
+@dataclass(frozen=True)
+class Phase:
     """A forward and backward pass over the micro-batches of a step, and an update.
 
-    Phases of a step draw different random numbers: `salt` is appended to what they are seeded with.
+    Attributes:
+        name: GATES or WEIGHTS.
+        salt: appended to what random numbers are seeded with: phases of a step draw different ones.
+        task: what to call with a batch.
+        optimizer: of what moves.
+        batches: iterator over the micro-batches.
+        gates: parameters that move here and that DistributedDataParallel does not see.
+        statistics: buffers of all gates, and copies of them from before the phase.
     """
 
     name: str
     salt: Tuple[int, ...]
+    task: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[dict]
+    gates: Sequence[nn.Parameter]
+    statistics: List[Tuple[Tensor, Tensor]]
+
+    def update(self, updater, step: int, losses: List[dict]) -> Tuple[float, bool]:
+        """What an `Updater` does, see there; an update that is skipped also leaves the statistics what they were."""
+        # An exact all-reduce of the few numbers that move, where DistributedDataParallel would send all weights.
+        average_over_processes([p.grad for p in self.gates if p.grad is not None])
+        clip_norm = 0.0 if self.gates else None
+        norm, updated = updater(self.task, self.optimizer, step, losses, clip_norm=clip_norm)
+        if not updated:
+            for buffer, before in self.statistics:
+                buffer.copy_(before)
+        return norm, updated
 
 
-GATES = Phase("G", (1,))
-WEIGHTS = Phase("F", ())
-
-
-def phases_of(epoch: int, period: int) -> Tuple[Phase, ...]:
+def phases_of(epoch: int, period: int) -> Tuple[str, ...]:
     """The phases of every step of an epoch, counted from 0 (Peng 2020, algorithm 3)."""
     return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
 
 
 class BlockDescent:
-    """Leads a training loop through its phases; train_cls.py shows how.
+    """Leads a training loop through its phases; `moh_vision.engine.step.Step` shows how.
 
     In F the gates, and in G everything else, has requires_grad False: nothing is computed for what does not move, and
     DistributedDataParallel, to which no gate has a gradient, waits for none. The gates' gradients are averaged here.
@@ -47,23 +70,16 @@ class BlockDescent:
     update that was skipped they are what they were.
 
     Args:
-        accelerator: accelerate's Accelerator.
         model: those of its parameters that require a gradient are trained.
         routers: MAE's in it. Where the mode of one is not "soft" its gate is not used, and is frozen.
-        compiled: the task is compiled, which is refused where there are gates of MAE.
-        mode: "bcd"; or "joint": gates and all experts learn at once through the mixture (the paper's NoBCD).
+        compiled: the task is compiled, which is refused where there are gates of MAE: with torch 2.15's inductor (not with
+            its other backends) the loss then has no gradient.
+        mode: "bcd", which FSDP does not allow, as weights cannot be frozen from phase to phase; or "joint": gates and all
+            experts learn at once through the mixture (the paper's NoBCD).
         period: epochs from one with G phases to the next.
         gate_lr: learning rate of the gates in both modes. They learn by SGD without momentum, weight decay or schedule:
             with momentum, the paper saw one expert win over all others (appendix A). Only joint training clips their
             gradient, as part of the whole.
-
-    Attributes:
-        task: what to call in the present phase.
-        batches: iterator over its micro-batches.
-
-    Raises:
-        ValueError: for "bcd" with FSDP, where weights cannot be frozen from phase to phase; or for a compiled task: with
-            torch 2.15's inductor (not with its other backends) the loss then has no gradient.
     """
 
     def __init__(
@@ -95,17 +111,12 @@ class BlockDescent:
                 raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
 
-    def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer, update):
+    def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
         """accelerate's `prepare` of both, and of the gates' optimiser, which is saved and restored after the main one.
 
         Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
         In joint training the gates are its last group, so that a gradient scaler and FSDP treat all gradients alike, but
-        `_step_gates` moves them.
-
-        Args:
-            task: what is called with a batch.
-            optimizer: of parameters of the model, no scheduler made for it yet.
-            update: an `Updater`.
+        `_step_gates` moves them. No scheduler has been made for the optimiser yet.
         """
         if self.gates:
             own = {id(p) for p in self.weights}
@@ -114,69 +125,45 @@ class BlockDescent:
         if self.gates and not self.in_turns:
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
-        self.updater = update
-        if self.in_turns:
-            self._freeze(WEIGHTS)  # before DistributedDataParallel looks which parameters have gradients
+        self._switch(WEIGHTS, "soft")  # before DistributedDataParallel looks which parameters have gradients
         if self.weights or not self.in_turns:
-            self.wrapped, self.main_optimizer = self.accelerator.prepare(task, optimizer)
+            self.task, self.optimizer = self.accelerator.prepare(task, optimizer)
         else:  # DistributedDataParallel refuses a model of which no weight has a gradient
-            self.wrapped = self.accelerator.prepare_model(task, evaluation_mode=True)
-            self.main_optimizer = self.accelerator.prepare(optimizer)
-        self.task, self.optimizer = self.wrapped, self.main_optimizer
+            self.task = self.accelerator.prepare_model(task, evaluation_mode=True)
+            self.optimizer = self.accelerator.prepare(optimizer)
         if self.in_turns:
             self.gate_optimizer = self.accelerator.prepare(self.gate_optimizer)
-        return self.wrapped, self.main_optimizer
+        return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Enter the phases of a step one after the other, and leave the model as it is evaluated.
+        """Enter the phases of a step of an epoch one after the other, and leave the model as it is evaluated.
 
-        Args:
-            epoch: of the step, from 0.
-            batches: its micro-batches. They are taken when the first phase asks for them, and kept for a second.
+        The micro-batches `batches` are taken when the first phase asks for them, and kept for a second.
         """
-        phases = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
+        names = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
         if not self.weights and self.in_turns:  # with gates alone to train, every epoch trains them
-            phases = (GATES,)
-        self.gate_norm: Optional[float] = None
-        for phase, self.batches in zip(phases, tee(batches, len(phases))):
-            if self.in_turns:
-                self._enter(phase)
-            self.before = [buffer.clone() for buffer in self._statistics()]
-            yield phase
-        self.batches = iter(())
-        if self.in_turns:
-            self._freeze(WEIGHTS)
-            self._set_mode("soft")
+            names = (GATES,)
+        for name, own in zip(names, tee(batches, len(names))):
+            # Not kept from step to step, because a model that moves to another device gets new buffers.
+            buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
+            common = dict(name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers])
+            if name == GATES:
+                self._switch(GATES, "soft")
+                bare = self.accelerator.unwrap_model(self.task)
+                yield Phase(salt=(1,), task=bare, optimizer=self.gate_optimizer, gates=self.gates, **common)
+            else:
+                self._switch(WEIGHTS, "sampled")
+                yield Phase(salt=(), task=self.task, optimizer=self.optimizer, gates=(), **common)
+        self._switch(WEIGHTS, "soft")
 
     @contextlib.contextmanager
     def drawing_experts(self) -> Iterator[None]:
         """Let the model run as in F, which most steps do."""
-        modes = ("sampled", "soft") if self.in_turns else ()
+        self._switch(WEIGHTS, "sampled")
         try:
-            for mode in modes[:1]:
-                self._set_mode(mode)
             yield
         finally:
-            for mode in modes[1:]:
-                self._set_mode(mode)
-
-    def update(self, step: int, losses: List[dict]) -> Tuple[float, bool]:
-        """What the `Updater` does, for the present phase; see there."""
-        if self.optimizer is self.main_optimizer:
-            norm, updated = self.updater(self.task, self.optimizer, step, losses)
-        else:
-            # An exact all-reduce of the few numbers that move, where DistributedDataParallel would send all weights.
-            average_over_processes([p.grad for p in self.gates if p.grad is not None])
-            norm, updated = self.updater(self.task, self.optimizer, step, losses, clip_norm=0.0)
-            self.gate_norm = norm
-        if not updated:
-            for buffer, before in zip(self._statistics(), self.before):
-                buffer.copy_(before)
-        return norm, updated
-
-    def values(self) -> Dict[str, float]:
-        """Of the step's G phase, for the log: the norm of the gates' gradient; empty if it had none."""
-        return {} if self.gate_norm is None else dict(gate_grad_norm=float(f"{self.gate_norm:.4g}"))
+            self._switch(WEIGHTS, "soft")
 
     def about(self) -> Dict[str, int]:
         """How many parameters are trained; empty for a model without gates."""
@@ -195,24 +182,12 @@ class BlockDescent:
                 p.add_(p.grad, alpha=-self.gate_lr)
                 p.grad.zero_()
 
-    def _statistics(self) -> List[Tensor]:
-        """Buffers of all gates; not kept, because a model that moves to another device gets new ones."""
-        return [buffer for router in self.all_routers for buffer in router.buffers()]
-
-    def _enter(self, phase: Phase) -> None:
-        self._freeze(phase)
-        self._set_mode("soft" if phase is GATES else "sampled")
-        if phase is GATES:
-            self.task, self.optimizer = self.accelerator.unwrap_model(self.wrapped), self.gate_optimizer
-        else:
-            self.task, self.optimizer = self.wrapped, self.main_optimizer
-
-    def _freeze(self, phase: Phase) -> None:
-        """Freeze what does not move in a phase."""
-        for parameters, moves in ((self.gates, phase is GATES), (self.weights, phase is WEIGHTS)):
+    def _switch(self, moving: str, mode: str) -> None:
+        """Freeze what does not move in a phase, and set the mode of the gates' routers; nothing if all moves at once."""
+        if not self.in_turns:
+            return
+        for parameters, name in ((self.gates, GATES), (self.weights, WEIGHTS)):
             for p in parameters:
-                p.requires_grad_(moves)
-
-    def _set_mode(self, mode: str) -> None:
+                p.requires_grad_(name == moving)
         for router in self.routers:
             router.set_mode(mode)

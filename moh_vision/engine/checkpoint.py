@@ -46,12 +46,10 @@ def save_training(
         accelerator: holds the wrapped model and optimiser.
         run: folder of the run.
         step: steps done.
-        model: the unwrapped model.
-        ema: a `ModelEma`, or None.
+        model, ema: the unwrapped model, and a `ModelEma` or None.
         metadata: what is needed to build the model again; the step is added.
-        keep: checkpoints that stay.
+        keep, every: checkpoints that stay, and steps between saves, see `rotate`.
         at: told of every write, flush and rename just after it; a test may end the process there, or raise OSError.
-        every: steps between saves, see `rotate`.
 
     Returns:
         None if everything was saved. Otherwise what went wrong, the same on every process: earlier checkpoints are
@@ -127,37 +125,27 @@ def _export(run: Path, tensors: Dict[str, torch.Tensor], ema, about: dict, seal:
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
-    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`.
-
-    Raises:
-        ValueError: in one line, naming the folder and the version that wrote it, if it cannot be loaded, as with weights
-            of another model.
-    """
+    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`."""
     try:
-        _load(accelerator, folder, model, ema, say)
+        accelerator.load_state(str(folder))
+        if ema and not (folder / EMA).exists():
+            say(f"{folder} has no EMA; it starts from the weights of that step")
+            ema.set(model)
+        elif ema:
+            ema.module.load_state_dict(load_file(folder / EMA))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError) as error:
-        version = json.loads((folder / MANIFEST).read_text()).get("version", "0.1.0 or before")
+        version = json.loads((folder / MANIFEST).read_text())["version"]
         reason = reason_of(error)
         raise ValueError(f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})") from error
-
-
-def _load(accelerator, folder: Path, model, ema, say: Callable[[str], None]) -> None:
-    accelerator.load_state(str(folder))
-    if ema and not (folder / EMA).exists():
-        say(f"{folder} has no EMA; it starts from the weights of that step")
-        ema.set(model)
-    elif ema:
-        ema.module.load_state_dict(load_file(folder / EMA))
 
 
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
     """(step, folder) of the newest whole checkpoint, or None if there is none at all.
 
-    Raises:
-        ValueError: if there are checkpoints and every one is damaged or of a version that is not read, or there are
-            weights that only a checkpoint can have left; starting over in silence would lose the run.
+    Checkpoints of which none can be read are refused, and weights that only a checkpoint can have left: starting over in
+    silence would lose the run.
     """
     candidates = by_age(run / "checkpoints")
     others = [other_version(folder) for _, folder in candidates]
@@ -183,11 +171,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
 def resume_point(
     run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
 ) -> Optional[Tuple[int, Path]]:
-    """What a run started now goes on from: `latest_checkpoint`, or None for a fresh one.
-
-    Raises:
-        ValueError: if more than `max_steps` are done already, or every checkpoint is damaged.
-    """
+    """What a run of `max_steps` started now goes on from: `latest_checkpoint`, or None for a fresh one."""
     found = None if fresh else latest_checkpoint(run, say)
     if found and found[0] > max_steps:
         raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")

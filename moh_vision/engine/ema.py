@@ -9,6 +9,8 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moh_vision.engine.sharding import is_sharded
+
 
 class ModelEma(ModelEmaV3):
     """timm's ModelEmaV3, whose `module` stays whole on every process when the weights are sharded.
@@ -18,7 +20,7 @@ class ModelEma(ModelEmaV3):
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if not is_sharded(model):
             return super().apply_update_(model, decay)
         for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
             if average.is_floating_point():

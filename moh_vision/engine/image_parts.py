@@ -27,9 +27,6 @@ class ImageParts:
         batch_size: images at a time.
         settings: everything that the images depend on; JSON. Other settings have another folder.
         counted: every batch also keeps sums over its images, such as a `HeadLoad` has. A batch without them is missing.
-
-    Raises:
-        ValueError: if the folder cannot be made.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):

@@ -52,9 +52,6 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
         folder: an existing folder.
         option: the option that named it, for the message.
         with_children: hold the lock until forked children have ended too, because they write into the folder.
-
-    Raises:
-        ValueError: if another process has the lock, naming the folder, that process and its host.
     """
     place = Path(folder) / LOCK
     # POSIX locks (lockf) belong to the process alone. flock's belong to the open file, which children inherit.

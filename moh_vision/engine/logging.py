@@ -1,25 +1,47 @@
-"""metrics.jsonl, and a progress bar on a terminal or plain lines in a log."""
+"""What a run says of itself: environment.jsonl, metrics.jsonl, a bar or plain lines, and at its end its files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import resource
+import shlex
 import signal
+import subprocess
 import sys
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from tqdm import tqdm
 
 from moh_vision.engine.commands import Progress, say
-from moh_vision.engine.io import write_whole
-from moh_vision.engine.tracking import Tracker, open_tracker
+from moh_vision.engine.io import __version__, write_whole
+from moh_vision.engine.tracking import numbers
 
 UNITS = dict(images="img", tokens="tok")  # as shown
+PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers", "torch-fidelity")
+NEXT = {  # what to type after a run, by script
+    "train_cls.py": (
+        "python -m moh_vision.classification.validate --checkpoint {run}",
+        "python -m moh_vision.classification.predict --checkpoint {run} IMAGES",
+    ),
+    "train_dit.py": (
+        "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
+    ),
+    "train_text.py": (
+        "python -m moh_vision.publish {run} --output FOLDER",
+        "python -m moh_vision.analysis.table {run}",
+    ),
+}
+REPORT = "python -m moh_vision.analysis.report {run} --output report.html"
+GATES = "python -m moh_vision.analysis.gates {run} --output gates.png"  # of a run with gates.md
+FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")  # by objective
 
 
 class RunLog:
@@ -30,7 +52,7 @@ class RunLog:
         start, total: steps done, and at the end of the run.
         enabled: whether this is the main process.
         title: of the lines and the bar.
-        tracker: it gets the same numbers.
+        tracker: of `open_tracker`; it gets the same numbers.
         unit: what is counted per second, a name in UNITS.
         ends_with_validation: a run that is at its end already only repeats its last validation, whose line is dropped then.
     """
@@ -42,7 +64,7 @@ class RunLog:
         total: int,
         enabled: bool,
         title: str,
-        tracker: Optional[Tracker] = None,
+        tracker=None,
         unit: str = "images",
         ends_with_validation: bool = True,
     ):
@@ -110,13 +132,14 @@ class RunLog:
     def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
         """Images [N, C, h, w] uint8, for the tracker."""
         if self.tracker:
-            self.tracker.images(step, name, images)
+            layout = dict(dataformats="NHWC") if self.tracker.name == "tensorboard" else {}
+            self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **layout)
 
     def _write(self, step: int, values: dict) -> None:
         plain, _ = without_nan(values)  # such as the loss of a skipped step
         self.file.write(json.dumps({"step": step, **plain}) + "\n")
         if self.tracker:
-            self.tracker.log(step, plain)
+            self.tracker.log(numbers(plain), step=step)
 
     def say(self, text: str) -> None:
         if self.enabled:
@@ -135,23 +158,42 @@ class RunLog:
             self.bar.close()
             self.file.close()
         if self.tracker:
-            self.tracker.close()
+            self.tracker.finish()
 
 
-def open_log(
-    run: Path,
-    start: int,
-    total: int,
-    title: str,
-    tracker: Optional[str],
-    config: dict,
-    enabled: bool,
-    **options,
-) -> RunLog:
-    """The log of a run in its folder, with the tracker of that name; see `RunLog` (options: its last arguments) and
-    `tracking.open_tracker`."""
-    tracking = open_tracker(tracker, run, start, f"moh_vision {title}", config, enabled)
-    return RunLog(run / "metrics.jsonl", start, total, enabled, title, tracking, **options)
+def record_start(folder: Path, **start) -> None:
+    """Append a start of a run to FOLDER/environment.jsonl: `start`, the date, and what else its numbers depend on."""
+    start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+    start.update(commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count())
+    file = folder / "environment.jsonl"
+    earlier = file.read_text() if file.exists() else ""
+    write_whole(file, earlier + json.dumps(start) + "\n")
+
+
+def versions() -> Dict[str, str]:
+    """Versions of this package and of those that its numbers depend on."""
+    found = {"moh_vision": __version__}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # of an extra
+            found[name] = version(name)
+    return found
+
+
+def commit(clone: Path) -> Optional[str]:
+    """Commit of a clone, with "-dirty" if tracked files differ; None for a folder that is no clone."""
+    git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
+    words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a clone of somebody else
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return None
+
+
+def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
+    """What a run prints at its end: its files, and what to type next; `objective` is that of a diffusion run."""
+    files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
+    names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
+    commands = [*NEXT.get(script, ()), REPORT] + [GATES] * (run / "gates.md").exists()
+    return "\n".join([f"{run} has {files}", "next", *(f"  {command.format(**names)}" for command in commands)])
 
 
 def without_nan(values: dict) -> Tuple[dict, List[str]]:

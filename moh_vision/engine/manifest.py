@@ -16,7 +16,6 @@ from typing import Callable, Dict, List, Optional
 from moh_vision.engine.io import __version__, fsync, sha256_of
 
 FORMAT = 3
-READABLE = (2, 3)  # 2 has no version
 MANIFEST = "manifest.json"
 
 
@@ -94,27 +93,28 @@ def other_version(folder: Path) -> Optional[str]:
     """Which version wrote a checkpoint, if it is one that this version does not read; else None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        form, version = manifest["format"], str(manifest.get("version", "before 0.1.0"))
+        form, version = manifest["format"], str(manifest["version"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # it is damaged
-    if form in READABLE:
+    if form == FORMAT:
         return None
-    reads = " and ".join(map(str, READABLE))
-    return f"{MANIFEST} has format {form} of moh_vision {version}; this is {__version__}, which reads {reads}"
+    return f"{MANIFEST} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
 
 
 def damage(folder: Path, step: int) -> Optional[str]:
     """Why a folder is not the whole checkpoint of `step`, or None if it is."""
+    other = other_version(folder)
+    if other:
+        return other
     try:
         text = (folder / MANIFEST).read_text()
         manifest = json.loads(text)
-        form, recorded, sums = manifest["format"], manifest["step"], dict(manifest.get("sha256", {}))
+        _, _, recorded, sums = (manifest[key] for key in ("format", "version", "step", "sha256"))
+        sums = dict(sums)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({error})"
-    if form not in READABLE:
-        return other_version(folder)
     # Written again from what was read: nothing can be missing, added or changed and still be the same text.
     if text != _sealed({key: value for key, value in manifest.items() if key != "own_sha256"}):
         return f"{MANIFEST} does not have its own sha256"

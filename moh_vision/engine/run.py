@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,28 +25,26 @@ from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, refuse_unwritable, user_errors
 from moh_vision.engine.ema import make_ema
-from moh_vision.engine.ending import ending
-from moh_vision.engine.environment import add_environment
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
-from moh_vision.engine.logging import open_log, write_json
+from moh_vision.engine.logging import RunLog, ending, record_start, write_json
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
-from moh_vision.engine.tracking import check_tracker
+from moh_vision.engine.tracking import check_tracker, open_tracker
 
-CONFIG, EARLIER = "config.yaml", ".config.yaml"  # the second: what a killed run of an earlier version may have left
+CONFIG = "config.yaml"
 
 
 class Run:
-    """A training run, a context manager; a `train` module uses it in this order:
+    """A training run: a context manager that a `train` module uses in this order.
 
         with Run("train_dit.py", DitConfig, argv, settings) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
             run.take_model(model, routers)          refuse what cannot be trained
-            run.open(data)                          the end of the set-up: from here on the folder is the run's
+            run.open(data)                          end the set-up: from here on the folder is the run's
             run.prepare(task, optimizer, ...)       wrap, resume, open the log
             for step in run.steps():
                 run.step(batches, epoch)            forward, backward, update
@@ -69,8 +68,7 @@ class Run:
         accelerator: accelerate's Accelerator.
         folder: of the run.
         checkpoint: the folder that the run goes on from, or None.
-        start, stop: first step, and number of all steps.
-        done: steps that are done.
+        start, stop, done: first step, number of all steps, and steps that are done.
         stopped: number of the signal that stopped the run, or 0.
         model, ema: the unwrapped model, and the average of its weights or None.
         log: a `RunLog`.
@@ -104,23 +102,16 @@ class Run:
                     raise error
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
-        """See `user_errors`."""
+        """`user_errors` of this script."""
         return user_errors(self.name, kinds, **options)
 
     @property
     def index_dir(self) -> str:
-        """See the function of that name."""
+        """The folder of `index_dir` for this run."""
         return index_dir(self.config.output)
 
     def take_up(self, steps: int) -> Optional[Path]:
-        """Lock the run in config.output, if there is one; returns the checkpoint that it goes on from, or None.
-
-        Args:
-            steps: of the whole run.
-
-        Raises:
-            ValueError: see the function `take_up`.
-        """
+        """Lock the run of so many steps in config.output, if there is one; return the checkpoint that it goes on from."""
         c = self.config
         found = take_up(c.output, steps, c.fresh, self.accelerator, self._held, lock=not c.dry_run)
         self.start, self.checkpoint = found or (0, None)
@@ -128,30 +119,26 @@ class Run:
         return self.checkpoint
 
     def portion(self) -> dict:
-        """Which samples this process takes: what a `StepBatches` and the like need to know of the run."""
+        """Arguments of a `StepBatches` that say which samples this process takes."""
         o, a = self.config.optim, self.accelerator
         sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
         return dict(sizes, start=self.start, stop=self.stop)
 
     @property
     def micro_batch(self) -> int:
-        """Samples that a process reads at once, as optim.batch_size has it."""
+        """Samples that a process reads at once."""
         o = self.config.optim
         return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
     def take_model(
         self, model: nn.Module, routers: List[nn.Module], elastic=None, beside: Optional[nn.Module] = None
     ) -> None:
-        """Take the model that is trained, and refuse what cannot be.
+        """Take the model that is trained: those of its parameters that require a gradient.
 
         Args:
-            model: those of its parameters that require a gradient are trained.
-            routers: MAE's in it.
+            model, routers: the model, and MAE's routers in it.
             elastic: the `ElasticBudget` of the model; None: all steps run the model's own budget.
             beside: what the task trains beside the model, and only checkpoints keep.
-
-        Raises:
-            ValueError: see `BlockDescent` and `check_sharded`.
         """
         if self.accelerator.distributed_type == "FSDP":
             check_sharded(self.config.optim.name)
@@ -160,14 +147,7 @@ class Run:
         self.descent = BlockDescent(self.accelerator, trained, routers, c.compile, **asdict(c.block_descent))
 
     def open(self, data=None) -> None:
-        """Open the folder, at the end of the set-up: a mistake until now leaves nothing behind.
-
-        Args:
-            data: a `DataRecord`, see `open_run`.
-
-        Raises:
-            ValueError: see `open_run`.
-        """
+        """Open the folder, at the end of the set-up: a mistake until now leaves nothing behind. `data`: see `open_run`."""
         c = self.config
 
         def changed(earlier: dict) -> List[str]:
@@ -175,15 +155,17 @@ class Run:
             self._earlier_stop = earlier.get("max_steps")
             return differences
 
-        records = dict(data=data, attention=self.settings)
-        about = (changed, c.fresh, self.accelerator, self._held, bool(self.checkpoint))
-        self.folder = open_run(c.output, c.tree(), *about, **records)
-        self._records = records.values()
+        self.folder = open_run(
+            c.output, c.tree(), changed=changed, fresh=c.fresh, accelerator=self.accelerator, held=self._held,
+            goes_on=bool(self.checkpoint), data=data, attention=self.settings,
+        )  # fmt: skip
+        self._records = [data, self.settings]
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
-        about = (self.folder, self.start, command, self.accelerator, self.attention.processor())
-        by_main(lambda: add_environment(*about), self.accelerator)
-        count, device = self.accelerator.num_processes, self.accelerator.device.type
-        say(f"{count} process{'es' * (count > 1)} on {device}")
+        count, device = self.accelerator.num_processes, self.accelerator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else self.attention.processor()
+        start = dict(step=self.start, command=shlex.join(command), device=name, processes=count)
+        by_main(lambda: record_start(self.folder, **start), self.accelerator)
+        say(f"{count} process{'es' * (count > 1)} on {device.type}")
         if self.settings:
             say(self.settings.line)
         self.setting_up = False
@@ -193,6 +175,7 @@ class Run:
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
         metadata: Dict[str, object],
+        *,
         title: str,
         schedule: Optional[dict] = None,
         ema=None,
@@ -205,11 +188,9 @@ class Run:
             task: a `RoutedTask` around the model.
             optimizer: of the model's parameters.
             metadata: what exported weights say of the model, beside its name and the configuration.
-            title: of the log.
             schedule: arguments of `learning_rate` that are not those of config.optim.
-            ema: an `EmaConfig`, or None.
-            unreadable: a `BadSamples`, or None.
-            **log_options: see `RunLog`.
+            ema, unreadable: an `EmaConfig` and a `BadSamples`, or None.
+            title, **log_options: see `RunLog`.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -220,7 +201,10 @@ class Run:
         usual = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr)
         usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # not every configuration has one
         lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
-        self._step = Step(accelerator, self.descent, task, optimizer, lr, c, self.signals, unreadable)
+        self._step = Step(
+            accelerator, c, descent=self.descent, task=task, optimizer=optimizer, learning_rate=lr,
+            signals=self.signals, unreadable=unreadable,
+        )  # fmt: skip
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
         if self.checkpoint:
@@ -233,31 +217,26 @@ class Run:
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
         main = accelerator.is_main_process
-        self.log = open_log(self.folder, self.start, self.stop, title, c.tracker, c.tree(), main, **log_options)
+        tracker = open_tracker(c.tracker, self.folder, self.start, f"moh_vision {title}", c.tree(), main)
+        path = self.folder / "metrics.jsonl"
+        self.log = RunLog(path, self.start, self.stop, main, title, tracker, **log_options)
         if self.stop:
             self.descent.announce(self.log, self.start)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
         self.signals.begin()
-        while self.done < self.stop and not self._step.stop and not self._ends:
+        while self.done < self.stop and not self._step.updater.stop and not self._ends:
             yield self.done
         self.signals.end()
-        self.stopped = self._step.stop_after_all()
+        self.stopped = self._step.updater.stop_after_all()
         if self.stopped:
             self.log.stopped(self.done, self.stopped)
         else:
             self.signals.done = self.done
 
     def step(self, batches: Iterable[dict], epoch: int, count: int, **more) -> None:
-        """Do the next step, see `Step`; the EMA follows.
-
-        Args:
-            batches: its micro-batches, on the device, are the next ones of this.
-            epoch: of the step, from 0.
-            count: its images or tokens, for the log's rate.
-            **more: arguments of the task, beside a batch.
-        """
+        """Do the next step; `count` is its images or tokens, for the log's rate. Other arguments: see `Step`."""
         elastic, batches = self.elastic, self._fetched(batches)
         if self.settings and self.settings.table is None:
             batches = self._measured(batches, more)
@@ -274,11 +253,11 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """The largest one of the step just done."""
+        """The largest learning rate of the step just done."""
         return self._step.values()["lr"]
 
     def averages(self) -> dict:
-        """See `average_over_step`, for the step just done; every process calls it."""
+        """`average_over_step` of the step just done; every process calls it."""
         return average_over_step(self.accelerator, self._step.losses)
 
     def metrics(self, values: dict, show: str, **counts) -> None:
@@ -289,12 +268,8 @@ class Run:
         self.log.metrics(self.done, dict(values, **counts), show)
 
     def due(self, every: int, at_end: bool = False) -> bool:
-        """Whether something that is done after every so many steps (0: never) is to be done now.
-
-        Args:
-            at_end: also after the last step, of a run of at least so many.
-        """
-        if not every or self._step.stop:
+        """Whether to do now what is done every so many steps (0: never), with `at_end` also after the last one."""
+        if not every or self._step.updater.stop:
             return False
         return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
@@ -303,12 +278,8 @@ class Run:
         self._ends = True
 
     def save(self) -> None:
-        """Save a checkpoint, where it is time or this step is the last one.
-
-        Raises:
-            SaveError: see `Saver`.
-        """
-        last = self.done == self.stop or self._step.stop > 0 or self._ends
+        """Save a checkpoint where it is time or this step is the last one; raises SaveError as `Saver` does."""
+        last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
             self.saver.save(self.done, self.model, self.ema, self.metadata, last)
             self.log.pause()
@@ -350,11 +321,12 @@ class Run:
         evaluated = getattr(getattr(c, "data", None), "eval_batch_size", size) / size
         shares = [elastic.smallest, elastic.between[len(elastic.between) // 2], elastic.largest] if elastic else [None]
         for training in (True, False):
-            about = (training, c.compile, 1.0) if training else (training, c.compile and not self.ema, evaluated)
+            compiled = c.compile and (training or not self.ema)
+            how = dict(training=training, compiled=compiled, batch=1.0 if training else evaluated)
             with self.descent.drawing_experts() if training else contextlib.nullcontext():
                 for share in shares:
                     with elastic.running(self.model, share) if elastic else contextlib.nullcontext():
-                        forward = attention.collect(calls, self.task, lambda: self.task(**first, **more), *about)
+                        forward = attention.collect(calls, self.task, lambda: self.task(**first, **more), **how)
         make = partial(attention.measured_table, calls, forward * c.optim.accumulation)
         self.settings.measure(make, self.folder, self.accelerator)
         self.log.pause()
@@ -363,8 +335,7 @@ class Run:
     def _take_settings(self, held: contextlib.ExitStack) -> Optional[AttentionRecord]:
         """Use the settings of attention that the run in config.output keeps, before any model runs."""
         c, folder = self.config, Path(self.config.output)
-        goes_on = (folder / CONFIG).exists() and not c.fresh
-        earlier = folder if goes_on else None
+        earlier = folder if (folder / CONFIG).exists() and not c.fresh else None
         settings = keep_settings(self.attention, earlier, self.accelerator, held, c.allow_change)
         if settings and c.dry_run:
             say(settings.line)
@@ -373,9 +344,7 @@ class Run:
     def _finish(self) -> None:
         if self.log:
             if not self.stopped:
-                on_cpu = self.accelerator.device.type == "cpu"
-                objective = getattr(self.config, "objective", None) if on_cpu else None
-                self.log.say("\n".join(ending(self.name, self.folder, objective)))
+                self.log.say(ending(self.name, self.folder, getattr(self.config, "objective", None)))
             self.log.close()
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)
@@ -388,17 +357,7 @@ def index_dir(output: str) -> str:
 
 
 def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:
-    """accelerate's Accelerator; accumulation is the script's own.
-
-    Args:
-        mixed_precision: "no", "bf16" or "fp16".
-        tf32: let NVIDIA GPUs multiply float32 matrices in TF32.
-        tracker: name of the package that the run will need for it.
-
-    Raises:
-        ValueError: for fp16 on a CPU; if `accelerate launch` was told another precision than the configuration, or the
-            package is missing.
-    """
+    """accelerate's Accelerator, with keys of a configuration; accumulation is the script's own."""
     check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
@@ -422,20 +381,12 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
 def take_up(
     output: str, max_steps: int, fresh: bool, accelerator, held: contextlib.ExitStack, lock: bool = True
 ) -> Optional[Tuple[int, Path]]:
-    """Lock the run that is in `output`, if there is one, and find the checkpoint it goes on from.
+    """Lock the run that is in `output`, if there is one, and return the checkpoint it goes on from, as `resume_point`.
 
     Args:
-        output, fresh: see `open_run`.
+        output, fresh, accelerator, held: see `open_run`.
         max_steps: steps of the whole run.
-        accelerator: its main process locks for all.
-        held: releases the lock when it is closed.
         lock: if False, only read; another process may write to the run.
-
-    Returns:
-        (step, folder) of the checkpoint, or None for a run that begins.
-
-    Raises:
-        ValueError: if another process writes to the run, and see `checkpoint.resume_point`.
     """
     folder = Path(output).resolve()
 
@@ -451,6 +402,7 @@ def take_up(
 def open_run(
     output: str,
     config: dict,
+    *,
     changed: Callable[[dict], List[str]],
     fresh: bool,
     accelerator,
@@ -471,10 +423,6 @@ def open_run(
         goes_on: there is a checkpoint, which may not fit an allowed change: `write_records` is called once it is loaded.
         data: a `DataRecord`, compared with that of the run and written beside config.yaml.
         attention: of the run; what it refuses counts as changed, and it is written there too.
-
-    Raises:
-        ValueError: if the folder holds something else, a run with another configuration or other data, or if another
-            process writes to it.
     """
     folder = Path(output).resolve()
     saved = folder / CONFIG
@@ -494,9 +442,7 @@ def open_run(
             )
         elif data:
             data.check(folder, say)
-    elif (
-        folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name, EARLIER}
-    ):
+    elif folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name}:
         raise ValueError(
             f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
         )
@@ -533,21 +479,18 @@ def write_records(folder: Path, config: dict, *records) -> None:
 
 def only_records(folder: Path) -> bool:
     """Whether a run left nothing but records of its start: neither weights nor losses."""
-    records = {CONFIG, EARLIER, LOCK, "attention.json", "data.json", "environment.jsonl"}
+    records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
     empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
 def claim_outputs(files, folders, overwrite: bool, instead: str = "") -> None:
-    """Make the parents of output paths, before any work.
+    """Make the parents of output paths before any work, and refuse paths that cannot be written.
 
     Args:
         files, folders: paths by the options that name them; None and "" are left out.
         overwrite: what is there may be replaced.
         instead: what to do with an --out that is there, for the message.
-
-    Raises:
-        ValueError: naming option and path, if it is there, is of the other kind, is given twice, or cannot be written.
     """
     files, folders = ({o: Path(p) for o, p in paths.items() if p} for paths in (files, folders))
     every = {**files, **folders}
@@ -566,17 +509,10 @@ def claim_outputs(files, folders, overwrite: bool, instead: str = "") -> None:
 
 
 def finish(accelerator, signum: int = 0) -> None:
-    """End a run: wait for all, collect the wrapped task, destroy the process group.
+    """End a run: wait for all, destroy the process group, and exit with 128 + signum if a signal ended the run.
 
     The caller has dropped its references to the wrapped task and optimiser. gloo with DistributedDataParallel
     otherwise aborts at exit about once in four times.
-
-    Args:
-        accelerator: accelerate's Accelerator.
-        signum: number of the signal that ended the run, if one did.
-
-    Raises:
-        SystemExit: with code 128 + signum, as a shell has it.
     """
     accelerator.wait_for_everyone()
     accelerator.free_memory()

@@ -22,12 +22,6 @@ class Saver:
     Training goes on after a failure, because a disk that is full now may have room at the next save, and the earlier
     checkpoints are whole.
 
-    Args:
-        accelerator: holds the wrapped model and optimiser.
-        run: folder of the run.
-        keep: checkpoints that stay.
-        every: steps between saves.
-
     Attributes:
         failed: saves that failed since the process started.
         in_a_row: of these the ones since the last that did not.
@@ -38,17 +32,14 @@ class Saver:
         self.failed = self.in_a_row = 0
 
     def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
-        """See `save_training`; whether everything was saved, the same on every process.
-
-        Args:
-            step, model, ema, metadata: see `save_training`.
-            last: nothing comes after it, so that a failure is the run's.
+        """Whether everything was saved, the same on every process. Arguments: see `save_training`.
 
         Raises:
-            SaveError: on every process, naming the folder and the system's reason, after three failures in a row or
-                if this one is the last.
+            SaveError: on every process, after three failures in a row, or if the save that failed is the `last` one.
         """
-        problem = save_training(self.accelerator, self.run, step, model, ema, metadata, self.keep, every=self.every)
+        problem = save_training(
+            self.accelerator, self.run, step, model, ema, metadata, keep=self.keep, every=self.every
+        )
         if problem is None:
             self.in_a_row = 0
             return True
@@ -63,13 +54,6 @@ class Saver:
 
 
 def check_writable(folder: Path) -> None:
-    """Make, flush and delete a file where a run is going to write, before it has done any work.
-
-    Args:
-        folder: of the run; it need not exist, and is not made.
-
-    Raises:
-        ValueError: naming the folder and the system's reason.
-    """
+    """Refuse the folder of a run, which need not exist, where nothing can be written."""
     for place in (folder, folder / "checkpoints"):
         refuse_unwritable("--output", place)

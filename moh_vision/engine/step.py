@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from itertools import islice
-from typing import Callable, Iterable, List, Optional
+from typing import Callable, Dict, Iterable, List, Optional
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.block_descent import GATES, BlockDescent
 from moh_vision.engine.ranks import greatest
 from moh_vision.engine.seeds import derive_seed
 
@@ -22,35 +22,36 @@ class Step:
     """One optimiser step of a task: every phase, every micro-batch, the update.
 
     Args:
-        accelerator: accelerate's Accelerator.
-        descent: whose phases a step has; one for a model without gates of MAE.
-        task: a `RoutedTask`.
-        optimizer: of the model's parameters.
-        learning_rate: of a step.
         config: a `RunConfig`, for optim.accumulation, optim.clip_norm and seed.
+        descent: whose phases a step has; one for a model without gates of MAE.
+        task, optimizer: a `RoutedTask`, and what moves its parameters.
+        learning_rate: of a step.
         signals, unreadable: see `Updater`.
 
     Attributes:
         task: as accelerate wraps it.
         losses: what the task returned for each micro-batch of the last step (of its last phase).
+        norms: gradient norms of the last step by phase.
     """
 
     def __init__(
         self,
         accelerator,
+        config,
+        *,
         descent: BlockDescent,
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
         learning_rate: Callable[[int], float],
-        config,
         signals=None,
         unreadable=None,
     ):
         self.accelerator, self.descent, self.learning_rate = accelerator, descent, learning_rate
         self.accumulation, self.seed = config.optim.accumulation, config.seed
         self.updater = Updater(accelerator, config.optim.clip_norm, signals, unreadable)
-        self.task, self.optimizer = descent.prepare(task, optimizer, self.updater)
+        self.task, self.optimizer = descent.prepare(task, optimizer)
         self.losses: List[dict] = []
+        self.norms: Dict[str, float] = {}
 
     def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
         """Do step `number` with the next micro-batches; whether the weights were updated.
@@ -60,41 +61,33 @@ class Step:
             batches: iterator over dicts that the task takes, on the device.
             epoch: of the step, from 0.
             **more: arguments of the task, beside a batch.
-
-        Raises:
-            FloatingPointError, UnreadableImage: see `Updater`.
         """
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
         accelerator, last = self.accelerator, self.accumulation - 1
+        self.norms.clear()
         for phase in self.descent.phases(epoch, islice(batches, self.accumulation)):
             self.losses = []
-            for micro, batch in enumerate(self.descent.batches):
+            for micro, batch in enumerate(phase.batches):
                 # After the fetch, which draws numbers too: dropout depends on seed, step, rank and phase alone.
                 torch.manual_seed(derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt))
-                with contextlib.nullcontext() if micro == last else accelerator.no_sync(self.descent.task):
-                    self.losses.append(self.descent.task(**batch, **more))
+                with contextlib.nullcontext() if micro == last else accelerator.no_sync(phase.task):
+                    self.losses.append(phase.task(**batch, **more))
                     accelerator.backward(self.losses[-1]["loss"] / self.accumulation)
             assert len(self.losses) == self.accumulation, "the batches ended within a step"
-            self.norm, updated = self.descent.update(number, self.losses)
+            self.norms[phase.name], updated = phase.update(self.updater, number, self.losses)
         return updated
 
     def values(self) -> dict:
-        """Of the last step, for the log: learning rate, gradient norms, and how many steps were skipped until now."""
+        """Values of the last step for the log: learning rate, gradient norms, steps skipped until now."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
-        values = dict(lr=lr, grad_norm=round(self.norm, 4), skipped=self.updater.skipped, **self.descent.values())
+        norm, gate_norm = list(self.norms.values())[-1], self.norms.get(GATES)
+        values = dict(lr=lr, grad_norm=round(norm, 4), skipped=self.updater.skipped)
+        if gate_norm is not None:
+            values["gate_grad_norm"] = float(f"{gate_norm:.4g}")
         if self.updater.unreadable is not None:
             values["unreadable"] = len(self.updater.unreadable.seen)
         return values
-
-    @property
-    def stop(self) -> int:
-        """Number of the signal that any process got before the last update, or 0."""
-        return self.updater.stop
-
-    def stop_after_all(self) -> int:
-        """See `Updater.stop_after_all`."""
-        return self.updater.stop_after_all()
 
 
 def learning_rate(
@@ -139,7 +132,6 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
     """Mean of the losses of a step over its micro-batches and all processes; every process calls it.
 
     Args:
-        accelerator: accelerate's Accelerator.
         losses: what the task returned for each micro-batch: scalars, and head_runs as a list of [H + 1] tensors.
 
     Returns:
@@ -170,10 +162,8 @@ class Updater:
     signal, or met a sample that cannot be read.
 
     Args:
-        accelerator: accelerate's Accelerator.
         clip_norm: largest gradient norm; 0: no clipping.
-        signals: a `StopSignals`, or None.
-        unreadable: a `BadSamples`, or None; what one process has met is told to all.
+        signals, unreadable: a `StopSignals` and a `BadSamples`, or None.
 
     Attributes:
         skipped: steps with an update left out since the process started.
@@ -190,17 +180,16 @@ class Updater:
     def __call__(
         self, task, optimizer, step: int, losses: List[dict], clip_norm: Optional[float] = None
     ) -> tuple[float, bool]:
-        """Clip, check, step, zero. Returns the gradient norm before clipping, and whether the weights were updated.
+        """Clip, check, step, zero. Return the gradient norm before clipping, and whether the weights were updated.
 
         Args:
-            task: what accelerate wraps.
-            optimizer: prepared by accelerate.
+            task, optimizer: as accelerate prepared them.
             step: its number.
             losses: what the task returned for each micro-batch.
             clip_norm: instead of the general one.
 
         Raises:
-            FloatingPointError: naming step, learning rate, gradient norm and loss, after ten bad steps in a row.
+            FloatingPointError: after ten bad steps in a row.
             UnreadableImage: if all processes together have met more unreadable samples than are allowed.
         """
         clip_norm = self.clip_norm if clip_norm is None else clip_norm

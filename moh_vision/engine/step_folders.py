@@ -33,7 +33,7 @@ def by_age(parent: Path) -> List[Tuple[int, Path]]:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what dead and failed saves left, and give a checkpoint that one had moved aside its name back."""
+    """Delete the leftovers of interrupted saves, and restore a checkpoint that such a save had renamed."""
     for ending in ("tmp", "gone"):
         for folder in parent.glob(f".step_*.{ending}"):
             shutil.rmtree(folder, ignore_errors=True)

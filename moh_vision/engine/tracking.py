@@ -7,32 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Optional
 
-from torch import Tensor
-
-
-class Tracker:
-    """Writes to one of accelerate's trackers.
-
-    Args:
-        tracker: a `GeneralTracker` with log, log_images and finish.
-    """
-
-    def __init__(self, tracker):
-        self.tracker = tracker
-
-    def log(self, step: int, values: dict) -> None:
-        """The numbers in `values`; those in a dict inside as "outer/inner". Lists and texts are in metrics.jsonl only."""
-        self.tracker.log(numbers(values), step=step)
-
-    def images(self, step: int, name: str, images: Tensor) -> None:
-        """Images [N, C, h, w] uint8."""
-        self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **self._layout())
-
-    def _layout(self) -> dict:
-        return dict(dataformats="NHWC") if self.tracker.name == "tensorboard" else {}
-
-    def close(self) -> None:
-        self.tracker.finish()
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
 
 def check_tracker(name: Optional[str]) -> None:
@@ -43,8 +18,8 @@ def check_tracker(name: Optional[str]) -> None:
 
 def open_tracker(
     name: Optional[str], run: Path, start: int, title: str, config: dict, enabled: bool
-) -> Optional[Tracker]:
-    """The tracker of a run; None without a name, or on processes other than the main one.
+) -> Optional[GeneralTracker]:
+    """accelerate's tracker for a run; None without a name, or on processes other than the main one.
 
     Args:
         name: "tensorboard" (events in RUN/tensorboard) or "wandb" (a resumed run goes on under its id).
@@ -54,17 +29,15 @@ def open_tracker(
     """
     if name is None or not enabled:
         return None
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
-
     if name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", run, purge_step=start + 1)
         tracker.start()
-        return Tracker(tracker)
+        return tracker
     which = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     tracker = WandBTracker(title, dir=str(run), name=run.name, id=which, resume="allow")
     tracker.start()
     tracker.store_init_configuration(config)
-    return Tracker(tracker)
+    return tracker
 
 
 def numbers(values: dict, prefix: str = "") -> dict:

@@ -92,8 +92,7 @@ def train(run: Run) -> None:
     optimizer = make_optimizer(model, o, undecayed)
     patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
-    log = dict(title=config.model.name, unit="tokens", ends_with_validation=False)
-    run.prepare(task, optimizer, metadata, **log)
+    run.prepare(task, optimizer, metadata, title=config.model.name, unit="tokens", ends_with_validation=False)
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
@@ -150,9 +149,9 @@ def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
         looks = f"{patience.waited} validations without a lower loss than {patience.best:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")
     with run.errors():
-        results = final_weights(run.config, run.model, run.folder, run.accelerator, run.log, run.metadata)
+        results = final_weights(run)
         with whole_weights(run.task):
-            scores = final_scores(run.config, text, run.model, run.folder, evaluate, run.accelerator, run.log)
+            scores = final_scores(run, text, evaluate)
             if run.elastic:
                 validate = partial(evaluate, text.val, "validation")
                 found = run.elastic.by_share(run.model, validate, scores["validation"])

@@ -138,7 +138,7 @@ def test_what_is_missing_is_said(runs, tmp_path):
         "cls has no head_load.json: training of classifiers",
         "dit has no samples: --preview.every N draws",
         "text has no translations.txt",
-        "dit has no environment.jsonl: it was started by an earlier version",
+        "dit has no environment.jsonl: every start of a run adds a line to it",
     ):
         assert line in page.text, line
     assert page.text.count("training loss") == 3
@@ -172,7 +172,7 @@ def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
     counts = [[n, n, 50] for n in range(1000)] + [[n, (n + 1) % 1000, n % 7] for n in range(1000)] + [[3, 900, 30]]
     file = tmp_path / "run" / "confusion.json"
     file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
-    (tmp_path / "run" / "head_load.json").unlink()  # as earlier versions left a run
+    (tmp_path / "run" / "head_load.json").unlink()  # as sample.py --head-usage alone leaves a run
     page = made(tmp_path, tmp_path / "run")
     assert page.tags.count("img") == 1 and "run: share of tokens that run each head" in page.text  # head_usage.png
     titles = "class taken for images % of the class"

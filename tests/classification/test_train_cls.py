@@ -12,7 +12,7 @@ from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision import head_budget
 from moh_vision.analysis import HeadLoad
-from moh_vision.classification import best
+from moh_vision.classification import best, validate
 from moh_vision.classification import train as train_cls
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import from_run
@@ -36,6 +36,12 @@ def train(root, run, *more):
 def refused(capsys, *argv, given=TINY):
     error = refusals.refused(capsys, train_cls.main, *given, *argv)
     assert error.startswith("train_cls.py: error: ")
+    return error
+
+
+def not_validated(capsys, *argv, given=()):
+    error = refusals.refused(capsys, validate.main, *given, *argv)
+    assert error.startswith("validate.py: error: ")
     return error
 
 
@@ -73,35 +79,35 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     validated = f"loss {found['loss']:.4f}, 17 images"
 
     capsys.readouterr()
-    train_cls.main(["--validate-only", "--checkpoint", str(run), "--head-load", str(tmp_path / "load.json")])
+    validate.main(["--checkpoint", str(run), "--head-load", str(tmp_path / "load.json")])
     own, again = HeadLoad.read(run / "head_load.json"), HeadLoad.read(tmp_path / "load.json")
     assert torch.equal(own.sums, again.sums) and own.groups == {"class": ["cat", "dog"]} and own.of["step"] == 9
     assert own.active() == found["active_heads"]
-    error = refused(capsys, "--validate-only", "--checkpoint", run, "--head-load", tmp_path / "load.json", given=[])
+    error = not_validated(capsys, "--checkpoint", run, "--head-load", tmp_path / "load.json")
     assert "--head-load" in error and "load.json exists; give another path" in error
-    train_cls.main(["--validate-only", "--checkpoint", str(run)])
+    validate.main(["--checkpoint", str(run)])
     out = capsys.readouterr().out
     assert f"top-1 {found['top1']:.2f} %" in out and validated in out
     assert "active heads per layer: 2, 3 (83.3 % of all)" in out
     assert f"  cat  {cats:6.2f} %\n  dog  {dogs:6.2f} %" in out
-    train_cls.main(["--validate-only", "--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
+    validate.main(["--checkpoint", str(run / "model.safetensors"), "--data.img_size", "12"])
     out = capsys.readouterr().out
     assert "12 px" in out and f"loss {found['loss']:.4f}" not in out
-    train_cls.main(["--validate-only", "--checkpoint", str(run), "--model.head_budget", "[[1,1],[1,1]]"])
+    validate.main(["--checkpoint", str(run), "--model.head_budget", "[[1,1],[1,1]]"])
     assert "active heads per layer: 2, 2 (66.7 % of all)" in capsys.readouterr().out
     for option, value in (("--model.name", "moh_vit_nano"), ("--model.depth", 3), ("--model.kwargs.qk_norm", "true")):
-        error = refused(capsys, "--validate-only", "--checkpoint", run, option, value, given=[])
+        error = not_validated(capsys, "--checkpoint", run, option, value)
         key = option[2:].removesuffix(".qk_norm")
         assert f"{key} has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", run, "--model.head_budget", 0.1, given=[])
+    error = not_validated(capsys, "--checkpoint", run, "--model.head_budget", 0.1)
     assert "head_budget 0.1: the shared heads and one routed head per layer are 4 of 6" in error
 
     torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
-    train_cls.main(["--config", str(run / "config.yaml"), "--validate-only", "--checkpoint", str(run / "model.pth")])
+    validate.main(["--config", str(run / "config.yaml"), "--checkpoint", str(run / "model.pth")])
     assert validated in capsys.readouterr().out
 
     (root / "val" / "dog").rename(root / "val" / "fox")
-    error = refused(capsys, "--validate-only", "--checkpoint", run, "--data.root", root, given=[])
+    error = not_validated(capsys, "--checkpoint", run, "--data.root", root)
     assert f"2 classes in --checkpoint {run}, 2 in val" in error and "has class 'dog', which val has not" in error
 
 
@@ -198,9 +204,9 @@ def test_mistakes(tmp_path, capsys):
     assert "makes micro-batches of 3; mixup and cutmix pair images" in error
     error = refused(capsys, *argv, "--data.augment", "imagenet", "--data.auto_augment", "rnd-m9")
     assert "data.auto_augment 'rnd-m9': timm does not understand it" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", tmp_path / "nowhere", "--data.root", root, given=MODEL)
+    error = not_validated(capsys, "--checkpoint", tmp_path / "nowhere", "--data.root", root, given=MODEL)
     assert f"--checkpoint {tmp_path / 'nowhere'}: neither a run" in error
-    error = refused(capsys, "--validate-only", "--checkpoint", "moh_vit", "--data.root", root, given=MODEL)
+    error = not_validated(capsys, "--checkpoint", "moh_vit", "--data.root", root, given=MODEL)
     assert "--checkpoint moh_vit: No pretrained weights" in error
     (root / "val" / "dog").rename(tmp_path / "dog")
     error = refused(capsys, *argv)
@@ -235,14 +241,14 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
     model = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
     export_weights(model, tmp_path / "other.safetensors", {})
-    argv = ["--data.root", root, "--validate-only", "--checkpoint", tmp_path / "other.safetensors"]
-    error = refused(capsys, *argv, given=MODEL)
+    data = ["--data.root", root]
+    error = not_validated(capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL)
     assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
     torch.save(model.state_dict(), tmp_path / "other.pt")  # says neither its model
     taken = "; they were taken for model.name moh_vit_small_patch16_224, --model.name names another"
-    run = ["--data.root", root, "--data.img_size", 32, "--output", tmp_path / "run"]
-    for given in ([*argv[:-1], tmp_path / "other.pt"], [*run, "--init-from", tmp_path / "other.pt"]):
-        assert taken in refused(capsys, *given, given=[])
+    assert taken in not_validated(capsys, *data, "--checkpoint", tmp_path / "other.pt")
+    run = [*data, "--data.img_size", 32, "--output", tmp_path / "run"]
+    assert taken in refused(capsys, *run, "--init-from", tmp_path / "other.pt", given=[])
     assert not (tmp_path / "run").exists()
 
 
@@ -286,5 +292,4 @@ def test_a_run_with_fewer_heads_from_a_run(tmp_path):
     assert [e["step"] for e in lines if "loss" in e] == [1, 2]
     model, _ = from_run(str(tmp_path / "second"), "classifier")
     assert [(b["shared"], b["routed"]) for b in head_budget(model)["layers"]] == [(2, 1)] * 2
-    argv = f"--validate-only --checkpoint {tmp_path}/second --data.root {root} --data.workers 0"
-    train_cls.main(argv.split())
+    validate.main(f"--checkpoint {tmp_path}/second --data.root {root} --data.workers 0".split())

@@ -83,7 +83,7 @@ def test_shards_that_were_written_again_are_refused(tmp_path):
         outline().check(tmp_path, pytest.fail)
 
 
-def test_a_record_that_cannot_be_read_and_one_of_an_earlier_version(tmp_path):
+def test_a_record_that_cannot_be_read_and_one_that_is_not_there(tmp_path):
     record("digits").check(tmp_path, pytest.fail)
     record("digits").save(tmp_path)
     record("digits").check(tmp_path, pytest.fail)

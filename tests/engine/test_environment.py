@@ -8,7 +8,7 @@ import torch
 
 from moh_vision import __version__
 from moh_vision.classification import train as train_cls
-from moh_vision.engine.environment import commit
+from moh_vision.engine.logging import commit
 
 
 def git(folder, *words):

@@ -15,8 +15,8 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.config import OptimConfig
 from moh_vision.engine.optimizers import check_sharded, make_optimizer, names
 from moh_vision.engine.step import set_learning_rate
+from moh_vision.language import create_text_model
 from moh_vision.language.config import LanguageConfig
-from moh_vision.models.moh_text import create_text_model
 
 
 def parse(kind, *argv):

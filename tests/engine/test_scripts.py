@@ -22,6 +22,7 @@ from small_runs import entries, logged, results, same
 
 import moh_vision
 from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
@@ -366,7 +367,7 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     sample.main(argv)
     assert (runs[0] / "dit" / "scores_step_28.json").exists() and damage(dit, 28) is None
     capsys.readouterr()
-    train_cls.main(["--validate-only", "--checkpoint", str(cls)])
+    validate.main(["--checkpoint", str(cls)])
     assert f"{cls / 'ema.safetensors'} (moh_vit" in capsys.readouterr().out
     small = ["--config", str(ROOT / "configs" / "quickstart" / "cls.yaml"), *SMALL, *MORE["cls"], "--max-steps", "1"]
     train_cls.main([*small, "--output", str(tmp_path / "run"), "--init-from", str(cls)])

@@ -145,7 +145,9 @@ def differs_from(new):
 def open_here(folder, config, fresh=False):
     with contextlib.ExitStack() as held:
         take_up(str(folder), 1, fresh, ACCELERATOR, held)
-        return open_run(str(folder), config, differs_from(config), fresh, ACCELERATOR, held)
+        return open_run(
+            str(folder), config, changed=differs_from(config), fresh=fresh, accelerator=ACCELERATOR, held=held
+        )
 
 
 def test_open_run(tmp_path):
@@ -180,7 +182,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = os.fork()
     if child == 0:
         with contextlib.ExitStack() as held:
-            open_run(str(run), {}, differs_from({}), False, ACCELERATOR, held)
+            open_run(str(run), {}, changed=differs_from({}), fresh=False, accelerator=ACCELERATOR, held=held)
             os.write(write, b"held")
             time.sleep(60)
     os.read(read, 4)
@@ -197,7 +199,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
 def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
-    for name in (".lock", ".config.yaml"):
+    for name in (".lock", ".config.yaml.tmp"):
         (run / name).write_text("")
     open_here(run, {})
     (run / "config.yaml").unlink()

@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 
 from moh_vision.engine.logging import RunLog, write_json
-from moh_vision.engine.tracking import Tracker, check_tracker, numbers, open_tracker
+from moh_vision.engine.tracking import check_tracker, numbers, open_tracker
 
 
 class Recorder:
@@ -36,7 +36,7 @@ def test_numbers():
 
 def test_the_log_hands_its_numbers_on(tmp_path):
     recorder = Recorder()
-    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", Tracker(recorder))
+    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", recorder)
     log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
     log.event(1, dict(validation=dict(top1=50.0)), "validation")
     log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
@@ -84,7 +84,7 @@ def test_wandb_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True).close()
+        open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True).finish()
     first, config, second, _ = started
     assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
     assert first["project"] == "moh_vision dit" and first["name"] == "run"

@@ -96,8 +96,8 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert ("heads active (100.0 %); MAE: 4 experts of 3 heads each\n" in said) == (kind != "mlm")
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
     assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
-    made, _, following = said.partition("run has\n")[2].partition("next\n")
-    named = {line.split()[0] for line in made.splitlines()}
+    made, _, following = said.partition("run has ")[2].partition("\nnext\n")
+    named = set(made.split(", "))
     assert {"averaged.safetensors", "tokenizer.json", "gates.md"} <= named and "analysis.gates" in following
     assert (kind == "mt") == ("translations.txt" in named) == ("val, as the papers count: BLEU" in said)
     assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"

@@ -176,7 +176,7 @@ def test_other_vits_of_timm(name, tmp_path, capsys):
     model, x = moh_vision.load_run(tmp_path / "run"), torch.randn(2, 1, 8, 8)
     assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
     torch.testing.assert_close(model(x), dense(x), atol=1e-5, rtol=1e-4)  # the heads in another order
-    train_cls.main(["--validate-only", "--checkpoint", str(tmp_path / "run"), "--model.head_budget", "0.7"])
+    validate.main(["--checkpoint", str(tmp_path / "run"), "--model.head_budget", "0.7"])
     assert "% of all)" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from timm.utils import AttentionExtract
 
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, token_heads
-from moh_vision.models.moh_text import create_text_model
+from moh_vision.language import create_text_model
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=48, depth=2, num_heads=6, num_classes=3)
 PYRAMID = dict(

@@ -117,7 +117,7 @@ def empty(folder):
 
 CASES = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "a future format": (future, "manifest.json has format 4 of moh_vision 0.1.0; this is 0.1.0, which reads 2 and 3"),
+    "a future format": (future, "manifest.json has format 4 of moh_vision 0.1.0; this is 0.1.0, which reads 3"),
     "another step": (lambda f: rewrite(f, step=40), "manifest.json is of step 40"),
     "a name outside": (outside, "manifest.json names ../step_2/model.safetensors, which is outside of the folder"),
     "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "manifest.json names /etc/hostname, which is"),
@@ -130,7 +130,7 @@ CASES = {
     "a list": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json is not readable"),
     "a sum that is none": (lambda f: rewrite(f, **{"optimizer.bin": 7}), "optimizer.bin does not have the sha256"),
     "sums that are none": (
-        lambda f: (f / "manifest.json").write_text('{"format": 2, "step": 4, "sha256": 7}'),
+        lambda f: (f / "manifest.json").write_text('{"format": 3, "version": "0.1.0", "step": 4, "sha256": 7}'),
         "manifest.json is not readable",
     ),
     "deep": (lambda f: (f / "manifest.json").write_text("[" * 10**6), "manifest.json is not readable"),

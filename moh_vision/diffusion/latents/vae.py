@@ -304,7 +304,7 @@ def vae_fingerprint(vae) -> str:
     The same weights give the same sum, whatever file or folder they were read from.
     """
     config = {key: vae.config[key] for key in SIGNIFICANT[type(vae).__name__]}
-    # Left out where there are none, so that sums of earlier versions stay what they were.
+    # A configuration without statistics and one that says None mean the same VAE.
     config.update({key: vae.config[key] for key in STATISTICS if vae.config.get(key) is not None})
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=list).encode())
     for name, tensor in sorted(vae.state_dict().items()):

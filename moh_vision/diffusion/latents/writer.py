@@ -153,8 +153,8 @@ class LatentWriter:
             shard.write(number, int(self.source.labels[number]), "npy", npy_bytes(array))
 
     def _write_manifest(self, shards: Optional[List[dict]]) -> None:
-        about = (self.space, self.size, self.dtype, self.source.name, self.source.classes)
-        write_manifest(self.out, self.split, *about, shards)
+        made_from = dict(source=self.source.name, classes=self.source.classes, shards=shards)
+        write_manifest(self.out, self.split, space=self.space, size=self.size, dtype=self.dtype, **made_from)
 
     def _refuse_too_many_bad(self, bad: List[list]) -> None:
         if bad:

@@ -13,8 +13,7 @@ import torch
 
 from moh_vision.data.batches import check_images_fit
 from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
-from moh_vision.engine.environment import versions
-from moh_vision.engine.logging import write_json
+from moh_vision.engine.logging import versions, write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.extractors import make_extractor

@@ -97,7 +97,7 @@ def read_gates(
     """What the gates of a model do with a data set; empty for a model without gates.
 
     Args:
-        model: a text model of `models.moh_text`; it is left in eval mode.
+        model: a text model of `moh_vision.language`; it is left in eval mode.
         batches: this process's share of a data set, see `TextInputs.eval_batches`.
         vocabularies: of source and target.
         accelerator: accelerate's Accelerator; all processes count.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 from safetensors.torch import load_file
@@ -16,6 +15,7 @@ from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
@@ -61,41 +61,35 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
     return evaluate
 
 
-def final_weights(config, model: nn.Module, run: Path, accelerator, log, metadata) -> Dict:
+def final_weights(run: Run) -> Dict:
     """Load what is scored at the end: the average of the last checkpoints' weights, with patience the best ones, or leave the
     last; every process calls it. Writes the averaged weights.
-
-    Args:
-        config: a `LanguageConfig`.
-        metadata: of exported weights.
 
     Returns:
         dict(weights: the name of their file in the run, averaged_steps).
     """
+    config = run.config
     if config.average > 1:
-        accelerator.wait_for_everyone()
-        state, steps = average_checkpoints(run, config.average, config.save_every)
-        load_whole(model, state)
-        if accelerator.is_main_process:
-            export_weights(model, run / AVERAGED, dict(metadata, averaged_steps=steps))
-        log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
+        run.accelerator.wait_for_everyone()
+        state, steps = average_checkpoints(run.folder, config.average, config.save_every)
+        load_whole(run.model, state)
+        if run.accelerator.is_main_process:
+            export_weights(run.model, run.folder / AVERAGED, dict(run.metadata, averaged_steps=steps))
+        run.log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
         return dict(weights=AVERAGED, averaged_steps=steps)
-    if config.patience and (run / BEST).exists():
-        load_whole(model, load_file(run / BEST))
+    if config.patience and (run.folder / BEST).exists():
+        load_whole(run.model, load_file(run.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
 
 
-def final_scores(
-    config, text: TextInputs, model: nn.Module, run: Path, evaluate: Callable[..., dict], accelerator, log
-) -> Dict:
+def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> Dict:
     """Scores of the model's present weights, which are whole; every process calls it.
 
     Writes what `report_gates` does, OUTPUT/head_load.json if tokens choose among heads, and OUTPUT/translations.txt with a
     line for every pair that is scored (of another use of the gates: translations.MODE.txt).
 
     Args:
-        config: a `LanguageConfig`.
         evaluate: of `evaluation_of`.
 
     Returns:
@@ -105,6 +99,7 @@ def final_scores(
     Raises:
         ValueError: for a loss that is not finite, or gates that the model does not have.
     """
+    config, model, accelerator, log = run.config, run.model, run.accelerator, run.log
     results: Dict = {}
     texts = text.texts()
     load = HeadLoad(head_budget(model)["layers"], {"text": [name for name, _ in texts]})
@@ -124,9 +119,9 @@ def final_scores(
         load.reduce(total_over_processes(accelerator))
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
         if accelerator.is_main_process:
-            load.save(run / FILE)
+            load.save(run.folder / FILE)
     batches = text.eval_batches(text.val, accelerator.process_index, accelerator.num_processes)
-    results.update(report_gates(model, batches, text.vocabularies, run, accelerator, config.data.val))
+    results.update(report_gates(model, batches, text.vocabularies, run.folder, accelerator, config.data.val))
     for part, mean in results.get("mean_gate_entropy", {}).items():
         log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
     if not isinstance(text, TranslationInputs):
@@ -147,7 +142,7 @@ def final_scores(
             draws.append(score_translations(found, references, config.generate))
             if accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-                write_whole(run / name, "".join(line + "\n" for line in found))
+                write_whole(run.folder / name, "".join(line + "\n" for line in found))
         results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""

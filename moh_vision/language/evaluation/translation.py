@@ -30,7 +30,7 @@ def translate(
     """The target of every pair, as the model has it from the source; the same list on every process.
 
     Args:
-        model: a translation model of `models.moh_text`; it is left in eval mode.
+        model: a translation model of `moh_vision.language`; it is left in eval mode.
         pairs: whose sources are translated.
         vocabulary: of the target.
         options: a `GenerationConfig`.

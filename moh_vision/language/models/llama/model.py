@@ -42,17 +42,6 @@ from moh_vision.language.models.llama.configs import (
 from moh_vision.models.convert import zero_router
 from moh_vision.models.head_order import Batch, order_heads
 
-__all__ = [
-    "MoHLlamaConfig",
-    "MoHLlamaForCausalLM",
-    "MoHQwen2Config",
-    "MoHQwen2ForCausalLM",
-    "MoHQwen3Config",
-    "MoHQwen3ForCausalLM",
-    "convert_llama",
-    "load_moh_llama3",
-]
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

@@ -1,3 +1,0 @@
-"""Forwards to `moh_vision.diffusion.latents`."""
-
-from moh_vision.diffusion.latents import *  # noqa: F403

@@ -1,1 +1,0 @@
-"""Only forwarders: data of text stand in `moh_vision.language.data`."""

@@ -1,3 +1,0 @@
-"""Forwards to `moh_vision.language.models.llama.model`."""
-
-from moh_vision.language.models.llama.model import *  # noqa: F403
