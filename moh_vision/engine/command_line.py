@@ -40,20 +40,16 @@ class _Asked(Section):
 
 
 def parse_config(kind: type, argv: Optional[List[str]], prog: str, runs: Optional[type] = None) -> Any:
-    """The configuration of a command line: its files, the later over the earlier, and over them its options.
+    """Read a command line into a configuration: its files, the later over the earlier, and over them its options.
 
     A key that has no effect beside the others (see `idle_keys`) is refused. If an option makes a key of a file ineffective,
     the key is left out instead, and a line on stderr says so.
 
     Args:
-        kind: a `Section`.
+        kind, prog: a `Section`, and the name of the script.
         argv: command line without the program, None: that of the process; - and _ are the same in option names.
-        prog: name of the script.
         runs: the configuration of the runs that --checkpoint may name: where there is no --config, the run's own is read.
             Its files may hold keys that `kind` does not have, which are left out.
-
-    Raises:
-        ValueError: one line that names the key, the value and what is allowed.
     """
     keys, asked = keys_of(kind), keys_of(_Asked)
     files: List[str] = []
@@ -221,15 +217,9 @@ def dump(tree: dict) -> str:
 
 
 def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Dotted keys and values of a configuration, those of its base first.
+    """Yield dotted keys and values of a configuration for a script ("": any), those of its base first.
 
-    Args:
-        name: a path, or a configuration that ships with the package.
-        keys: that it may hold.
-        prog: the script that it is for; empty: any.
-        beside: the folder that a path is relative to.
-        option: what names the file.
-        upon: how many files have brought it.
+    Its name is a path, relative to the folder `beside`, or one that ships with the package; `upon` files have brought it.
     """
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
@@ -280,16 +270,7 @@ def default_of(found: Key) -> str:
 
 
 def help_text(prog: str, kind: type, about: List[str]) -> str:
-    """The text of `--help`: at most two lines of text a key. With `about`, the whole text of these keys and sections.
-
-    Args:
-        prog: name of the script.
-        kind: its configuration.
-        about: what follows `--help` on the command line; [""]: nothing.
-
-    Raises:
-        ValueError: no key begins with one of `about`.
-    """
+    """Write the text of `--help`: at most two lines of text a key, or the whole text of the keys and sections `about`."""
     groups, found = groups_of(kind), []
     for name in (word.removeprefix("--").replace("-", "_") for text in about for word in text.split()):
         own = [(k, f) for _, keys in groups for k, f in keys.items() if k == name or k.startswith(f"{name}.")]

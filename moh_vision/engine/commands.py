@@ -33,12 +33,7 @@ class BadData(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ValueErrors.
-
-    Args:
-        prog: the command.
-        description: for --help, printed as it is.
-    """
+    """argparse that raises a ValueError for a mistake, and prints the description of a command as it stands."""
 
     def __init__(self, prog: str, description: str):
         form = argparse.RawDescriptionHelpFormatter
@@ -51,11 +46,7 @@ class Parser(argparse.ArgumentParser):
         say(self.format_help().rstrip())
 
     def parse(self, argv: Optional[List[str]] = None) -> argparse.Namespace:
-        """The options in `argv`; None: those of this process.
-
-        Raises:
-            ValueError: one line; an unknown option is named with the nearest known one.
-        """
+        """Read options; None: those of this process. An unknown option is named with the nearest known one."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
@@ -64,14 +55,8 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_with_rest(self, argv: Optional[List[str]], first: str) -> Tuple[argparse.Namespace, List[str]]:
-        """The options in `argv`, and those of another parser that follow them.
-
-        Args:
-            argv: None: of this process.
-            first: the positional argument, as --help calls it; else it could be the value of an unknown option.
-
-        Raises:
-            ValueError: one line; also where `first` does not come first, or --checkpoint would take its place.
+        """Read options, and leave those of another parser. The positional argument `first`, as --help calls it, comes first:
+        else it could be the value of an option of the other parser.
         """
         argv = sys.argv[1:] if argv is None else list(argv)
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
@@ -117,10 +102,7 @@ def refuse_missing(option: str, path: str) -> None:
 
 
 def say(text: str) -> bool:
-    """Print a line above the bars, read at once also through a pipe; where nobody reads on, as after `| head`, no line follows.
-
-    The work goes on, for its files; returns False, where it may stop.
-    """
+    """Print a line above the bars, at once also through a pipe; return False where nobody reads on, as after `| head`."""
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
@@ -133,11 +115,7 @@ def say(text: str) -> bool:
 class Progress:
     """Progress of a long work, in a `with` block: a bar on a terminal, in a log a line after ten seconds and every minute.
 
-    Args:
-        title, total, unit: what is done, how many steps there are (None: nobody knows), and what a step is called.
-        done: steps that were there before.
-        enabled: whether this process shows it.
-        scaled: whether a bar writes 1.5M for 1500000.
+    `total` steps (None: nobody knows), each called `unit`; `done` of them were there before. A `scaled` bar writes 1.5M.
     """
 
     def __init__(
@@ -149,17 +127,9 @@ class Progress:
         self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
 
     def __enter__(self):
-        off = not (self.enabled and self.terminal)
-        self.bar = tqdm(
-            total=self.total,
-            initial=self.first,
-            desc=self.title,
-            unit=self.unit,
-            unit_scale=self.scaled,
-            disable=off,
-            dynamic_ncols=True,
-            leave=None,
-        )  # leave: unless it stands below the bar of a run
+        shape = dict(total=self.total, initial=self.first, desc=self.title, unit=self.unit, unit_scale=self.scaled)
+        # leave: unless it stands below the bar of a run
+        self.bar = tqdm(**shape, disable=not (self.enabled and self.terminal), dynamic_ncols=True, leave=None)
         return self
 
     def __exit__(self, *_) -> None:
@@ -253,14 +223,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
-    """Turn a user's mistake into one line and exit code 2.
-
-    Args:
-        command: its name.
-        kinds: exceptions to handle.
-        every_rank: print on every process that has the error; otherwise once on each machine.
-        code: exit code.
-    """
+    """Turn a user's mistake into one line and an exit code, printed on `every_rank` that has it or once on each machine."""
     # That a hub cannot be reached is said once it is given up, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
@@ -288,12 +251,9 @@ def extras_named():
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Do the work of a command; returns 0, 2 for a user's mistake (printed as one line), 130 when interrupted.
+    """Do the work of a command; return 0, 2 for a user's mistake (printed as one line), 130 when interrupted.
 
-    Args:
-        command: its name.
-        work: what it does.
-        kept: what the same command finds finished after an interruption, such as "shards".
+    `kept`: what the same command finds finished after an interruption, such as "shards".
     """
     os.environ.setdefault(BUILD, "auto")
     try:

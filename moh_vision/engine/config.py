@@ -64,11 +64,7 @@ class ModelConfig(Section, section="model"):
         return {**own, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
-        """The arguments of the model that the data and other keys decide, such as num_classes.
-
-        Raises:
-            ValueError: if model.kwargs has another value for one of these.
-        """
+        """The arguments of the model that the data and other keys decide, such as num_classes; model.kwargs may not differ."""
         for name, value in values.items():
             said = (self.kwargs or {}).get(name, value)
             if said != value:

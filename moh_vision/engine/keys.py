@@ -24,8 +24,6 @@ from moh_vision.engine.commands import nearest
 NUMBERS = dict(
     gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
 )  # fmt: skip
-
-
 Idle = Tuple[str, Any, str, str]  # keys, whether they have an effect, what they need, the keys that decide
 
 
@@ -273,11 +271,7 @@ def _in_words(condition: str, keys: Dict[str, Key]) -> str:
 
 
 def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
-    """Keys, with both values, that differ from those of a saved configuration, and may not.
-
-    Raises:
-        ValueError: if the old one is none.
-    """
+    """Keys, with both values, that differ from those of a saved configuration, and may not."""
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     keys = keys_of(type(new))

@@ -127,11 +127,7 @@ class TextDataConfig(Section, section="data"):
 
 
 def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """data.mixture with a name for each: the last part of its root where it has none.
-
-    Raises:
-        ValueError: naming number and key.
-    """
+    """Check data.mixture, and name unnamed sources after the last part of their root."""
     found = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
@@ -242,11 +238,7 @@ class LanguageConfig(RunConfig):
         return found | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
 
     def model_arguments(self, sizes: dict) -> dict:
-        """Arguments of the model: `sizes`, which follow from the text, and those of its configuration.
-
-        Raises:
-            ValueError: for one of these in model.kwargs.
-        """
+        """Arguments of the model: `sizes`, which follow from the text, and those of its configuration."""
         own = self.model.arguments() or {}
         for name, value in sizes.items():
             if name in own:
