@@ -12,9 +12,10 @@ import statistics
 
 from moh_vision.analysis.search import compare, search_budget
 from moh_vision.classification.calibration import open_calibration
-from moh_vision.classification.config import parse_validation
+from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.classification.validate import open_model, validate
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.run import make_accelerator
 
 IMAGES = 512  # of the search
@@ -24,7 +25,7 @@ SHARES = (0.75, 0.5)
 def scores(run, rest):
     """(top-1 as trained, {share: {budget: (top-1, active heads per layer)}})"""
     argv = ["--checkpoint", run, *rest]
-    config = parse_validation(argv, "search")
+    config = parse_config(OpenedClsConfig, argv, "search")
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     dense, _, val, transform = open_model(config, accelerator, "val")
 

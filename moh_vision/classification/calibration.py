@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
-from moh_vision.classification.config import parse_validation
+from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.classification.validate import open_model, validate
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_halves, evaluation_batches
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress
 from moh_vision.engine.run import make_accelerator
 from moh_vision.models.convert import convert
@@ -30,7 +31,7 @@ def open_parts(argv: List[str], command: str, split: str, option: str) -> Tuple:
     Raises:
         ValueError, FileNotFoundError: in one line, see `open_model`.
     """
-    config = parse_validation(argv, command)
+    config = parse_config(OpenedClsConfig, argv, command)
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     model, about, source, transform = open_model(config, accelerator, split)
     if about["of_run"] and "model.head_budget" in config.given:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional, Tuple
+from typing import Literal, Optional, Tuple
 
 from moh_vision.classification.labels import Labels
-from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.config import (
     TRAINS,
     DataConfig,
@@ -173,7 +172,16 @@ class ClsConfig(ImageRunConfig):
 
 
 @dataclass(kw_only=True)
-class ValidateConfig(OpenedConfig):
+class OpenedClsConfig(OpenedConfig, runs=ClsConfig):
+    """A classifier that a command opens, and its images."""
+
+    labels = None  # those of the images
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+
+
+@dataclass(kw_only=True)
+class ValidateConfig(OpenedClsConfig):
     """Validation of a classifier."""
 
     labels: Optional[Labels] = key(None)
@@ -184,10 +192,3 @@ class ValidateConfig(OpenedConfig):
     """CSV, each image with its class and the predicted one; must not exist."""
     head_load: Optional[str] = key(None)
     """JSON, which heads the tokens of each class ran; must not exist."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: EvalDataConfig = field(default_factory=EvalDataConfig)
-
-
-def parse_validation(argv: Optional[List[str]], command: str) -> ValidateConfig:
-    """The configuration of a command that opens a classifier; that of the run which --checkpoint names is read first."""
-    return parse_config(ValidateConfig, argv, command, runs=ClsConfig)

@@ -6,11 +6,12 @@ from typing import List
 import torch
 
 from moh_vision.analysis.patches import OneImage
-from moh_vision.classification.config import parse_validation
+from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.predict import class_names
 from moh_vision.classification.validate import open_classifier
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.io import run_of
 
 
@@ -26,7 +27,7 @@ def open_image(argv: List[str], file: str, command: str) -> OneImage:
         ValueError, OSError: in one line, see `open_classifier` and `decode_image`.
     """
     found = decode_image(Path(file).read_bytes(), file)
-    model, about = open_classifier(parse_validation(argv, command))
+    model, about = open_classifier(parse_config(OpenedClsConfig, argv, command))
     cfg = model.pretrained_cfg
     image = validation_transform(cfg)(found)  # [C, h, w]
     mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))

@@ -4,9 +4,10 @@ from typing import Optional, Tuple
 
 from torch import nn
 
-from moh_vision.classification.config import parse_validation
+from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.predict import class_names
 from moh_vision.classification.validate import open_classifier
+from moh_vision.engine.command_line import parse_config
 
 PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -26,7 +27,7 @@ def open_prepared(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dic
         ValueError, FileNotFoundError: in one line, see `open_classifier`.
     """
     argv = ["--checkpoint", path, *(["--model.name", name] if name else [])]
-    model, about = open_classifier(parse_validation(argv, "export"))
+    model, about = open_classifier(parse_config(OpenedClsConfig, argv, "export"))
     classes = class_names(about["classes"], model.num_classes)
     named = dict(architecture=about["name"], classes=classes, weights=str(about["weights"]))
     return model, {**named, **{key: model.pretrained_cfg[key] for key in PREPARED}}

@@ -19,13 +19,14 @@ from PIL import Image
 from timm.data import ImageNetInfo
 from torch import nn
 
-from moh_vision.classification.config import parse_validation
+from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.validate import open_classifier
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.decode import UnreadableImage, decode_image
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.walk import IMAGES, refuse_special, walk
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
 from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
@@ -152,7 +153,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         if options.output and not options.output.endswith((".json", ".csv")):
             raise ValueError(f"--output {options.output}: expected a name that ends in .json or .csv")
         files = image_files(options.images)
-        config = parse_validation(["--checkpoint", options.checkpoint, *rest], "predict")
+        config = parse_config(OpenedClsConfig, ["--checkpoint", options.checkpoint, *rest], "predict")
         for key in sorted(config.given.intersection(IDLE)):
             raise ValueError(f"{key} has no effect: only the images that are named are read")
         model, about = open_classifier(config, len(files))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moh_vision.analysis import HeadLoad
 from moh_vision.analysis.loads import FILE
 from moh_vision.attention import head_budget
-from moh_vision.classification.config import ValidateConfig, parse_validation
+from moh_vision.classification.config import OpenedClsConfig, ValidateConfig
 from moh_vision.classification.labels import (
     IMAGENET,
     SomeClasses,
@@ -34,6 +34,7 @@ from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BUILD, BadData, Progress, message_of, reason_of, refuse_output, user_errors
 from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib, write_json
@@ -199,7 +200,7 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
             say(f"{run / name} could not be written: {message_of(error)}")
 
 
-def open_classifier(config: ValidateConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
+def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
     """The classifier that --checkpoint means.
 
     A run brings its model, and so does a folder that timm or moh_vision.publish has saved, with what is done to its images.
@@ -256,7 +257,7 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
         ) from None
 
 
-def open_model(config: ValidateConfig, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
+def open_model(config: OpenedClsConfig, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
     """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`, or what --labels are for.
 
     Args:
@@ -335,7 +336,7 @@ def report(config: ValidateConfig, accelerator) -> None:
 def main(argv: Optional[List[str]] = None) -> None:
     with StopSignals():
         with user_errors(NAME):
-            config = parse_validation(argv, NAME)
+            config = parse_config(ValidateConfig, argv, NAME)
             refuse_output("--head-load", config.head_load)
             refuse_output("--score-file", config.score_file)
             refuse_output("--predictions", config.predictions)

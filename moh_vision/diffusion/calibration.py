@@ -11,7 +11,7 @@ from torch import Tensor
 from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
 from moh_vision.data.batches import BadSamples, calibration_halves
-from moh_vision.diffusion.config import CalibrationConfig, DitConfig, SampleConfig
+from moh_vision.diffusion.config import CalibrationConfig, SampleConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
@@ -41,7 +41,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
         ValueError, FileNotFoundError: in one line.
         UnreadableImage: beyond data.max_bad_fraction.
     """
-    config = parse_config(CalibrationConfig, argv, "search", runs=DitConfig)
+    config = parse_config(CalibrationConfig, argv, "search")
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     d = config.data
     model, about = from_run(config.checkpoint, "diffusion")

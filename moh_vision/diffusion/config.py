@@ -284,7 +284,7 @@ class SampleConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CalibrationConfig(OpenedConfig):
+class CalibrationConfig(OpenedConfig, runs=DitConfig):
     """The images that judge the heads of a run."""
 
     vae: Optional[str] = key(None)

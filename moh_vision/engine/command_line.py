@@ -39,19 +39,14 @@ class _Asked(Section):
     """KEY ...: the whole text of keys or sections."""
 
 
-def parse_config(kind: type, argv: Optional[List[str]], prog: str, runs: Optional[type] = None) -> Any:
-    """Read a command line into a configuration: its files, the later over the earlier, and over them its options.
+def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
+    """Read the command line of a script into a configuration: its files, the later over the earlier, and over them its options.
 
-    A key that has no effect beside the others (see `idle_keys`) is refused. If an option makes a key of a file ineffective,
-    the key is left out instead, and a line on stderr says so.
-
-    Args:
-        kind, prog: a `Section`, and the name of the script.
-        argv: command line without the program, None: that of the process; - and _ are the same in option names.
-        runs: the configuration of the runs that --checkpoint may name: where there is no --config, the run's own is read.
-            Its files may hold keys that `kind` does not have, which are left out.
+    Where `kind` says of which `runs`, the configuration of the run that --checkpoint names is read if there is no --config, and
+    keys in files that `kind` does not have are left out. A key that has no effect beside the others (see `idle_keys`) is
+    refused. If an option makes a key of a file ineffective, the key is left out instead, and a line on stderr says so.
     """
-    keys, asked = keys_of(kind), keys_of(_Asked)
+    keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
     files: List[str] = []
     options: Dict[str, Any] = {}
     for name, value in _options(sys.argv[1:] if argv is None else argv, keys | asked):

@@ -17,7 +17,7 @@ import typing
 from dataclasses import MISSING, dataclass
 from fnmatch import filter as matching
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Set, Tuple, Union
+from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 from moh_vision.engine.commands import nearest
 
@@ -119,6 +119,7 @@ class Section:
     section: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     free: ClassVar[bool] = False
+    runs: ClassVar[Optional[type]] = None  # the configuration of the runs that its key checkpoint may name
     given: ClassVar[FrozenSet[str]] = frozenset()  # the keys that were options on the command line
 
     def __init_subclass__(cls, **about: Any) -> None:

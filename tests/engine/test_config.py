@@ -4,7 +4,7 @@ from conftest import ROOT
 from refusals import one_line
 
 from moh_vision.attention import head_budget
-from moh_vision.classification.config import ClsConfig, parse_validation
+from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import changed_keys
@@ -398,7 +398,7 @@ def test_what_no_file_holds(tmp_path):
 
 def test_validation_has_keys_of_its_own(tmp_path, capsys):
     def validation(*argv):
-        return parse_validation(list(argv), "test")
+        return parse(*argv, kind=ValidateConfig)
 
     with pytest.raises(SystemExit):  # a run's configuration has more keys, which validation leaves out
         parse("--data.root", "shards", "--data.augment", "imagenet", "--seed", "3", "--print_config")

@@ -295,12 +295,12 @@ def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
         if key == "output":  # a text like any other
             assert parse_config(ClsConfig, argv, "t").output == value
             return
-    kind, runs = (ValidateConfig, ClsConfig) if how == "the config of a run" else (ClsConfig, None)
+    kind = ValidateConfig if how == "the config of a run" else ClsConfig
     if "kwargs" in text:  # a mapping like any other: nothing of it is imported, and the model refuses the argument
-        assert "class_path" in str(parse_config(kind, argv, "t", runs).model)
+        assert "class_path" in str(parse_config(kind, argv, "t").model)
         return
     with one_line("not readable as YAML|Expected|unknown key"):
-        parse_config(kind, argv, "t", runs)
+        parse_config(kind, argv, "t")
 
 
 def test_a_class_in_pieces_on_the_command_line_is_a_mapping(canary):
