@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moh_vision.attention.executors import measured
-from moh_vision.attention.executors.choice import is_traced, key_of, sizes_of, way_to_skip
+from moh_vision.attention.executors.choice import is_traced, key_of, sizes_of
 from moh_vision.attention.executors.masked import Masked
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.model_heads import attention_layers
@@ -106,9 +106,9 @@ def collect(
     ]
     inputs: dict[nn.Module, tuple] = {}
 
-    def record(layer: nn.Module, call: Call) -> Masked:
-        way, (B, N, M, K) = way_to_skip(layer, call, compiled)[0], sizes_of(layer, call)
-        skips = way is not Masked and K < layer.num_heads and call.cache is None
+    def record(layer: nn.Module, call: Call, *more: Any) -> Masked:
+        way, (B, N, M, K) = layer.way_to_skip(call, compiled)[0], sizes_of(layer, call)
+        skips = way is not layer.all_heads and K < layer.num_heads and call.cache is None
         if skips and not is_traced(call.x):
             want, kind = B if B in (N, M) else round(B * batch) or 1, call.x.device.type
             found = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
@@ -118,7 +118,7 @@ def collect(
                     calls[found] = Recorded(way, copied(layer), resized(inputs[layer], B, want), autocast, compiled)
             except Exception as error:  # what cannot be copied
                 refuse(way, B, N, error)
-        return Masked(layer, call)
+        return layer.all_heads(layer, call, *more)
 
     modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
     keep_inputs = lambda layer, args, named: inputs.update({layer: (args, named)})  # noqa: E731
@@ -180,7 +180,7 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
     """The time of the way over that of all heads, the best of alternate rounds each; and seconds of compiling."""
     layer, compiling, each = copied(call.layer), 0.0, 0.0
     layer = torch.compile(layer) if call.compiled else layer
-    runs = [partial(run, layer, call, call.inputs, way) for way in (Masked, call.way)]
+    runs = [partial(run, layer, call, call.inputs, way) for way in (layer.all_heads, call.way)]
     for one in runs:
         first, each = seconds(one), seconds(one)
         compiling += max(first - each, 0.0) if call.compiled else 0.0
@@ -196,9 +196,6 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
     return min(times[1]) / min(times[0]), compiling
 
 
-# ---- the same results
-
-
 def compare(call: Recorded, batch: int, small: int) -> None:
     """Raise where skipping heads gives another result than all heads, in the output or a gradient."""
     layer, mode = copied(call.layer), torch.get_deterministic_debug_mode()
@@ -208,7 +205,7 @@ def compare(call: Recorded, batch: int, small: int) -> None:
     inputs = resized(call.inputs, batch, small)
     for change in (lambda *_: None, without_last_head):
         hook = layer.router.register_forward_hook(change)
-        want = run(layer, call, inputs, Masked)
+        want = run(layer, call, inputs, layer.all_heads)
         with warnings.catch_warnings(action="ignore"):
             torch.set_deterministic_debug_mode("warn")  # memory that nobody has written to holds NaN
             try:
@@ -233,9 +230,6 @@ def check_same(want: list[Tensor], found: list[Tensor], tolerance: float) -> Non
         # What is zero but for rounding, as the gradient of the keys' bias, is held to the others' size.
         size = max(w.abs().max().item() if w.numel() else 0.0, 0.1 * most if number else 0.0)
         torch.testing.assert_close(f, w, rtol=0, atol=tolerance * size)
-
-
-# ---- calls made again
 
 
 def run(layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], way: type[Masked]) -> list[Tensor]:
@@ -264,7 +258,7 @@ def copied(layer: nn.Module) -> nn.Module:
         numbers = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
         fresh[id(p)] = nn.Parameter(numbers, p.requires_grad)
     other = copy.deepcopy(layer, fresh)
-    other.executor = Masked
+    other.executor = layer.all_heads
     other._forward_pre_hooks.clear()  # of `collect`
     other._forward_pre_hooks_with_kwargs.clear()
     return other

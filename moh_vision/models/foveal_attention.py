@@ -2,12 +2,12 @@
 
 Both are cosine attention with a learned temperature per head, an embedding added to the normalised query, logits that
 grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. Both skip the
-heads that do not run where that was measured to pay, see `skips_heads`.
+heads that do not run where that pays, see `CosineAttention.way_to_skip`.
 """
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,26 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, kernels
-from moh_vision.attention.executors.choice import trains
+from moh_vision.attention.executors.choice import is_traced, pays, trains
 from moh_vision.attention.executors.masked import Masked, attention_matrix
 from moh_vision.attention.executors.packed import Tokens
-from moh_vision.attention.layer import is_captured
 from moh_vision.attention.linear import plain, product_dtype
 from moh_vision.attention.routing import Call
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
 HIDDEN = 512  # width of the MLP behind the position bias
-# The numbers in the queries of heads that do not run from which these heads are skipped. With fewer the lists cost more than
-# they save. Measured with torch 2.15 on 2 EPYC cores (AVX-512), one thread: layers of 6 to 32 heads with 38 to 92 % of them
-# active, 49 to 784 tokens, batch 1 to 8.
-SMALLEST_SAVING = 18_000
 
 
 class Positions(NamedTuple):
     """What attention must know of an H x W map whose N = H * W queries see P pooled keys."""
 
     length: Tensor  # [N] logarithm of the number of keys of a query
-    outside: Tensor  # [9, N] True where a neighbour lies outside the map; [0, N] without a local window
+    outside: Tensor  # [N, 9] True where a neighbour lies outside the map; [N, 0] without a local window
     coordinates: Tensor  # [U, 2] the different relative coordinates, scaled logarithmically
     index: Tensor  # [P * N] which of them belongs to a key and query
 
@@ -66,14 +61,14 @@ def position_tables(
     index = inverse[0][:, None, :, None] * len(values[1]) + inverse[1][None, :, None, :]  # [ph, pw, H, W]
 
     count = np.full(H * W, pooled[0] * pooled[1])
-    outside = np.zeros((0, H * W), dtype=bool)
+    outside = np.zeros((H * W, 0), dtype=bool)
     if local:
         row, column = np.divmod(np.arange(H * W), W)
         steps = [(i // 3 - 1, i % 3 - 1) for i in range(WINDOW)]
         outside = np.stack(
-            [(row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W) for i, j in steps]
-        )  # [9, N]
-        count = count + (~outside).sum(0)
+            [(row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W) for i, j in steps], 1
+        )  # [N, 9]
+        count = count + (~outside).sum(1)
     return np.log(count).astype(np.float32), outside, coordinates.astype(np.float32), index.reshape(-1)
 
 
@@ -148,7 +143,7 @@ class AggregatedHeads(CosineHeads):
             top, left = i // 3, i % 3
             scores.append((local * k[..., top : top + H, left : left + W]).sum(2))  # [B, h, H, W]
         near = torch.stack(scores, 2).flatten(3) + layer.relative_pos_bias_local.unsqueeze(-1)  # [B, h, 9, N]
-        near = near.masked_fill(positions.outside, float("-inf"))
+        near = near.masked_fill(positions.outside.t(), float("-inf"))
         k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))  # [B, P, h, D]
         far = k_pool.transpose(1, 2) @ scaled.transpose(2, 3)  # [B, h, P, N]
         far = far + layer.position_bias(positions).to(far.dtype)
@@ -186,7 +181,7 @@ class AggregatedPairs(CosinePairs):
         places = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]
         near = torch.stack([(scaled * k.index_select(0, place)).sum(1) for place in places])  # [9, P]
         near = near + layer.relative_pos_bias_local.t().index_select(1, head)
-        near = near.masked_fill(positions.outside.index_select(1, n), float("-inf"))
+        near = near.masked_fill(positions.outside.index_select(0, n).t(), float("-inf"))
 
         total = torch.logaddexp(near.logsumexp(0), far_sum)
         o = far * (far_sum - total).exp().unsqueeze(1)
@@ -260,21 +255,29 @@ class CosineAttention(HeadMixtureAttention):
         tokens = x.flatten(1, 2)  # [B, N, C]
         routing, q = self.route(tokens)
         call = Call(tokens, routing, q=q, dropout_p=self.attn_drop.p if self.training else 0.0)
-        heads = (self.pairs if self.skips_heads(call) else self.all_heads)(self, call, positions, x.shape[1:3])
+        heads = self.choose(call, positions, x.shape[1:3])
         q, k, v = heads.project()
         y = heads.combine(heads.attend(q, k, v))  # [B, N, C]
         return self.proj_drop(y.view(x.shape)), routing.stats
 
-    def skips_heads(self, call: Call) -> bool:
-        """Whether heads are skipped: by C++ and without gradients; with executor "auto" where that was measured to pay."""
-        x, routing = call.x, call.routing
-        if self.executor not in ("auto", "packed") or not self.fused_attn or trains(self) or is_captured(x):
-            return False
-        if routing.active is None or x.numel() == 0 or not all(map(plain, self.projections)):
-            return False
-        skipped = x.shape[0] * x.shape[1] * self.head_dim * (self.num_heads - self.budget.active)
-        worth = self.executor == "packed" or skipped >= SMALLEST_SAVING
-        return worth and kernels.native(x.device, product_dtype(x))
+    def choose(self, call: Call, *where: Any) -> CosineHeads | CosinePairs:
+        way: Any = self.executor
+        if isinstance(way, str):
+            skips = way in ("auto", "packed") and self.fused_attn and not is_traced(call.x)
+            way = self.way_to_skip(call)[0] if skips else self.all_heads
+            if way is not self.all_heads and self.executor == "auto":
+                way, _ = pays(self, call, way)
+        return way(self, call, *where)
+
+    def way_to_skip(self, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
+        """The executor that skips heads of a call, or that of all heads and why no heads can be skipped."""
+        x = call.x
+        compiling = torch.compiler.is_compiling() if compiling is None else compiling
+        if trains(self) or compiling or not kernels.native(x.device, product_dtype(x)):
+            return self.all_heads, "heads are skipped by the operators in C++, in inference that is not compiled"
+        if call.routing.active is None or x.numel() == 0 or not all(map(plain, self.projections)):
+            return self.all_heads, "every head may run, there are no tokens, or the projections carry hooks"
+        return self.pairs, ""
 
 
 class AggregatedAttention(CosineAttention):
@@ -296,7 +299,7 @@ class AggregatedAttention(CosineAttention):
         dd = {"device": device, "dtype": dtype}
         super().__init__(dim, budget, **kwargs, **dd)
         h, D = budget.heads, budget.head_dim
-        self.pool = pool
+        self.pool, self.variant = pool, f"pool {pool}"
         self.sr = nn.Conv2d(dim, dim, 1, **dd)
         self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the norms of the blocks
         self.relative_pos_bias_local = nn.Parameter(torch.empty(h, WINDOW, **dd))

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 
 import moh_vision
 from moh_vision.attention import kernels, load_balance_loss
+from moh_vision.attention import measure as measuring
+from moh_vision.attention.executors import measured
 from moh_vision.attention.routing import Call
-from moh_vision.models import foveal_attention
-from moh_vision.models.foveal_attention import position_tables
+from moh_vision.models.foveal_attention import AggregatedPairs, CosineHeads, CosinePairs, position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
 
 SMALL = dict(img_size=64, embed_dims=(12, 24, 24, 48), num_heads=(2, 4, 4, 8), depths=(1, 2, 1, 2), num_classes=5)
@@ -235,7 +236,7 @@ def test_position_tables_name_every_pair():
     assert down == pytest.approx(torch.tensor(4.5 / 55 * 8 + 1).log2().item() / 3)
     assert left == pytest.approx(-torch.tensor(0.5 / 55 * 8 + 1).log2().item() / 3)
     assert length[0] == pytest.approx(torch.tensor(4.0 + 6).log().item())  # a corner has 4 of 9 neighbours
-    assert outside.sum(0).max() == 5
+    assert outside.sum(1).max() == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -363,32 +364,50 @@ def test_packed_computes_all_heads_beside_triton(kwargs, path):
         torch.testing.assert_close(attn(x, positions)[0], want)
 
 
-def test_auto_skips_heads_where_it_pays(monkeypatch):
-    """From some saved work on, where C++ runs and no gradient is recorded, and nowhere else."""
-    attn, x, _ = layer_of(3)
-    x = x.flatten(1, 2)
+def test_heads_are_skipped_by_cpp_in_inference():
+    attn, x, positions = layer_of(3)
     native = kernels.path() == "cpp"
 
-    def skips(x):
-        routing, q = attn.route(x)
-        return attn.skips_heads(Call(x, routing, q=q))
+    def skips(compiling=None):
+        tokens = x.flatten(1, 2)
+        routing, q = attn.route(tokens)
+        return attn.way_to_skip(Call(tokens, routing, q=q), compiling)[0] is attn.pairs
 
-    monkeypatch.setattr(
-        foveal_attention, "SMALLEST_SAVING", x.shape[0] * x.shape[1] * 24 * 3
-    )  # 3 of 8 heads do not run
-    assert not skips(x)
+    assert not skips()
     with torch.no_grad():
         attn.train()
-        assert not skips(x)
+        assert not skips()
         attn.eval()
-        assert skips(x) == native and not skips(x[:2])
-        attn.executor = "packed"
-        assert skips(x) == skips(x[:2]) == native
-        attn.executor = "masked"
-        assert not skips(x)
-        attn.executor = "packed"
+        assert skips() == native and not skips(compiling=True)
         attn.qkv.register_forward_hook(lambda *_: None)
-        assert not skips(x)
+        assert not skips()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.1])
+def test_auto_follows_what_was_measured(monkeypatch, tmp_path, ratio):
+    """Each kind of layer is compared and timed once; auto then skips heads where that took less time."""
+    if kernels.path() != "cpp":
+        pytest.skip("only the operators in C++ skip heads of a TransNeXt")
+    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measuring, "timed", lambda call, left: (ratio, 0.0))
+    measured.use_table(None)
+    model, x, made = scramble(small()).eval(), torch.randn(2, 3, 64, 64), set()
+    try:
+        rows = moh_vision.measure(model, x)
+        for kind in (CosineHeads, CosinePairs):
+            monkeypatch.setattr(
+                kind, "__init__", lambda self, *a, make=kind.__init__: (made.add(type(self)), make(self, *a))[1]
+            )
+        with torch.no_grad():
+            model(x)
+    finally:
+        measured.use_table(None)
+    assert {len(kind) for kind in rows.values()} == {1} and "pool" in " ".join(rows)
+    assert {row[4] for kind in rows.values() for row in kind} <= (
+        {"AggregatedPairs", "CosinePairs"} if ratio < 1 else {"Masked"}
+    )
+    assert (CosinePairs in made or AggregatedPairs in made) == (ratio < 1)
 
 
 def test_models_compute_the_same_whichever_executor():

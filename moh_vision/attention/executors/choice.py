@@ -40,7 +40,7 @@ def choose(layer: nn.Module, call: Call) -> Masked:
         return Reference(layer, call)
     if layer.executor == "masked" or is_traced(call.x):
         return Masked(layer, call)
-    way, reason = way_to_skip(layer, call)
+    way, reason = layer.way_to_skip(call)
     if layer.executor == "auto":
         way, reason = (way, reason) if way is Masked else pays(layer, call, way)
         announce(way.__name__, reason)
@@ -80,16 +80,16 @@ def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> 
 
 
 def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked], str]:
-    """`way` where skipping heads by it takes less time than all heads, Masked where not, and why."""
+    """`way` where skipping heads by it takes less time than all heads, else the executor of all heads; and why."""
     B, N, M, K = sizes_of(layer, call)
     if call.cache is None:
         for tokens, keys, batch, active, picked, _ in rows_of(key_of(layer, call, way)):
             if N == tokens and M == keys and B <= batch and K <= active:
-                return way if picked == way.__name__ else Masked, "measured on this machine"
-    if way not in (Tokens, WholeSequences):
-        return Masked, "not measured on this machine, see moh_vision.measure"
+                return way if picked == way.__name__ else layer.all_heads, "measured on this machine"
+    if not issubclass(way, (Tokens, WholeSequences)):
+        return layer.all_heads, "not measured on this machine, see moh_vision.measure"
     if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
-        way = Masked
+        way = layer.all_heads
     return way, RULE
 
 
@@ -106,7 +106,7 @@ def key_of(layer: nn.Module, call: Call, way: type[Masked], compiled: bool | Non
     compiled = torch.compiler.is_compiling() if compiled is None else compiled
     flags += ["compiled"] * compiled + ["causal"] * call.is_causal + ["rotary"] * (call.rotary is not None)
     flags += ["queries"] * (call.q is not None) + ["context"] * (call.context is not None)
-    flags += ["dropout"] * (call.dropout_p > 0)
+    flags += ["dropout"] * (call.dropout_p > 0) + [layer.variant] * bool(layer.variant)
     if mask is not None:
         flags += [str(mask.dtype), *[axis for axis, size in zip("BHN", mask.shape) if size > 1]]
         flags += ["learned"] * mask.requires_grad
