@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.class_rows import class_numbers, class_rows
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.engine.commands import message_of
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time

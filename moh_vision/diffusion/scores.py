@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.image_parts import ImageParts
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
