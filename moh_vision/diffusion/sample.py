@@ -21,7 +21,7 @@ from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.class_rows import class_numbers, class_rows
+from moh_vision.diffusion.class_rows import chosen_classes, class_rows
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.denoising import Denoising
 from moh_vision.diffusion.image_parts import ImageParts
@@ -143,18 +143,11 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]]:
-    """Choose the labels that --labels leaves open, and hold --protocol to its word.
+    """Choose the labels that --labels leaves open, and check that weights and reference are those of --protocol.
 
-    Args:
-        about: see `open_pipeline`.
-
-    Returns:
-        (numbers of the classes that are drawn, whether the weights are an EMA; None: the file does not tell)
-
-    Raises:
-        ValueError: for a class that does not exist, and for weights or a reference that are not the protocol's.
+    Returns (class numbers to draw, whether the weights are an EMA; None: the file does not tell).
     """
-    chosen, weights = class_numbers("--classes", config.classes, about["classes"]), Path(about["weights"])
+    chosen, weights = chosen_classes("--classes", config.classes, about["classes"]), Path(about["weights"])
     kind = weights.stem if about["run"] else kind_in(weights, config.weights)
     ema = {"ema": True, "model": False}.get(kind)
     against_adm = bool(config.score) and is_adm(config.score)
@@ -199,7 +192,7 @@ def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict, output)
 
 
 def fidelity_command(config: SampleConfig) -> str:
-    """The command that scores samples which are there, as the shell takes it."""
+    """Return the shell command that scores existing samples."""
     command = ["python", "-m", "moh_vision.evaluation.fidelity", config.out, config.score]
     for option in ("score_split", "extractor", "inception_weights"):
         if value := getattr(config, option):
@@ -208,7 +201,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
-    """The class of every image, [num_images], one of `chosen`."""
+    """Draw the class of every image from `chosen`, [num_images]."""
     if config.labels == "balanced":
         draws = range(config.num_images)
     else:
@@ -250,7 +243,7 @@ def draw(
     classes: List[str],
     denoising: Optional[Denoising] = None,
 ) -> HeadLoad:
-    """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
+    """Draw this process's missing images; return a count of heads that is empty, since `parts` keeps the sums."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
     # Heun's has most of them twice.
     places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
