@@ -28,17 +28,10 @@ from moh_vision.models.weights import from_run
 
 
 def open_calibration(argv: List[str], images: int) -> Calibration:
-    """The model of the run --checkpoint, converted if it is dense, and its diffusion loss on training images.
+    """Open the model of the run --checkpoint, converted if dense, and its diffusion loss on training images.
 
-    Image i always has the timestep and the noise that (0, i) draws; no label is dropped, no image mirrored.
-
-    Args:
-        argv: --checkpoint and options of `data` and precision.
-        images: how many; as many others are there to compare.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
-        UnreadableImage: beyond data.max_bad_fraction.
+    There are `images` for the search, and as many others to compare. Image i always has the timestep
+    and the noise that (0, i) draws; no label is dropped and no image mirrored.
     """
     config = parse_config(CalibrationConfig, argv, "search")
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
@@ -83,13 +76,9 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
 
 
 def open_scored(argv: List[str]) -> Scored:
-    """The model of the run --checkpoint, and the scores of its samples, each from the same noise whatever heads run.
+    """Open the model of the run --checkpoint, and the scores of its samples.
 
-    Args:
-        argv: options of sample.py; --score is needed.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
+    The samples come from the same noise, whatever heads run.
     """
     given = {
         argument.partition("=")[0].replace("-", "_").removeprefix("__") for argument in argv if argument[:2] == "--"
