@@ -15,20 +15,10 @@ BEST = "best.safetensors"
 
 
 class Best:
-    """RUN/best.safetensors: the weights of the validation with the highest top-1 so far; of equal ones the first.
+    """RUN/best.safetensors: the weights with the highest top-1 of all validations so far; of equal ones the first.
 
-    The file's metadata keep the score and its step, so a resumed run needs no other record. Every process makes one and
-    calls it.
-
-    Args:
-        run: folder of the run.
-
-    Attributes:
-        file: the path.
-        top1, step: the highest score in percent, and how many steps were done then; -1 and 0 before the first.
-
-    Raises:
-        ValueError: for a file that is there and cannot be read.
+    The metadata of the file hold top-1 and step, so a resumed run needs no other record. Every
+    process makes and calls one.
     """
 
     def __init__(self, run: Path):
@@ -36,15 +26,7 @@ class Best:
         self.top1, self.step = from_first(self._read)
 
     def __call__(self, step: int, top1: float, model: nn.Module, metadata: Dict[str, object], main: bool) -> str:
-        """Take note of a validation; returns what kept better weights from being written, or "".
-
-        Args:
-            step: steps done.
-            top1: its score, in percent.
-            model: what was validated, unwrapped.
-            metadata: see `export_weights`; step and best_top1 are added.
-            main: whether this is the main process.
-        """
+        """Write `model`, unwrapped, if `top1`, in percent, is the highest so far; return what failed, or ""."""
         if top1 <= self.top1:
             return ""
         about = dict(metadata, step=step, best_top1=top1)
@@ -55,7 +37,7 @@ class Best:
         return ""
 
     def about(self) -> Dict[str, float]:
-        """What results.json says of it; empty if there is none."""
+        """Return the best score and its step for results.json; empty before the first validation."""
         return dict(best_top1=self.top1, best_step=self.step) if self.step else {}
 
     def _read(self) -> tuple:

@@ -20,16 +20,10 @@ from moh_vision.models.pretrained import is_dense
 
 
 def open_parts(argv: List[str], command: str, split: str, option: str) -> Tuple:
-    """(configuration, accelerator, model, what `open_model` says of it, images as validation sees them, their bad ones).
+    """Open the model of --checkpoint, and the images of a split as validation sees them.
 
-    Args:
-        argv: options of validate.py.
-        command: named in messages.
-        split: of the images, "train" or "val".
-        option: of the command, that says how many heads run.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, see `open_model`.
+    Returns (configuration, accelerator, model, what `open_model` says of the model, images, their
+    unreadable samples). `option` of the `command` says how many heads run, for a message.
     """
     config = parse_config(OpenedClsConfig, argv, command)
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
@@ -41,15 +35,9 @@ def open_parts(argv: List[str], command: str, split: str, option: str) -> Tuple:
 
 
 def open_calibration(argv: List[str], images: int) -> Calibration:
-    """The model of --checkpoint, converted if it is dense, and its cross-entropy on training images as validation sees them.
+    """Open the model of --checkpoint, converted if dense, and its cross-entropy on training images.
 
-    Args:
-        argv: options of validate.py.
-        images: how many; as many others are there to compare.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, see `open_model`.
-        UnreadableImage: beyond data.max_bad_fraction.
+    The images are prepared as for validation: `images` for the search, and as many others to compare.
     """
     config, accelerator, model, about, dataset, unreadable = open_parts(argv, "search", "train", "--share")
     searched, others = calibration_halves(dataset, images, config.data.workers, unreadable)
@@ -70,15 +58,7 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
 
 
 def open_scored(argv: List[str]) -> Scored:
-    """The model of --checkpoint, and its scores on the validation images.
-
-    Args:
-        argv: options of validate.py.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, see `open_model`.
-        UnreadableImage: beyond data.max_bad_fraction.
-    """
+    """Open the model of --checkpoint, and its scores on the validation images."""
     config, accelerator, model, about, images, unreadable = open_parts(argv, "budget_curve", "val", "--shares")
     task = ClassificationTask(model.to(accelerator.device), 0.0)
     numbers = range(min(config.data.eval_batch_size, len(images.source)))

@@ -22,13 +22,10 @@ IMAGENET = ImageNetInfo().label_names()  # 1,000 synsets; class c is the c-th, a
 
 
 class Relabelled:
-    """Some samples of a source with labels of their own, as `validate` reads a source.
+    """Samples of a source with other labels: class numbers [n], or all right ones [n, L].
 
-    Args:
-        source: see `data.splits.open_source`.
-        numbers: of the samples in the source.
-        labels: class numbers [n], or all that are right [n, L], repeated where an image has fewer.
-        columns: outputs of a classifier of ImageNet's 1,000 classes that compete.
+    Images with fewer than L right classes repeat the first. `columns` are the classes, of
+    ImageNet's 1,000, that compete.
     """
 
     def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: List[int]):
@@ -43,11 +40,7 @@ class Relabelled:
 
 
 class SomeClasses(ClassificationTask):
-    """A classifier in eval mode among some of its classes.
-
-    Args:
-        columns: their outputs.
-    """
+    """A classifier in eval mode that chooses only among the classes `columns`."""
 
     def __init__(self, model: nn.Module, columns: List[int]):
         super().__init__(model, 0.0)
@@ -59,19 +52,11 @@ class SomeClasses(ClassificationTask):
 
 
 def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabelled:
-    """The images that `labels` are for: the val split of `root`, or the class folders in it, as V2, A, R and Sketch come.
+    """Open the images of a label set: the val split of `root`, or its class folders, as V2, A, R and Sketch come.
 
-    "real" (Beyer et al. 2020) finds the labels of an image by the name of its file, and leaves out images that have none.
-    The others are told by the names of the class folders: synsets, or numbers from 0 to 999, as V2's folders are called.
-    "a" and "r" have 200 classes, and the outputs of the other 800 do not compete.
-
-    Args:
-        root: data.root.
-        labels: which.
-        index_dir: see `Shards`.
-
-    Raises:
-        ValueError, FileNotFoundError: naming data.root, for other classes or names of files.
+    "real" (Beyer et al. 2020) finds the labels of an image by its file's name, and leaves out images
+    that have none. The others go by the names of class folders: synsets, or V2's numbers. "a" and "r"
+    have 200 classes; others do not compete.
     """
     plain = os.path.isdir(root) and split_folder(root, "val") is None and not any(Path(root).glob("val-*.tar"))
     source = ImageFolder(root, "") if plain else open_source(root, "val", index_dir)
@@ -95,27 +80,20 @@ def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabe
 
 
 def imagenet_names(classes: Sequence[str]) -> List[str]:
-    """Names of classes; where all are numbers from 0 to 999, ImageNet's synsets of these numbers."""
+    """Return names of classes; numbers from 0 to 999, if all are, become ImageNet's synsets."""
     numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
     return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
 
 
 def refuse_other_classifier(model: nn.Module, classes: Optional[Sequence[str]], named: str, labels: Labels) -> None:
-    """Raise ValueError unless the outputs of a model are ImageNet's 1,000 classes.
-
-    Args:
-        model: a classifier.
-        classes: names of its outputs; None: of weights without names.
-        named: the model, in the message.
-        labels: what it is to be validated with.
-    """
+    """Refuse a model whose outputs are not ImageNet's 1,000 classes; `classes` None: weights without names."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
         others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
         raise ValueError(f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}")
 
 
 def _real_labels(root: str, source) -> List[List[int]]:
-    """All right classes of each image, none for some."""
+    """Return all right classes of each image; some have none."""
     of_file = RealLabelsImagenet(range(50_000)).real_labels
     files = file_names(root, source)
     if files is None:
@@ -134,7 +112,7 @@ def _real_labels(root: str, source) -> List[List[int]]:
 
 
 def image_names(root: str, source) -> List[str]:
-    """The file of each sample that is validated; where it is not known the place in its shard, or the sample's number."""
+    """Return the file of each sample that is validated, or if unknown its place in the shard, or its number."""
     if isinstance(source, Relabelled):
         names = image_names(root, source.source)
         return [names[n] for n in source.numbers]
@@ -143,11 +121,7 @@ def image_names(root: str, source) -> List[str]:
 
 
 def file_names(root: str, source) -> Optional[List[str]]:
-    """The file of each sample of the val split, None where they are not known.
-
-    Raises:
-        ValueError: naming the val.files.txt of shards, if it is of other shards.
-    """
+    """Return the file of each sample of the val split; None if the source does not know."""
     if isinstance(source, ImageFolder):
         return [source.where(n) for n in range(len(source))]
     listing = Path(root) / "val.files.txt"

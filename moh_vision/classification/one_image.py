@@ -16,15 +16,9 @@ from moh_vision.engine.io import run_of
 
 
 def open_image(argv: List[str], file: str, command: str) -> OneImage:
-    """The model of --checkpoint, and an image file as validation hands it to the model.
+    """Open the model of --checkpoint and an image as validation sees it.
 
-    Args:
-        argv: options of validate.py; no data are opened.
-        file: path of the image. A folder that has the name of a class tells its true class.
-        command: named in a message about options that are left out.
-
-    Raises:
-        ValueError, OSError: in one line, see `open_classifier` and `decode_image`.
+    A folder that has the name of a class tells the image's true class.
     """
     found = decode_image(Path(file).read_bytes(), file)
     model, about = open_classifier(parse_config(OpenedClsConfig, argv, command))

@@ -13,18 +13,10 @@ PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode
 
 
 def open_prepared(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
-    """The classifier that validate.py opens, and what it does to an image.
+    """Open the classifier that validate.py opens, in eval mode, and say how its images are prepared.
 
-    Args:
-        path: a run, or a folder that timm has saved; with a name other weights, or equal to it: those that timm has for it.
-        name: of a model.
-
-    Returns:
-        (model in eval mode, dict(architecture, classes, weights, input_size [channels, height, width], mean, std, interpolation,
-        crop_pct, crop_mode))
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, see `open_classifier`.
+    `path` is a run or a folder that timm has saved; with a model's `name` other weights, or equal to
+    it: those that timm has for it.
     """
     argv = ["--checkpoint", path, *(["--model.name", name] if name else [])]
     model, about = open_classifier(parse_config(OpenedClsConfig, argv, "export"))

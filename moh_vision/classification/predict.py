@@ -65,11 +65,7 @@ class NamedBadSamples(BadSamples):
 
 
 def image_files(paths: Sequence[str]) -> List[str]:
-    """The files that paths mean: themselves, and the images in folders and below, sorted.
-
-    Raises:
-        ValueError, FileNotFoundError: for a path that is not there, is no file, or is a folder without images.
-    """
+    """Return the files of `paths`: files as they are, and of folders the images in them and below, sorted."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -87,14 +83,9 @@ def image_files(paths: Sequence[str]) -> List[str]:
 
 
 def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
-    """Names of a classifier's classes; ImageNet's synsets become words, also where 1,000 classes have no names.
+    """Return the names of a classifier's `count` classes, with words for ImageNet's synsets.
 
-    Args:
-        classes: as the run has them; None: of weights without names.
-        count: outputs of the classifier.
-
-    Raises:
-        ValueError: for another number of names.
+    1,000 classes without names are ImageNet's.
     """
     if classes is None:
         classes = unnamed_classes(count)
@@ -106,13 +97,9 @@ def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
 
 @torch.no_grad()
 def predict(model: nn.Module, batches, accelerator, most: int = 5) -> Iterator[Tuple[int, List[Tuple[int, float]]]]:
-    """(number of the image, [(class, probability)] of its likeliest classes) of each image in batches.
+    """Yield (number of the image, [(class, probability)] of its `most` likeliest classes) for each image.
 
-    Args:
-        model: in eval mode, on the accelerator's device.
-        batches: dicts with images [B, C, h, w] and their numbers [B] as labels.
-        accelerator: accelerate's Accelerator.
-        most: how many classes.
+    `batches` are dicts with images [B, C, h, w] and, as labels, the numbers [B] of the images.
     """
     for batch in batches:
         with accelerator.autocast():
@@ -132,7 +119,7 @@ def write_predictions(path: str, found: Sequence[Tuple[str, List[Tuple[str, floa
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake and for images that cannot be read."""
+    """Run the command; return the exit code: 0, or 2 for a user's mistake and for images that cannot be read."""
     parser = Parser("python -m moh_vision.classification.predict", __doc__)
     add = parser.add_argument
     add(

@@ -11,12 +11,9 @@ from moh_vision.engine.commands import reason_of
 
 
 def prepare(model: nn.Module, data: EvalDataConfig, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
-    """Let the pretrained_cfg of a classifier say what validation does to an image, as `validation_transform` reads it.
+    """Write what validation does to an image into the model's pretrained_cfg, which `validation_transform` reads.
 
-    Args:
-        model: with the pretrained_cfg of its registered name, or of the folder it is from.
-        img_size: side of the images; None: that of its pretrained_cfg.
-        classes: their names, as label_names; None: those of its pretrained_cfg, if it has any.
+    `img_size` or `classes` None: as the pretrained_cfg has them.
     """
     cfg, channels = dict(model.pretrained_cfg), model.in_chans
     side = [img_size] * 2 if img_size else cfg["input_size"][1:]
@@ -27,13 +24,9 @@ def prepare(model: nn.Module, data: EvalDataConfig, img_size: Optional[int], cla
 
 
 def prepared_as_trained(model: nn.Module, about: dict) -> nn.Module:
-    """`prepare` of a run's model, as its validation was when the weights were written.
+    """`prepare` the model of a run as its validation did when the weights were written.
 
-    Args:
-        about: see `moh_vision.models.weights.from_run`.
-
-    Raises:
-        ValueError: naming the file, if its metadata have other keys or values than a run writes.
+    `about` is described at `models.weights.from_run`.
     """
     try:
         saved = about.get("config", {}).get("data", {})

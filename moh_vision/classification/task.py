@@ -10,10 +10,9 @@ from moh_vision.attention.losses import RoutedTask
 
 
 class ClassificationTask(RoutedTask):
-    """Cross-entropy with class numbers, or with the mixed targets of mixup and cutmix; and distillation.
+    """Cross-entropy with class numbers or mixed targets (mixup, cutmix), and distillation.
 
-    Args:
-        distill: a `DistillConfig`, for batches with a teacher's logits.
+    `distill` is a `DistillConfig`, for batches with a teacher's logits.
     """
 
     def __init__(
@@ -28,12 +27,10 @@ class ClassificationTask(RoutedTask):
         self.label_smoothing, self.distill = label_smoothing, distill
 
     def forward(self, images: Tensor, labels: Optional[Tensor] = None, teacher_logits: Optional[Tensor] = None):
-        """images [B, C, h, w], labels [B] or targets [B, classes] -> losses, with batch_accuracy.
+        """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
-        With teacher_logits [B, classes] also kd_loss, which is a part of task_loss.
-
-        In eval mode: images -> (logits [B, classes], routing statistics), so that validation too goes through what
-        wraps the task.
+        images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes] there is
+        a kd_loss, part of task_loss. Validation too calls the task, to go through what wraps the task.
         """
         logits, stats = self.model.forward_routed(images)  # [B, classes]
         if not self.training:
@@ -51,16 +48,9 @@ class ClassificationTask(RoutedTask):
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """KL divergence of the student's softmax from the teacher's, times the squared temperature (Hinton 2015, section 2).
+    """KL divergence of the student's softmax from the teacher's, times temperature ** 2 (Hinton 2015, section 2).
 
-    timm's `LogitDistillationTask` has the same loss, but calls the student itself, without its routing statistics.
-
-    Args:
-        logits, teacher_logits: [B, classes].
-        temperature: divides both.
-
-    Returns:
-        a scalar, the mean over the batch.
+    `LogitDistillationTask` of timm has the same loss, but calls the student without its routing statistics.
     """
     student, teacher = (F.log_softmax(x.to(logits.dtype) / temperature, -1) for x in (logits, teacher_logits))
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2

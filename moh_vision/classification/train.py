@@ -42,7 +42,7 @@ NAME = "train_cls.py"
 
 
 def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn.Module, dict]:
-    """(a model for the classes and the size of these images, its arguments)."""
+    """Return a model for the classes and the size of these images, and its arguments."""
     decided = dict(in_chans=source.channels, num_classes=len(source.classes))
     if config.data.img_size or source.img_size:
         decided["img_size"] = config.data.img_size or source.img_size
@@ -56,15 +56,7 @@ def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
-    """The teacher of distill.teacher, for images as `model` takes them.
-
-    Args:
-        val: has the classes of the data.
-        img_size: of the images.
-
-    Raises:
-        ValueError: naming it, if it cannot be opened, or has other classes or another size.
-    """
+    """Open the teacher of distill.teacher for images as `model` takes them. `val` has the classes of the data."""
     channels, source = val.channels, config.distill.teacher
     mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))  # as `classification_transforms`
     teacher = Teacher("distill.teacher", source, mean, std)

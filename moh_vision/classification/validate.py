@@ -59,23 +59,13 @@ def validate(
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
 ) -> Tuple[dict, HeadLoad, Tensor]:
-    """Scores of a `ClassificationTask` over a split: every readable image once over all processes, none padded.
-
-    Args:
-        task: as accelerate prepared it, or bare; it is left in eval mode.
-        source: see `data.splits.open_source`; of several labels of an image (`Relabelled`) the likeliest is taken.
-        transform: PIL image -> tensor, without randomness.
-        data: an `EvalDataConfig`.
-        accelerator: accelerate's Accelerator.
-        progress: puts a bar around batches.
+    """Score a `ClassificationTask` on a split: every readable image once over all processes, none padded.
 
     Returns:
-        (dict(top1, top5 in percent, loss, images, images_per_s, peak_memory_mib, unreadable, active_heads per layer:
-        heads that a token runs, on average, active_share of all heads), the use of heads by class, predictions of the
-        readable images in order: [n, 5] number in the source, class, predicted class, probabilities of both, float64)
-
-    Raises:
-        UnreadableImage: beyond data.max_bad_fraction.
+        scores: top1 and top5 in percent; active_heads: how many heads of each layer a token runs, on average.
+        load: the use of heads by class.
+        predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest, if an image has
+            several), predicted class, and the probabilities of both, float64.
     """
     task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
     slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
@@ -117,24 +107,13 @@ def validate(
 
 
 def confusion_of(predictions: Tensor) -> Tensor:
-    """The confusion matrix's entries that are not 0: [n, 3] class, predicted class, images.
-
-    Args:
-        predictions: of `validate`.
-    """
+    """Return the entries of the confusion matrix that are not 0: [n, 3] class, predicted class, images."""
     pairs, images = predictions[:, 1:3].long().unique(dim=0, return_counts=True)
     return torch.cat([pairs, images[:, None]], 1)
 
 
 def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Write each image's name, class, predicted class and their probabilities as CSV.
-
-    Args:
-        path: of the file.
-        predictions: of `validate`.
-        names: of the images in the source.
-        classes: their names.
-    """
+    """Write each image's name, class, predicted class and the probabilities of both as CSV."""
     rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
     for number, label, found, *probabilities in predictions.tolist():
         shown = (round(p, 6) for p in probabilities)
@@ -143,12 +122,7 @@ def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], cla
 
 
 def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
-    """(name, top-1 in percent) of each class in order; None where it has no images.
-
-    Args:
-        confusion: see `confusion_of`.
-        classes: their names.
-    """
+    """Return (name, top-1 in percent) of each class in order; None for a class without images."""
     labels, predicted, images = confusion.T
     of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
     right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
@@ -156,7 +130,7 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str,
 
 
 def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> str:
-    """The lines that show `class_accuracy`; for more than `most` classes a line that names the best and the worst."""
+    """Return `class_accuracy` as lines; for more than `most` classes one line with the best and the worst."""
     if len(top1) > most:
         known = sorted((found, name) for name, found in top1 if found is not None)
         return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
@@ -166,23 +140,12 @@ def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> 
 
 
 def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
-    """Write a confusion matrix as JSON: dict(classes, counts: [class, predicted class, images] of what is not 0).
-
-    Args:
-        confusion: see `confusion_of`.
-        classes, path: names of the classes, and of the file.
-    """
+    """Write `confusion_of` as JSON: dict(classes: names, counts: [class, predicted class, images])."""
     write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")
 
 
 def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
-    """Write the use of heads by class into a run's folder, head_load.json and head_usage.png; a failure is said and is not raised.
-
-    Args:
-        load: of `validate`.
-        run: the folder.
-        say: told of a failure.
-    """
+    """Write the use of heads by class into a run's folder, head_load.json and head_usage.png; only say what fails."""
 
     def draw(path: Path) -> None:
         # Its imports take a second, which --help need not wait for.
@@ -201,21 +164,11 @@ def write_usage(load: HeadLoad, run: Path, say: Callable[[str], None]) -> None:
 
 
 def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
-    """The classifier that --checkpoint means.
+    """Open the classifier of --checkpoint, in eval mode; also return what `to_validate` says of it, with img_size.
 
-    A run brings its model, and so does a folder that timm or moh_vision.publish has saved, with what is done to its images.
-    --model.head_budget then changes how many routed heads run (`set_head_budget`); any other option of the model is refused.
-
-    Args:
-        config: its checkpoint is such a folder, or what `models.weights.to_validate` takes.
-        images: as many as there are.
-        **arguments: of a model that the checkpoint does not bring, beside those of the configuration.
-
-    Returns:
-        (model in eval mode, prepared by `prepare`; what `to_validate` says of it, with img_size)
-
-    Raises:
-        ValueError, FileNotFoundError: for weights that are not there or do not fit.
+    A run, or a folder that timm or moh_vision.publish has saved, brings its model: only
+    `model.head_budget` may change it. Other weights need the configuration's `model` and `arguments`.
+    `images` is how many there are, for the memory they take.
     """
     path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)
@@ -245,7 +198,7 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tu
 
 
 def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
-    """`of_source` of what `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
+    """Return `of_source` of a folder that `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
         names = listed(cfg.get("label_names"), "label_names")
@@ -258,18 +211,9 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
 
 
 def open_model(config: OpenedClsConfig, accelerator, split: str) -> Tuple[nn.Module, dict, object, Callable]:
-    """The classifier that --checkpoint means, see `open_classifier`, and one split of `data.root`, or what --labels are for.
+    """Open the classifier of --checkpoint, and one split of `data.root`, or the images of --labels.
 
-    Args:
-        config: see there.
-        accelerator: accelerate's Accelerator.
-        split: "train" or "val".
-
-    Returns:
-        (model in eval mode, what `open_classifier` says of it, source, transform without randomness)
-
-    Raises:
-        ValueError, FileNotFoundError: for data or weights that are not there or do not fit.
+    Returns (model, what `open_classifier` says of the model, source, transform without randomness).
     """
     with accelerator.main_process_first():
         if config.labels:
@@ -289,15 +233,9 @@ def open_model(config: OpenedClsConfig, accelerator, split: str) -> Tuple[nn.Mod
 
 
 def report(config: ValidateConfig, accelerator) -> None:
-    """Print the scores of a run, or of other weights for `model.*`, on the val split of `data.root`.
+    """Print the scores of --checkpoint on the val split of `data.root`, or on the images of --labels.
 
-    With --labels the scores are of that data set, see `open_labelled`. --score-file FILE gets them too, --head-load FILE
-    the use of heads by class, see `HeadLoad.save`, and --predictions FILE what `write_predictions` writes.
-
-    Args, raises: as `open_model`.
-
-    Raises:
-        UnreadableImage: beyond data.max_bad_fraction.
+    --score-file, --head-load and --predictions name files that are written too.
     """
     model, about, val, transform = open_model(config, accelerator, "val")
     names = image_names(config.data.root, val) if config.predictions else []

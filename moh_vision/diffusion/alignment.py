@@ -9,16 +9,10 @@ WIDEST = 2048  # as released
 
 
 class Alignment(nn.Module):
-    """The projector and the loss of REPA.
+    """The projector and the loss of REPA. The projector is trained beside the model and is not part of it.
 
-    The projector has three linear layers with SiLU in between. It is trained beside the model and is no part of it.
-
-    Args:
-        block: whose tokens are aligned, from 1 on.
-        weight: of the loss.
-        width: C, of the model's tokens. The projector's hidden layers have four times as many, 2048 at most, which base,
-            large and xlarge models reach.
-        teacher_width: of the teacher's.
+    The tokens of block number `block`, from 1, are aligned. The hidden layers are four times as wide as
+    the model's tokens, `width`, and at most 2048, which base and larger models reach.
     """
 
     def __init__(self, block: int, weight: float, width: int, teacher_width: int):
@@ -29,11 +23,10 @@ class Alignment(nn.Module):
         )
 
     def forward(self, tokens: List[Tensor], teacher_tokens: Tensor) -> Tensor:
-        """One minus the mean cosine similarity of the patches, a scalar in float32: the loss of Yu 2024 plus one.
+        """Return one minus the mean cosine similarity of the patches, in float32: the loss of Yu 2024 plus one.
 
-        Args:
-            tokens: [B, N, C] behind every block, of noisy images.
-            teacher_tokens: [B, N, teacher_width], of the clean ones.
+        `tokens`, of noisy images, are [B, N, C] after every block; `teacher_tokens`, of the clean images, [B, N,
+        width].
         """
         projected = self.projector(tokens[self.block - 1])  # [B, N, teacher_width]
         # fp16 would square beyond its range.

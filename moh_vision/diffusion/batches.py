@@ -15,11 +15,9 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 class NoisedImages(LabelledImages):
-    """As `LabelledImages`, with what a diffusion step draws: timesteps, noise, and labels dropped to `num_classes`.
+    """`LabelledImages` with a diffusion step's draws: timesteps, noise, and labels dropped to `num_classes`.
 
-    Args:
-        draw: a generator -> a timestep, as objectives have one; must be picklable.
-        noise_shape: [C, h, w] of the noise; left out: that of the images.
+    `draw` is an objective's, picklable. `noise_shape` is [C, h, w]; None: the shape of the images.
     """
 
     def __init__(
@@ -49,18 +47,15 @@ class NoisedImages(LabelledImages):
 
 
 def posterior_draw(seed: int, position: int, shape: Tuple[int, int, int]) -> Tuple[bool, Tensor]:
-    """(whether the image is mirrored, if images are; noise [C, h, w] of the posterior) at a position of a run."""
+    """Return (whether to mirror the image, noise [C, h, w] of the posterior) at a position of a run."""
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.POSTERIOR)))
     return bool(rng.random() < 0.5), torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
 
 class NoisedLatents(NoisedImages):
-    """Items (position, sample number) -> as of `NoisedImages`; images are scaled draws from stored posteriors, float32.
+    """`NoisedImages` whose images are scaled draws from stored posteriors, float32.
 
-    Args:
-        source: a `LatentCache`.
-        seed, draw, label_drop: see `NoisedImages`.
-        flip: take the mirror image's posterior, every other time.
+    `flip`: take the posterior of the mirror image every other time.
     """
 
     def __init__(self, source: LatentCache, seed: int, draw: Callable, label_drop: float, flip: bool):
@@ -81,15 +76,7 @@ class NoisedLatents(NoisedImages):
 
 
 class ImagesToEncode(NoisedImages):
-    """As `NoisedLatents`, before the VAE: images [3, H, W] in -1 .. 1, mirrored alike, and posterior_noise [C, h, w].
-
-    Args:
-        source: labelled images.
-        img_size: pixels after the centre crop.
-        channels: of the images, 3 or 1.
-        space: of the VAE.
-        seed, draw, label_drop, flip: see `NoisedLatents`.
-    """
+    """`NoisedLatents` before the VAE: images [channels, H, W] in -1 .. 1, and posterior_noise [C, h, w]."""
 
     def __init__(
         self,

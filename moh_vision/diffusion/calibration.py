@@ -12,15 +12,14 @@ from moh_vision.analysis.budget_curve import Scored
 from moh_vision.analysis.search import CONVERTED, Calibration, mean_over
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.diffusion.config import CalibrationConfig, SampleConfig
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
 from moh_vision.diffusion.opening import open_pipeline
-from moh_vision.diffusion.sample import draw, draw_labels, settle
-from moh_vision.diffusion.scores import make_scorer
+from moh_vision.diffusion.sample import draw, draw_labels, open_scorer, settle
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.run import index_dir, make_accelerator
 from moh_vision.models.convert import convert
 from moh_vision.models.pretrained import is_dense
@@ -29,17 +28,10 @@ from moh_vision.models.weights import from_run
 
 
 def open_calibration(argv: List[str], images: int) -> Calibration:
-    """The model of the run --checkpoint, converted if it is dense, and its diffusion loss on training images.
+    """Open the model of the run --checkpoint, converted if dense, and its diffusion loss on training images.
 
-    Image i always has the timestep and the noise that (0, i) draws; no label is dropped, no image mirrored.
-
-    Args:
-        argv: --checkpoint and options of `data` and precision.
-        images: how many; as many others are there to compare.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
-        UnreadableImage: beyond data.max_bad_fraction.
+    There are `images` for the search, and as many others to compare. Image i always has the timestep
+    and the noise that (0, i) draws; no label is dropped and no image mirrored.
     """
     config = parse_config(CalibrationConfig, argv, "search")
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
@@ -84,13 +76,9 @@ def open_calibration(argv: List[str], images: int) -> Calibration:
 
 
 def open_scored(argv: List[str]) -> Scored:
-    """The model of the run --checkpoint, and the scores of its samples, each from the same noise whatever heads run.
+    """Open the model of the run --checkpoint, and the scores of its samples.
 
-    Args:
-        argv: options of sample.py; --score is needed.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
+    The samples come from the same noise, whatever heads run.
     """
     given = {
         argument.partition("=")[0].replace("-", "_").removeprefix("__") for argument in argv if argument[:2] == "--"
@@ -107,12 +95,7 @@ def open_scored(argv: List[str]) -> Scored:
     pipe, about = open_pipeline(config)
     classes, device = about["classes"], accelerator.device
     chosen, _ = settle(config, about)
-    where = dict(
-        index_dir=index_dir(str(about["run"] or "samples")),
-        classes=classes,
-        channels=(pipe.vae or pipe.transformer).config.in_channels,
-    )
-    scorer = make_scorer(**config.scoring(), **where)
+    scorer = open_scorer(config, pipe, about, about["run"] or "samples")
     pipe.to(device).set_progress_bar_config(disable=True)
     model, labels = pipe.transformer, draw_labels(config, chosen)
 

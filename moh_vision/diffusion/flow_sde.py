@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
-    """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW, from t = 1 (noise) down to 0, with w = 2 t (Ma 2024).
+    """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW, from t = 1 (noise) to 0, w = 2 t (Ma 2024).
 
-    The score follows from the velocity, s = -((1 - t) v + x) / t, where (1 - t) v + x is the expected noise. Marginals are
-    those of the ODE, whatever w is. w = 2 t is the released SiT's diffusion form "sigma". The last step adds no noise: it
-    ends at the expected image. Steps, shift and files are those of diffusers' Euler scheduler, whose own
-    `stochastic_sampling` draws all noise anew in every step and has other marginals.
+    The score follows from the velocity, s = -((1 - t) v + x) / t, where (1 - t) v + x is the expected
+    noise. Marginals are those of the ODE for any w; w = 2 t is "sigma" of the released SiT. The last step
+    adds no noise: it ends at the expected image. Steps, shift and files are those of diffusers' Euler
+    scheduler, whose own `stochastic_sampling` draws all noise anew in every step and has other marginals.
     """
 
     def step(

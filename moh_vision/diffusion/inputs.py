@@ -31,22 +31,10 @@ def open_inputs(
     device: Union[str, torch.device] = "cpu",
     stream: Optional[ShardStream] = None,
 ):
-    """The training split of `root` as a diffusion run sees it.
+    """Open the training split of `root`, images or latents, as PixelInputs, CachedInputs or EncodedInputs.
 
-    Args:
-        root: see `splits.open_source`; or a folder of latents.
-        vae: "none", or see `latents.load_vae`; for latents only checked if it is at hand, and not needed.
-        img_size: pixels; None: that of the data, or 256 with a VAE.
-        augment: see `batches.image_transform`; with a VAE "none" or "flip".
-        index_dir: see `TarSamples`.
-        device: of the VAE, where it encodes.
-        stream: the images, where they are not read from `root`.
-
-    Returns:
-        PixelInputs, CachedInputs or EncodedInputs.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the key or file.
+    `vae` is "none" for pixels; latents only compare the VAE, if it is at hand. `img_size` None means the
+    size of the images, or 256 with a VAE. `stream` has the images, if they are not read from `root`.
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
@@ -62,11 +50,9 @@ def open_inputs(
 
 
 class PixelInputs:
-    """Diffusion on pixels: center-cropped, in -1 .. 1.
+    """Diffusion on center-cropped pixels in -1 .. 1. All inputs have the attributes and methods of this class.
 
-    What all inputs have: `source` (labels, classes, shard_sizes), `img_size` (side) and `channels` of the model's
-    input, `colours` of the images in a batch before `encode` (None: there are none), `space` (a `LatentSpace` or None),
-    `vae` (or None) and the methods below.
+    `img_size` and `channels` are the model's; `colours` are those of a batch before `encode`, None for latents.
     """
 
     space: Optional[LatentSpace] = None
@@ -77,19 +63,19 @@ class PixelInputs:
         self.colours: Optional[int] = source.channels
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
-        """What `training_batches` takes."""
+        """Return the data set that `training_batches` takes."""
         half = [0.5] * self.channels
         transform = image_transform(self.augment, self.img_size, self.channels, half, half, fit="crop")
         return NoisedImages(self.source, transform, seed, draw, label_drop)
 
     def encode(self, batch: dict, autocast=None) -> dict:
-        """A batch, on its device, as the diffusion task takes it."""
+        """Return a batch, on its device, as the diffusion task takes it."""
         return batch
 
     def calibration_batches(
         self, objective: nn.Module, count: int, bad: BadSamples, accelerator
     ) -> Iterator[Tuple[Tensor, ...]]:
-        """(noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` samples, or all, evenly spread, on the CPU.
+        """Yield (noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` evenly spread samples, on the CPU.
 
         Sample i always has the timestep and the noise that (0, i) draws; no label is dropped.
         """
@@ -100,19 +86,15 @@ class PixelInputs:
             yield noisy, batch["timesteps"].cpu(), batch["labels"].cpu()
 
     def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
-        """What turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
-
-        Raises:
-            ValueError: where the VAE that latents were stored with cannot be had.
-        """
+        """Return what turns samples [B, C, h, w] into images in [-1, 1]; None if they are images."""
         return None
 
     def about_vae(self) -> Optional[dict]:
-        """What to record of the VAE; None: there is none."""
+        """Return the `LatentSpace` as a dict for metadata; None without a VAE."""
         return self.space and dataclasses.asdict(self.space)
 
     def describe_vae(self) -> str:
-        """Lines for `--dry-run`; nothing without a VAE."""
+        """Return lines about the VAE for `--dry-run`; "" without a VAE."""
         return ""
 
 
@@ -190,12 +172,7 @@ class EncodedInputs(PixelInputs):
         return partial(decode, self.vae)
 
     def encode(self, batch: dict, autocast=None) -> dict:
-        """images [B, 3, H, W] and posterior_noise [B, C, h, w] -> images: latents [B, C, h, w], float32.
-
-        Args:
-            batch: of `ImagesToEncode`.
-            autocast: a context of mixed precision for the VAE.
-        """
+        """Encode images [B, 3, H, W] with posterior_noise [B, C, h, w]: images become latents [B, C, h, w], float32."""
         noise = batch["posterior_noise"]
         with torch.no_grad(), autocast or contextlib.nullcontext():
             moments = encode_moments(self.vae, batch["images"])

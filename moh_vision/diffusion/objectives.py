@@ -22,11 +22,7 @@ BETA_START, BETA_END = 1e-4, 0.02  # linear in t
 
 
 def make_objective(config: dict) -> nn.Module:
-    """The objective of a configuration, or of a run's metadata; runs from before there was a choice predict noise.
-
-    Raises:
-        ValueError: for an objective that there is not.
-    """
+    """Return the objective of a configuration, or of a run's metadata; runs that name none predict noise."""
     name, flow = config.get("objective", HybridLoss.name), config.get("flow")
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
         return FlowMatchingLoss(flow.get("timesteps", "uniform"), flow.get("shift", 1.0))
@@ -36,12 +32,12 @@ def make_objective(config: dict) -> nn.Module:
 
 
 def draw_step(rng: np.random.Generator) -> int:
-    """A whole timestep, 0 .. 999."""
+    """Draw a whole timestep, 0 .. 999."""
     return int(rng.integers(NUM_TIMESTEPS))
 
 
 def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float32:
-    """A real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
+    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
     t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-rng.standard_normal()))
     return np.float32(NUM_TIMESTEPS * shifted(t, shift))
 
@@ -61,9 +57,6 @@ class FlowMatchingLoss(nn.Module):
     Args:
         timesteps: how t is drawn: "uniform", or "logit-normal": a sigmoid of N(0, 1) (Esser 2024, section 3.1).
         shift: moves the drawn t towards the noise; see `shifted`.
-
-    Raises:
-        ValueError: for other values.
     """
 
     name = "flow"
@@ -78,7 +71,7 @@ class FlowMatchingLoss(nn.Module):
         self.draw = partial(draw_time, sampling=timesteps, shift=shift)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t. x0, noise [B, C, h, w]; t [B], 0 .. 1000."""
+        """Return x_t of x0 and noise [B, C, h, w] at t [B], 0 .. 1000."""
         t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
         return (1 - t) * x0 + t * noise
 
@@ -98,9 +91,6 @@ class HybridLoss(nn.Module):
     Args:
         min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR with SNR = alpha_bar / (1 - alpha_bar) (Hang 2023 for a
             predicted noise, with gamma 5). None: by 1.
-
-    Raises:
-        ValueError: for a gamma that is not above 0.
     """
 
     name = "noise"

@@ -28,11 +28,9 @@ LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 
 
 def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
-    """(the pipeline around the model that --checkpoint means, dict(architecture, classes, weights: the file, run: its folder
-    or None)).
+    """Open the pipeline around the model that --checkpoint means.
 
-    Raises:
-        ValueError, FileNotFoundError: naming the option or file.
+    Also return dict(architecture, classes, weights: the file, run: its folder or None).
     """
     if config.model:
         model, vae, about = _published(config)
@@ -68,7 +66,7 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
 
 
 def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """The model --model with the weights of a file or folder that `load_checkpoint` reads."""
+    """Open --model with weights that `load_checkpoint` reads, and the VAE of --vae."""
     path, name = config.checkpoint, config.model
     model = published_model(path, name, config.weights)
     channels, vae = model.config.in_channels, None
@@ -86,11 +84,7 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
 
 
 def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
-    """The diffusion model of a name, in eval mode, with the weights of a file or folder that `load_checkpoint` reads.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the option or file, and a model that the weights fit.
-    """
+    """Open the diffusion model `name` in eval mode, with weights from a file or folder (`load_checkpoint`)."""
     refuse_missing("--checkpoint", path)
     try:
         check_name(name, "diffusion")
@@ -110,17 +104,10 @@ def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
 
 
 def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
-    """The model alone of what `open_pipeline` opens; no VAE is looked for, unless a pipeline is opened that holds one.
+    """Open the model of `open_pipeline`, in eval mode, without a VAE.
 
-    Args:
-        path: a run, a saved pipeline, or with a name a file or folder of published weights.
-        name: of a model; equal to `path`: with the weights that it is published with.
-
-    Returns:
-        (model in eval mode, dict(architecture, classes, weights, objective))
-
-    Raises:
-        ValueError, FileNotFoundError: naming the option or file.
+    Also return dict(architecture, classes, weights, objective). `path` is a run, a saved pipeline, or
+    with a model's `name` published weights; equal to it: those it is published with.
     """
     if name:
         if path == name:
@@ -142,7 +129,7 @@ def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, 
 
 
 def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """The model and the VAE of a pipeline of ours, or of diffusers' DiTPipeline."""
+    """Open the model and the VAE of a saved pipeline, or of diffusers' DiTPipeline."""
     folder = Path(config.checkpoint)
     if config.weights != "ema":
         raise ValueError(
@@ -161,7 +148,7 @@ def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
 
 
 def _read_pipeline(folder: Path) -> Tuple[MoHDiTPipeline, List[str]]:
-    """(a saved pipeline, the names of its classes)"""
+    """Read a saved pipeline; also return the names of its classes."""
     logging.disable_progress_bar()  # three parts are there at once
     try:
         pipe = MoHDiTPipeline.from_pretrained(folder)
@@ -177,12 +164,9 @@ def _of_the_same_size(name: str) -> List[str]:
 
 
 def _sizes(file: Path, weights: str) -> dict:
-    """What `create` needs and the weights in a file, official or of diffusers, tell: side, channels, classes, variance.
+    """Read from weights, official or of diffusers, what `create` needs: side, channels, classes, variance.
 
     The table of positions tells the side. diffusers' DiT saves none, and config.json beside it has the side.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
     """
     state, sizes = read_tensors(file, weights), {}
     kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in_chans, p, p]
@@ -212,7 +196,7 @@ def _sizes(file: Path, weights: str) -> dict:
 
 
 def _fits(name: str, path: str, sizes: dict) -> bool:
-    """Whether a model takes the weights."""
+    """Return whether the model takes the weights."""
     try:
         load_checkpoint(create(name, "diffusion", **sizes), path)
     except ValueError:
@@ -221,11 +205,7 @@ def _fits(name: str, path: str, sizes: dict) -> bool:
 
 
 def open_vae(override: Optional[str], recorded: Optional[dict]):
-    """The VAE that --vae names, or that the run records as a `LatentSpace`; None on pixels.
-
-    Raises:
-        ValueError: if it cannot be loaded, its statistics are not the run's, or the recorded name means another VAE by now.
-    """
+    """Load the VAE that --vae names, or the one that the run records as a `LatentSpace`; None on pixels."""
     if recorded is None:
         return None
     space = LatentSpace(**recorded)

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.data.imagenet import numbers_by_name
+from moh_vision.diffusion.class_rows import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import (
     SAMPLERS,
@@ -24,7 +24,6 @@ from moh_vision.diffusion.sampling import (
     refuse_not_finite,
     set_steps,
 )
-from moh_vision.engine.commands import nearest
 from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
@@ -39,19 +38,15 @@ class MoHDiTPipeline(DiffusionPipeline):
     scheduler's place. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
 
     Args:
-        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes one with
-            the same outputs. Its config.num_classes is the label that means "no class".
+        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes
+            one with the same outputs. Its config.num_classes is the label that means "no class".
         scheduler: of diffusers, for a model that predicts noise over 1000 steps, or the velocity of a flow.
-        vae: decodes latents, scaled as its config says, see `LatentSpace`; None: the transformer works on pixels in [-1, 1].
+        vae: decodes latents, scaled as its config says, see `LatentSpace`; None: pixels in [-1, 1].
         id2label: names of the classes.
         label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
         objective: what the transformer predicts, "noise" or the velocity of a "flow"; None: what the scheduler takes.
             Schedulers of the other one are refused from then on.
-        downsampling: pixels to the side of a latent; None: that of the VAE. VAEs of another one are refused from then on.
-
-    Raises:
-        ValueError: for another transformer, and for a VAE whose latents have other channels, another side, or statistics
-            that cannot be.
+        downsampling: pixels to the side of a latent; None: as the VAE. VAEs with another one are refused from then on.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -101,22 +96,18 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
-        """Class numbers of names, or of words of ImageNet's classes.
+        """Look up classes.
 
-        Raises:
-            ValueError: for a name that is not there, or a word of several classes.
+        Args:
+            label: names of classes, words of ImageNet's names, or numbers as texts; or one of them.
+
+        Returns:
+            their numbers
         """
-        numbers = numbers_by_name(self.labels)
-        names = [label] if isinstance(label, str) else list(label)
-        if not numbers:
-            raise ValueError(f"class_labels {names[:5]}: this pipeline has no class names, pass class numbers")
-        for name in names:
-            if name not in numbers:
-                near = nearest(str(name), numbers, 1) or list(self.labels)[:5]
-                raise ValueError(f"no class is named {name!r}; there are {len(self.labels)}, such as {', '.join(near)}")
-            if len(numbers[name]) > 1:
-                raise ValueError(f"classes {', '.join(map(str, numbers[name]))} are called {name!r}; pass a number")
-        return [numbers[name][0] for name in names]
+        asked = [label] if isinstance(label, str) else list(label)
+        if not self.labels:
+            raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")
+        return class_numbers("class_labels", asked, self.labels, self.transformer.config.num_classes)
 
     @torch.no_grad()
     def __call__(
@@ -137,17 +128,16 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers or names of classes; num_classes draws without a class, where there is no guidance.
+            class_labels: B class numbers or names of classes; num_classes draws without a class and without guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
-            generator: a list with one generator per image, whose noise, at the start and at every step, then depends on
-                that generator alone. From a single generator (None: from torch's own) the images are given seeds in
-                their order: image i of a call depends on the generator's state and i, not on how many follow it. Equal
-                noise gives equal bits at equal batch size.
+            generator: one per image, for its noise at the start and at every step; or a single one (None: torch's own),
+                which gives the images seeds in their order: image i does not depend on how many follow. Equal noise
+                gives equal bits at equal batch size.
             latents: noise of N(0, 1) to begin with, [B, C, h, w] as the transformer takes it; it is scaled for the
                 scheduler here. None: drawn from the generators. The noise of the steps is theirs in both cases.
-            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent", what the transformer made.
-            return_dict: an `ImagePipelineOutput`, else a tuple.
+            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": the transformer's output.
+            return_dict: return an `ImagePipelineOutput`; False: a tuple.
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step; its
                 latents replace those here.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
@@ -155,7 +145,6 @@ class MoHDiTPipeline(DiffusionPipeline):
                 `moh_vision.analysis.HeadLoad.add`.
 
         Raises:
-            ValueError: for anything out of range.
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
         transformer, config = self.transformer, self.transformer.config
@@ -200,7 +189,7 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """What the transformer made [B, C, h, w] -> images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
+        """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
         return latents if self.vae is None else decode(self.vae, latents)
 
     def _check_vae(self) -> None:

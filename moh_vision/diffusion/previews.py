@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from moh_vision.analysis.figures import draw_image_grid
-from moh_vision.diffusion.class_rows import class_numbers, class_rows
+from moh_vision.diffusion.class_rows import chosen_classes, class_rows
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.engine.commands import message_of
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.ranks import attempt
 
 BATCH = 32  # images at a time
@@ -25,21 +25,11 @@ ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a ro
 
 
 class Samples:
-    """Samples of the same noise and labels, whatever the step and the number of processes.
+    """Samples of the same noise and labels at every step of training, and with any number of processes.
 
-    Args:
-        config: a `DrawConfig`.
-        names: of the classes of the model. Image i has class i modulo their number, or that of `config.classes`.
-        learned_variance: the model predicts the variance too.
-        clip: whether predictions are clipped to [-1, 1], as for pixels.
-        objective: of the training; see `objectives.make_objective`.
-        decode: what the model samples [B, C, h, w] -> images [B, 1 or 3, height, width] in [-1, 1]; None: the same.
-
-    Attributes:
-        failed: how often nothing could be drawn, or scored, since the process started.
-
-    Raises:
-        ValueError: if the sampler cannot take that number of steps, or a class does not exist.
+    Image i has class i modulo the number of `config.classes`, or of all `names`. `clip` is for
+    predicted pixels. `decode` turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
+    `failed` counts drawings and scores that failed.
     """
 
     def __init__(
@@ -52,7 +42,7 @@ class Samples:
         decode: Optional[Callable[[Tensor], Tensor]] = None,
     ):
         self.config, self.names = config, names
-        self.classes = torch.tensor(class_numbers(f"{config.section}.classes", config.classes, names))
+        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, names))
         self.decode = decode or (lambda x: x)
         self.failed = 0
         try:
@@ -63,16 +53,13 @@ class Samples:
             raise ValueError(f"{config.section}.{error}") from None
 
     def labels(self, numbers: range) -> Tensor:
-        """Classes of images, [len(numbers)]."""
+        """Return the classes of images, [len(numbers)]."""
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
     def sample(self, model: nn.Module, numbers: range, on_step: Optional[Callable] = None) -> Tensor:
-        """Images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
+        """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
         The mode of the model is as before afterwards, and no global random number is drawn.
-
-        Args:
-            on_step: see `sample_images`.
         """
         c, device, mode = self.config, next(model.parameters()).device, model.training
         labels = self.labels(numbers).to(device)
@@ -91,7 +78,7 @@ class Samples:
             model.train(mode)
 
     def announce(self, log, batches: int) -> Callable:
-        """An `on_step` that says, as drawing begins, how long it takes, if that is long."""
+        """Return an `on_step` that says, as drawing begins, how long it takes, if that is long."""
         steps, ends = len(self.scheduler.timesteps), []
 
         def on_step(*_) -> None:
@@ -105,15 +92,10 @@ class Samples:
         return on_step
 
     def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
-        """Write a PNG grid and hand its images to the log; every process may call it, and the log's own process writes.
+        """Write a PNG grid, and hand its images to the log. Every process may call this; the log's own process writes.
 
-        A failure is counted and logged. It does not end the training.
-
-        Args:
-            path: of the PNG.
-            log: a `RunLog`.
-            step: of the weights.
-            ema: whether the model is an EMA, for the log.
+        A failure is counted and logged, and training goes on. `step` is the step of the weights; `ema` is for the
+        log.
         """
         c = self.config
         starts = range(0, c.images, BATCH)
@@ -135,19 +117,10 @@ class Samples:
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
     def score(self, model: nn.Module, scorer: Callable, run: Path, log, step: int, accelerator) -> Tuple[dict, str]:
-        """Scores of `images` samples that the processes share; every process calls it.
+        """Return scores and their text for `images` samples that the processes share; every process calls it.
 
-        A failure is counted. It does not end the training.
-
-        Args:
-            scorer: (ImageParts, labels, device, batch size) -> (scores, text), of `scores.make_scorer`.
-            run: folder of the run; the samples stay in its subfolder .scoring while they are scored.
-            log: a `RunLog`.
-            step: of the weights.
-            accelerator: accelerate's Accelerator.
-
-        Returns:
-            (scores, text); dict(error=...) where there are none.
+        A failure is counted and returned as dict(error=...). The samples stay in the folder
+        .scoring of the run meanwhile.
         """
         folder, count = run / ".scoring", self.config.images
         labels, found = self.labels(range(count)), []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.class_rows import class_numbers, class_rows
+from moh_vision.diffusion.class_rows import chosen_classes, class_rows
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.denoising import Denoising
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.opening import open_pipeline
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import Progress, refuse_missing, user_errors
-from moh_vision.engine.image_parts import ImageParts
+from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, user_errors
 from moh_vision.engine.io import only_one, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
-from moh_vision.engine.run import claim_outputs, finish, index_dir, make_accelerator
+from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.weight_files import kind_in, weights_said
@@ -68,19 +68,9 @@ def main(argv: Optional[List[str]] = None) -> None:
             )
         scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
-        names = ("grid", "denoising", "head_usage", "head_load")
-        files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
-        folders = {"--save-pipeline": config.save_pipeline}
-        (files if str(config.out).endswith(".npz") else folders)["--out"] = config.out
-        instead = f"{fidelity_command(config)} scores what is there" if config.out and config.score else ""
-        claim_outputs(files, folders, config.overwrite, instead)
+        claim_outputs(config, scores_path)
         with accelerator.main_process_first():
-            where = dict(
-                index_dir=index_dir(str(run or scores_path)),
-                classes=classes,
-                channels=(pipe.vae or pipe.transformer).config.in_channels,
-            )
-            scorer = make_scorer(**config.scoring(), **where) if config.score else None
+            scorer = open_scorer(config, pipe, about, run or scores_path) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings["ema"] = ema
         if config.classes is not None:
@@ -153,18 +143,11 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]]:
-    """Choose the labels that --labels leaves open, and hold --protocol to its word.
+    """Choose the labels that --labels leaves open, and check that weights and reference are those of --protocol.
 
-    Args:
-        about: see `open_pipeline`.
-
-    Returns:
-        (numbers of the classes that are drawn, whether the weights are an EMA; None: the file does not tell)
-
-    Raises:
-        ValueError: for a class that does not exist, and for weights or a reference that are not the protocol's.
+    Returns (class numbers to draw, whether the weights are an EMA; None: the file does not tell).
     """
-    chosen, weights = class_numbers("--classes", config.classes, about["classes"]), Path(about["weights"])
+    chosen, weights = chosen_classes("--classes", config.classes, about["classes"]), Path(about["weights"])
     kind = weights.stem if about["run"] else kind_in(weights, config.weights)
     ema = {"ema": True, "model": False}.get(kind)
     against_adm = bool(config.score) and is_adm(config.score)
@@ -179,8 +162,37 @@ def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]
     return chosen, ema
 
 
+def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
+    """Make the parents of all output paths before any work, and refuse paths that cannot be written."""
+    names = ("grid", "denoising", "head_usage", "head_load")
+    files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
+    folders = {"--save-pipeline": config.save_pipeline}
+    (files if str(config.out).endswith(".npz") else folders)["--out"] = config.out
+    paths = {option: Path(path) for option, path in {**files, **folders}.items() if path}
+    for option, path in paths.items():
+        if list(paths.values()).count(path) > 1:
+            raise ValueError(f"{option} {path} is given for two outputs")
+        if path.is_dir() and option in files:
+            raise ValueError(f"{option} {path} is a folder, expected a file")
+        if path.is_file() and option in folders:
+            raise ValueError(f"{option} {path} is a file, expected a folder")
+        if not config.overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
+            use = f"; {fidelity_command(config)} scores what is there" if config.score and option == "--out" else ""
+            raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
+        refuse_unwritable(option, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict, output) -> Callable:
+    """Open what --score compares with. `output`: the path beside which indices of archives are kept."""
+    channels = (pipe.vae or pipe.transformer).config.in_channels
+    return make_scorer(
+        **config.scoring(), channels=channels, index_dir=index_dir(str(output)), classes=about["classes"]
+    )
+
+
 def fidelity_command(config: SampleConfig) -> str:
-    """The command that scores samples which are there, as the shell takes it."""
+    """Return the shell command that scores existing samples."""
     command = ["python", "-m", "moh_vision.evaluation.fidelity", config.out, config.score]
     for option in ("score_split", "extractor", "inception_weights"):
         if value := getattr(config, option):
@@ -189,7 +201,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
-    """The class of every image, [num_images], one of `chosen`."""
+    """Draw the class of every image from `chosen`, [num_images]."""
     if config.labels == "balanced":
         draws = range(config.num_images)
     else:
@@ -231,7 +243,7 @@ def draw(
     classes: List[str],
     denoising: Optional[Denoising] = None,
 ) -> HeadLoad:
-    """Draw this process's images that are not there yet; returns an empty count of heads, whose sums `parts` keeps."""
+    """Draw this process's missing images; return a count of heads that is empty, since `parts` keeps the sums."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
     # Heun's has most of them twice.
     places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}

@@ -52,24 +52,20 @@ class Guidance:
         return self.scale != 1 and self.interval[0] <= fraction <= self.interval[1]
 
     def guided(self, channels: int) -> int:
-        """How many of the channels are guided."""
+        """Return how many of the channels are guided."""
         if self.channels is None:
             return 3 if channels == 4 else channels
         return channels if self.channels == "all" else min(channels, self.channels)
 
     def combine(self, cond: Tensor, uncond: Tensor, noise_channels: int) -> Tensor:
-        """Both [B, C or 2C, h, w], of which noise_channels predict the noise -> the same shape."""
+        """Guide predictions [B, C or 2C, h, w], of which the first noise_channels predict the noise."""
         n = self.guided(noise_channels)
         guided = uncond[:, :n] + self.scale * (cond[:, :n] - uncond[:, :n])
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
 def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str], key: str) -> str:
-    """The sampler, or where none is named the objective's of `default`.
-
-    Raises:
-        ValueError: for a sampler of the other objective, naming `key` and those that fit.
-    """
+    """Return `sampler` if it fits the objective, or the objective's entry of `default` if it is None."""
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
     if sampler and sampler not in fitting:
         raise ValueError(f"{key} {sampler}: a model trained with objective {objective} takes {', '.join(fitting)}")
@@ -77,7 +73,7 @@ def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str],
 
 
 def objective_of(scheduler: SchedulerMixin) -> str:
-    """The objective of the models that a scheduler of diffusers samples from: "noise" or "flow"."""
+    """Return the objective of the models that a scheduler of diffusers samples from: "noise" or "flow"."""
     flow = type(scheduler).__name__.startswith("FlowMatch")
     return "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
 
@@ -85,20 +81,17 @@ def objective_of(scheduler: SchedulerMixin) -> str:
 def make_scheduler(
     sampler: str, num_steps: int, learned_variance: bool, clip: bool, shift: float = 1.0
 ) -> SchedulerMixin:
-    """A diffusers scheduler set to `num_steps`.
+    """Make a diffusers scheduler, set to `num_steps`.
 
     Args:
         sampler: "ddpm": the official DiT's, with its respaced steps ('linspace'); "ddim": deterministic ('leading',
             the official step set where num_steps divides 1000); "dpm-solver++": second order, multistep, steps of
             equal log SNR down to zero noise (Lu et al. 2022), which came nearest to exact solutions of images with fine
-            detail (docs/guides/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the ODE, "sde"
-            the stochastic equation of `FlowMatchSDEScheduler`.
+            detail (docs/guides/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the
+            ODE, "sde" the stochastic equation of `FlowMatchSDEScheduler`.
         learned_variance: the model predicts the variance's interpolation, which DDPM uses.
         clip: clip the predicted image to [-1, 1]; for pixels, not for latents. Flow's have no such thing.
         shift: of flow's steps towards the noise; that of the training.
-
-    Raises:
-        ValueError: for an unknown sampler or number of steps.
     """
     from diffusers import (
         DDIMScheduler,
@@ -135,12 +128,7 @@ def make_scheduler(
 
 
 def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
-    """Set the number of steps, and start over.
-
-    Raises:
-        ValueError: for a number out of range, or one whose whole strides begin far from noise (DDIM with 600 steps
-            would begin at timestep 599).
-    """
+    """Set the number of steps, and start over. A number whose whole strides begin far from noise is refused."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     total = scheduler.config.num_train_timesteps
@@ -160,14 +148,11 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
 
 
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
-    """The scheduler, or one in its place without what `from_config` carries over from another class and breaks it.
+    """Return the scheduler, without settings that `from_config` took over from another class and that break it.
 
-    From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts the prediction to
-    three channels. It and others that have thresholding in place of clip_sample lose the clipping. DDIM inherits a spacing
-    that does not meet its own strides.
-
-    Raises:
-        ValueError: for a scheduler that needs a learned variance where there is none.
+    From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts
+    the prediction to three channels. It and others that have thresholding in place of clip_sample lose
+    the clipping. DDIM inherits a spacing that does not meet its own strides.
     """
     from diffusers import DDIMScheduler, DDPMScheduler
 
@@ -187,7 +172,7 @@ def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> Schedule
 def initial_noise(
     shape: Sequence[int], generators: Sequence[torch.Generator], device: Union[torch.device, str]
 ) -> Tensor:
-    """One [1, *shape] of every generator -> [B, *shape]."""
+    """Draw noise [B, *shape], one image from every generator."""
     return torch.stack([torch.randn(tuple(shape), generator=g, device=g.device).to(device) for g in generators])
 
 
@@ -202,25 +187,9 @@ def denoise(
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
     on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
 ) -> Tensor:
-    """The sampling loop.
+    """Denoise x [B, C, h, w], float32; see `sample_images`.
 
-    Args:
-        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes it, or
-            [n, 2C, h, w] with the learned variance.
-        scheduler: of diffusers, with its steps set; see `fit_scheduler`.
-        x: noise [B, C, h, w], float32.
-        labels: [B] classes.
-        generators: one per image, for the noise of every step.
-        null_label: the label that means "no class".
-        guidance: see `Guidance`.
-        on_step: (step, t, x) after every step; what it returns, if anything, takes the place of x.
-
-    Returns:
-        [B, C, h, w]
-
-    Raises:
-        ValueError: for labels out of range.
-        FloatingPointError: naming the step, as soon as images hold NaN or infinity.
+    The noise of every step comes from the generators, one per image.
     """
     from diffusers import DDPMScheduler
 
@@ -270,12 +239,21 @@ def sample_images(
     beside it.
 
     Args:
+        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes it, or
+            [n, 2C, h, w] with the learned variance.
+        scheduler: of diffusers, with its steps set; see `fit_scheduler`.
+        labels: [B] classes.
         shape: (C, h, w).
         seeds: B whole numbers.
-        others: see `denoise`.
+        null_label: the label that means "no class".
+        guidance: see `Guidance`.
+        on_step: (step, t, x) after every step; what it returns, if anything, takes the place of x.
 
     Returns:
         [B, C, h, w]
+
+    Raises:
+        FloatingPointError: naming the step, as soon as images hold NaN or infinity.
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)
@@ -290,10 +268,6 @@ def refuse_not_finite(images: Tensor, when: str) -> None:
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] -> 0 .. 255, rounded.
-
-    Raises:
-        FloatingPointError: if images hold NaN or infinity.
-    """
+    """Round images in [-1, 1] to 0 .. 255; raise FloatingPointError if they hold NaN or infinity."""
     refuse_not_finite(images, "after decoding")
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.image_parts import ImageParts
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
@@ -23,13 +23,7 @@ from moh_vision.models.weights import from_run
 class ClassifierScores:
     """The share of samples recognised as their class, and the Frechet distance in a classifier's features.
 
-    Args:
-        reference: a data set to compare with.
-        extractor: a classification run on the same classes.
-        classes: of the diffusion run.
-
-    Raises:
-        ValueError, FileNotFoundError: if one of the three has other classes.
+    The classifier is `extractor`, a run on the same classes as the diffusion run and the reference.
     """
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
@@ -42,7 +36,7 @@ class ClassifierScores:
             )
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
-        """Samples and their labels [N] -> (scores, text)."""
+        """Score samples with their labels [N]; return (scores, text)."""
         source, about, cfg = self.source, self.about, self.classifier.pretrained_cfg
         img_size = about["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = about["arguments"].get("in_chans", 3)
@@ -73,17 +67,9 @@ class ClassifierScores:
 
 
 class FidelityScores:
-    """`moh_vision.evaluation.fidelity.score` against a folder of images, .npz, saved statistics, or a data set.
+    """`fidelity.score` against a folder of images, .npz, saved statistics, or a data set as `SourceImages`.
 
-    Args:
-        reference: path of a set of images or of statistics, or `SourceImages`.
-        extractor, inception_weights: see `make_extractor`.
-        allow_biased: see `fidelity.score`.
-        num_images: how many are going to be scored.
-        channels: of them.
-
-    Raises:
-        ValueError, FileNotFoundError: for a reference or extractor that cannot be used, or too few images for it.
+    `num_images` with `channels` each are going to be scored; too few for the reference are refused.
     """
 
     def __init__(
@@ -100,7 +86,7 @@ class FidelityScores:
         self.reference.check(self.network, num_features(self.network), num_images, allow_biased, channels)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
-        """Samples -> (scores, text); every process calls it."""
+        """Score samples; return (scores, text). Every process calls this."""
         if isinstance(self.source, SourceImages):
             self.source.size = next(parts.batches())[1].shape[-1]
         scores = score(
@@ -129,22 +115,10 @@ def make_scorer(
     index_dir: str,
     classes: Optional[list] = None,
 ):
-    """What scores samples, as a function of (parts, labels, device, batch size); everything it needs is opened here.
+    """Open all that scores need; return a function of (parts, labels, device, batch size).
 
-    Args:
-        key: option that named the reference, for messages.
-        reference: a folder of images, .npz, saved statistics, or `data.root` of a data set.
-        split: of a data set; None: `default_split`.
-        extractor, inception_weights: see `make_extractor`.
-        allow_biased: see `fidelity.score`.
-        num_images: how many are going to be scored.
-        channels: of them, 1 or 3.
-        index_dir: see `open_source`.
-        classes: of the diffusion run. With a classification run as extractor and a data set as reference, the result is a
-            `ClassifierScores` then; without them, and otherwise, a `FidelityScores`.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the option.
+    With the `classes` of a diffusion run, a classification run as extractor and a data set as reference the
+    result is a `ClassifierScores`, otherwise a `FidelityScores`. `key` names the reference in messages.
     """
     source = open_set(key, reference, split, default_split, index_dir)
     if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
@@ -156,9 +130,9 @@ def make_scorer(
 
 
 def record_text(record: dict) -> str:
-    """How images were drawn, one line a part: `dict(protocol, sampling: dict, versions: dict)`, as scores.json has it.
+    """Return how images were drawn, a line each for protocol, sampling and versions of scores.json.
 
-    Of a sha256 the first digits are shown, and what is None is left out.
+    Hashes are shortened, and None is left out.
     """
     lines = []
     for name, part in record.items():

@@ -8,12 +8,7 @@ from moh_vision.attention.losses import RoutedTask
 
 
 class DiffusionTask(RoutedTask):
-    """A model and its objective.
-
-    Args:
-        diffusion: one of `moh_vision.diffusion.objectives`.
-        alignment: an `Alignment`, for batches with a teacher's tokens.
-    """
+    """A model and its objective. `alignment` is for batches with a teacher's tokens."""
 
     def __init__(
         self,
@@ -34,9 +29,9 @@ class DiffusionTask(RoutedTask):
         noise: Tensor,
         teacher_tokens: Optional[Tensor] = None,
     ) -> Dict:
-        """images x_0, noise [B, C, h, w]; labels, timesteps [B] -> losses, with the mean mse and vb.
+        """Return the losses, with the mean mse and vb, for images x_0 and noise [B, C, h, w], labels and timesteps [B].
 
-        With teacher_tokens [B, N, width] also repa_loss, which is a part of task_loss times its weight.
+        With teacher_tokens [B, N, width] there is a repa_loss too, which times its weight is part of task_loss.
         """
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
         tokens: List[Tensor] = []

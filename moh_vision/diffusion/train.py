@@ -162,14 +162,7 @@ def train(run: Run) -> None:
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:
-    """The teacher of `repa.teacher`, with as many patches as `model` has tokens, and what aligns the model with it.
-
-    Args:
-        inputs: of `open_inputs`.
-
-    Raises:
-        ValueError: naming the key, where there are no images, no such block, or no such teacher.
-    """
+    """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and what aligns the model with it."""
     r, depth, m = config.repa, len(model.blocks), model.config
     if inputs.colours is None:
         raise ValueError(
@@ -184,7 +177,7 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, 
 
 
 def trained_objective(source: str) -> str:
-    """The objective that weights for `init_from` were trained with; what does not say so predicts noise."""
+    """Return the objective that weights for `init_from` were trained with; "noise" if they do not say."""
     index, config = Path(source) / "model_index.json", None
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())

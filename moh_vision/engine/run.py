@@ -23,7 +23,7 @@ from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import load_training, resume_point
 from moh_vision.engine.command_line import dump, load, parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, refuse_unwritable, user_errors
+from moh_vision.engine.commands import MISTAKES, BadData, user_errors
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
@@ -482,30 +482,6 @@ def only_records(folder: Path) -> bool:
     records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
     empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
-
-
-def claim_outputs(files, folders, overwrite: bool, instead: str = "") -> None:
-    """Make the parents of output paths before any work, and refuse paths that cannot be written.
-
-    Args:
-        files, folders: paths by the options that name them; None and "" are left out.
-        overwrite: what is there may be replaced.
-        instead: what to do with an --out that is there, for the message.
-    """
-    files, folders = ({o: Path(p) for o, p in paths.items() if p} for paths in (files, folders))
-    every = {**files, **folders}
-    for option, path in every.items():
-        if list(every.values()).count(path) > 1:
-            raise ValueError(f"{option} {path} is given for two outputs")
-        if path.is_dir() and option in files:
-            raise ValueError(f"{option} {path} is a folder, expected a file")
-        if path.is_file() and option in folders:
-            raise ValueError(f"{option} {path} is a file, expected a folder")
-        if not overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
-            use = f"; {instead}" if instead and option == "--out" else ""
-            raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
-        refuse_unwritable(option, path)
-        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def finish(accelerator, signum: int = 0) -> None:

@@ -55,7 +55,7 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
     draw(*some, "golden retriever", 130, "Tinca tinca")
     assert np.load(tmp_path / "some.npz")["arr_1"].tolist() == [207, 130, 0]
     (tmp_path / "some.npz").unlink()
-    with refusals.one_line("classes 134, 517 are called 'crane'; pass a number"):  # a bird and a machine
+    with refusals.one_line("class_labels crane: classes 134, 517 are called so; give a number"):  # a bird and a machine
         pipe.get_label_ids("crane")
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
     drawn = pipe([0, 1, 2], 2.0, num_inference_steps=2, generator=generators).images

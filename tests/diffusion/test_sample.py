@@ -32,10 +32,10 @@ from moh_vision.data.splits import manifest_path
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.io import sha256_of
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score

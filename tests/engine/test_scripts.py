@@ -26,10 +26,10 @@ from moh_vision.classification import validate
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Samples
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.manifest import damage
 from moh_vision.models.weights import from_run
 

@@ -28,12 +28,12 @@ from moh_vision.data.shards.__main__ import main as write_image_shards
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import DitConfig
+from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents import LatentCache, load_vae
 from moh_vision.diffusion.latents.__main__ import main as write_latents
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.image_parts import ImageParts
 from moh_vision.engine.manifest import manifest_text
 from moh_vision.engine.sharded_files import foreign_objects
 from moh_vision.evaluation.fidelity import Inception, load_statistics, score

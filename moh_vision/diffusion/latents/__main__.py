@@ -53,7 +53,7 @@ def launched_ranks() -> Iterator[None]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    """Run the command; return the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
         with warnings.catch_warnings(), launched_ranks():

@@ -28,15 +28,7 @@ def write_manifest(
     folder: Path, split: str, space: LatentSpace, size: int, dtype: str, source: str, classes: List[str],
     shards: Optional[List[dict]],
 ) -> None:  # fmt: skip
-    """Write the manifest.
-
-    Args:
-        space: of the VAE.
-        size: pixels of the square images.
-        dtype: of the moments.
-        source: name of the data they were made from.
-        shards: entries of the record; None: they are still being written, and training refuses them.
-    """
+    """Write the manifest. `shards` are entries of the record; None means not finished, and training refuses them."""
     manifest = dict(format=FORMAT, complete=shards is not None, split=split, source=source, size=size, dtype=dtype)
     manifest.update(vae=dataclasses.asdict(space), shape=_shape(space, size), classes=classes)
     if shards is not None:
@@ -54,16 +46,15 @@ def _shape(space: LatentSpace, size: int) -> List[int]:
 
 
 class LatentCache(TarSamples):
-    """Posterior moments of a data set's images and of their mirror images, as `python -m moh_vision.diffusion.latents` writes.
-
-    Attributes of use: `space` (of the VAE), `size` (pixels of the images), `img_size` (side of the latents), `channels`
-    (C), `labels`, `classes`, `shard_sizes`, `manifest`.
+    """Posterior moments of images and of their mirror images, as `python -m moh_vision.diffusion.latents` writes them.
 
     Args:
         root, split, index_dir: see `TarSamples`.
 
-    Raises:
-        ValueError, FileNotFoundError: naming the folder, manifest or shard, and what is wrong.
+    Attributes:
+        space: a `LatentSpace`.
+        size: of the images, in pixels.
+        img_size, channels: side and C of the latents.
     """
 
     what = "latents"
@@ -94,7 +85,7 @@ class LatentCache(TarSamples):
         return manifest_path(folder, split), {entry["shard"]: entry for entry in self.manifest["shards"]}
 
     def moments(self, index: int) -> Tensor:
-        """`encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32.
+        """Return `encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32.
 
         Raises:
             UnreadableImage: naming shard and byte.
@@ -106,19 +97,19 @@ class LatentCache(TarSamples):
         return torch.from_numpy(numbers.astype(np.float32))
 
     def listing(self) -> Iterator[bytes]:
-        """Like that of images, with the sha256 of each shard: latents of another VAE have the same offsets and sizes."""
+        """Yield the listing with each shard's SHA-256: latents of another VAE have the same offsets and sizes."""
         yield from super().listing()
         yield json.dumps(self.manifest["shards"]).encode()
 
 
 def npy_bytes(array: np.ndarray) -> bytes:
-    """A C-contiguous array as a .npy file."""
+    """Return a C-contiguous array as the bytes of a .npy file."""
     return _npy_header(array.shape, array.dtype) + array.tobytes()
 
 
 @lru_cache(maxsize=4)
 def _npy_header(shape: tuple, dtype: np.dtype) -> bytes:
-    """What numpy writes before the numbers, 128 bytes."""
+    """Return the 128 bytes that numpy writes before the numbers."""
     file = io.BytesIO()
     about = dict(descr=np.lib.format.dtype_to_descr(dtype.newbyteorder("<")), fortran_order=False, shape=shape)
     np.lib.format.write_array_header_1_0(file, about)

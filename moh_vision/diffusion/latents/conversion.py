@@ -34,26 +34,23 @@ def write_latents(
     max_bad_fraction: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Encode the images of a split, and their mirror images; see the top of this package and `--help`.
-
-    The processes of accelerate's PartialState share the work, and call it together.
+    """Encode the images of a split and their mirror images, together with all processes of accelerate's PartialState.
 
     Args:
         root, split: see `splits.open_source`.
-        out: folder, made if need be; with several ranks the same for all.
+        out: folder, made if missing; the same for all ranks.
         vae: see `load_vae`.
-        size: the images are center-cropped to so many pixels.
+        size: pixels of the center crop.
         batch_size: images at a time; a batch does not reach into the next shard.
         samples_per_shard: at most; the samples are spread evenly.
         dtype: of the moments on disk, "float16" or "float32".
         seed: of the shuffle.
-        workers: processes of each rank that read images.
+        workers: reading processes of each rank.
         max_bad_fraction: share of the images that may be unreadable and left out.
         say: takes the lines about what was done, on rank 0.
 
     Raises:
-        ValueError, OSError: one line that names the argument or file.
-        MistakeElsewhere: after such a mistake on rank 0.
+        MistakeElsewhere: after a mistake on rank 0.
     """
     from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
     index_dir = str(Path(out).resolve().with_name(".index"))

@@ -42,7 +42,7 @@ STATISTICS = ("latents_mean", "latents_std")
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What identifies the latents of a VAE, and what turns them into the input of a diffusion model and back.
+    """What identifies the latents of a VAE, and scales them for a diffusion model.
 
     The input is (draw - shift_factor) * scaling_factor, or with statistics, as diffusers' pipelines have it,
     (draw - latents_mean) * scaling_factor / latents_std.
@@ -55,9 +55,6 @@ class LatentSpace:
         latent_channels: C.
         latents_mean, latents_std: C numbers each; None: no statistics.
         deterministic: the VAE has no posterior, and encodes an image to one latent.
-
-    Raises:
-        ValueError: for numbers that cannot scale: of another kind, not finite, not C of them, not above 0.
     """
 
     name: str
@@ -89,14 +86,7 @@ class LatentSpace:
 
     @classmethod
     def of(cls, vae, name: Optional[str] = None) -> LatentSpace:
-        """That of a VAE of diffusers.
-
-        Args:
-            name: None: without name and sha256, which would read all weights.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """Return the space of a VAE of diffusers; without `name` there is no sha256, which would read all weights."""
         config = vae.config
         patch = _patch(vae)
         mean, std = (config.get(key) for key in STATISTICS)
@@ -124,7 +114,7 @@ class LatentSpace:
         return self.latent_channels * (1 if self.deterministic else 2)
 
     def difference(self, other: LatentSpace) -> str:
-        """What makes latents or scales them differently from the other one, as words in a sentence; "" if nothing does."""
+        """Return what differs in making or scaling latents, as words for a sentence; "" if nothing does."""
         for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
             mine, theirs = (getattr(space, key) or None for space in (self, other))
             if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
@@ -137,11 +127,7 @@ class LatentSpace:
         return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
-        """Side of the latents of square images.
-
-        Raises:
-            ValueError: naming `key`, if the VAE would round it.
-        """
+        """Return the side of the latents of square images. `key` names img_size in messages."""
         if img_size % self.downsampling:
             raise ValueError(
                 f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
@@ -176,7 +162,7 @@ def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
 
 
 def _patch(vae) -> int:
-    """FLUX.2 normalises, and its models see, latents of which 2 x 2 pixels are channels."""
+    """Return the side of the patches that become channels: 2 for FLUX.2, whose models see such latents, else 1."""
     return vae.config.patch_size[0] if type(vae).__name__ == "AutoencoderKLFlux2" else 1
 
 
@@ -189,7 +175,7 @@ class NotAtHand(ValueError):
 
 
 def load_vae(name: str, fetch: bool = True):
-    """A VAE of diffusers (AutoencoderKL, AutoencoderKLFlux2, AutoencoderDC) in float32 and eval mode, without gradients.
+    """Load AutoencoderKL, AutoencoderKLFlux2 or AutoencoderDC of diffusers: float32, eval mode, without gradients.
 
     Args:
         name: of a model on the Hugging Face hub, or a local folder; a pipeline with the VAE in `vae/` does too. Weights
@@ -198,8 +184,6 @@ def load_vae(name: str, fetch: bool = True):
 
     Raises:
         NotAtHand: without fetch, where the hub would have to be asked.
-        ValueError, FileNotFoundError: one line that names the VAE: no such folder, no configuration in it, another kind
-            of model, missing weights, statistics that cannot be, a hub that cannot be reached.
     """
     try:
         return _load(name, local=True)
@@ -244,16 +228,7 @@ def _load(name: str, local: bool):
 
 
 def fit_vae(vae, name: str, space: LatentSpace):
-    """Give a VAE the scaling factor of a diffusion model's latents; return the VAE.
-
-    Args:
-        vae: see `load_vae`.
-        name: for the message.
-        space: of the VAE that the model was trained with.
-
-    Raises:
-        ValueError: if the VAE downsamples or shifts otherwise or has other statistics, naming which.
-    """
+    """Give a VAE the scaling factor of the latents that a diffusion model was trained on, and return the VAE."""
     if "scaling_factor" in vae.config:
         vae.register_to_config(scaling_factor=space.scaling_factor)
     if different := LatentSpace.of(vae).difference(space):
@@ -262,7 +237,7 @@ def fit_vae(vae, name: str, space: LatentSpace):
 
 
 def _find(name: str, local: bool):
-    """(subfolder or None, configuration) of a VAE; `local`: without the hub."""
+    """Return the subfolder, or None, and the configuration of a VAE; `local`: without the hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -299,10 +274,7 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """sha256 (hexadecimal) over the significant configuration and all weights in the order of their names.
-
-    The same weights give the same sum, whatever file or folder they were read from.
-    """
+    """Return the SHA-256 of the significant configuration and all weights, whatever file or folder they are from."""
     config = {key: vae.config[key] for key in SIGNIFICANT[type(vae).__name__]}
     # A configuration without statistics and one that says None mean the same VAE.
     config.update({key: vae.config[key] for key in STATISTICS if vae.config.get(key) is not None})
@@ -328,7 +300,7 @@ def encode_moments(vae, images: Tensor) -> Tensor:
 
 
 def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tensor:
-    """A draw from posteriors, scaled for diffusion.
+    """Draw from posteriors, and scale the draw for diffusion.
 
     Args:
         moments: [..., 2C, h, w], or without posteriors [..., C, h, w], as from `encode_moments`.

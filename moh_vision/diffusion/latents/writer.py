@@ -22,15 +22,9 @@ from moh_vision.engine.commands import Progress
 
 
 class LatentWriter:
-    """The latents of one split: which image goes into which shard, and writing those that are not there yet.
+    """Plans which image of a split goes into which shard, and writes the shards that are missing; see `write_latents`.
 
     Rank 0 calls `begin` and `end`, every rank `write` in between.
-
-    Args:
-        source: the images.
-        out: the folder; `begin` needs it to be there.
-        space: of the VAE.
-        split, size, dtype, samples_per_shard, seed, max_bad_fraction: see `write_latents`.
     """
 
     def __init__(
@@ -55,14 +49,7 @@ class LatentWriter:
         self.plan = plan_shards(split, range(len(source)), str, samples_per_shard, seed)
 
     def begin(self, threads: int, say: Callable[[str], None]) -> List[str]:
-        """Check what is there, and start the record.
-
-        Returns:
-            names of the shards to write.
-
-        Raises:
-            ValueError: if the folder holds other latents or other shards, or more bad images than may be.
-        """
+        """Check what is in the folder, start the record, and return the names of the shards to write."""
         self.record = ShardRecord(self.out, self.split, self.arguments, _fingerprint(self.source))
         write_classes(self.out, self.source.classes, self.source.name)
         self.done = self.record.finished(self.plan, threads, say)
@@ -74,11 +61,7 @@ class LatentWriter:
         return todo
 
     def write(self, todo: List[str], model, batch_size: int, workers: int) -> List[dict]:
-        """Write the shards of this rank among `todo`; returns their entries of the record.
-
-        Raises:
-            ValueError, OSError: a bad image too many, a full disk; finished shards stay.
-        """
+        """Write this rank's shards of `todo`; return their entries of the record. Finished shards survive failures."""
         self.since = time.monotonic()
         state = PartialState()
         own = todo[state.process_index :: state.num_processes]
@@ -113,11 +96,7 @@ class LatentWriter:
         return entries
 
     def end(self, written: List[dict], say: Callable[[str], None]) -> None:
-        """Write the final record, the index and the manifest, when every shard is there.
-
-        Args:
-            written: entries of the shards that were written now, on all ranks.
-        """
+        """Write the final record, the index and the manifest; `written` are the entries of all ranks' new shards."""
         self.done.update({entry["shard"]: entry for entry in written})
         entries = [self.done[name] for name in self.plan]
         bad = [b for entry in entries for b in entry["bad"]]
@@ -134,7 +113,7 @@ class LatentWriter:
         )
 
     def _encode(self, numbers: List[int], images: Tensor, model, shard: ShardFile) -> None:
-        """images [B, C, H, W] in -1 .. 1."""
+        """Encode images [B, C, H, W] in -1 .. 1 and their mirror images, and write them to the shard."""
         # One after the other, so that a batch is no larger than it was asked to be.
         try:
             moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
@@ -162,7 +141,7 @@ class LatentWriter:
 
 
 def _fingerprint(source) -> Dict[str, list]:
-    """Class name -> [number of images, digest of what identifies them], to tell one data set from another."""
+    """Return class name -> [number of images, digest of their identities], to tell data sets apart."""
     digests = [hashlib.sha256() for _ in source.classes]
     for label, identity in zip(source.labels.tolist(), source.identities()):
         digests[label].update(identity)

@@ -16,17 +16,11 @@ from moh_vision.engine.io import whole_file, write_whole
 
 
 class ImageParts:
-    """Batches of uint8 images, one file a batch, in a hidden folder named after what determines them.
+    """Batches of uint8 images, one file each, in a hidden folder named after all that determines the images.
 
-    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whoever makes it, so the images do not depend on the
-    number of processes or on where a run was interrupted.
-
-    Args:
-        parent: where the hidden folder goes.
-        total: images in all.
-        batch_size: images at a time.
-        settings: everything that the images depend on; JSON. Other settings have another folder.
-        counted: every batch also keeps sums over its images, such as a `HeadLoad` has. A batch without them is missing.
+    That is `settings`, JSON. Batch k holds images k * batch_size to (k + 1) * batch_size - 1,
+    whatever process makes it. With `counted` a batch also has sums over its images, as of a
+    `HeadLoad`, and is missing without them.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
@@ -40,16 +34,16 @@ class ImageParts:
             raise ValueError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
     def missing(self, rank: int = 0, world: int = 1) -> List[int]:
-        """Numbers of the batches that this process still has to make."""
+        """Return the numbers of the batches that this process still has to make."""
         kept = [self._path, self._sums] if self.counted else [self._path]
         return [k for k in range(rank, self.count, world) if not all(path(k).exists() for path in kept)]
 
     def numbers(self, batch: int) -> range:
-        """Of the images of a batch."""
+        """Return the numbers of the images of a batch."""
         return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.total))
 
     def add(self, batch: int, images: Tensor, sums: Optional[Tensor] = None) -> None:
-        """Keep a batch: images uint8 [B, C, h, w], and their sums if counted. It is there whole or not at all."""
+        """Write a batch, wholly or not at all: images uint8 [B, C, h, w], and their sums if counted."""
         if self.counted:
             self._write(self._sums(batch), sums)
         self._write(self._path(batch), images)
@@ -60,12 +54,12 @@ class ImageParts:
             save(file, values.cpu().numpy())
 
     def batches(self) -> Iterator[Tuple[int, Tensor]]:
-        """(number of the first image, uint8 [B, C, h, w]) of every batch, in order."""
+        """Yield (number of the first image, uint8 [B, C, h, w]) of every batch, in order."""
         for k in range(self.count):
             yield k * self.batch_size, torch.from_numpy(np.load(self._path(k)))
 
     def images(self, numbers: List[int]) -> Tensor:
-        """Those images, [len(numbers), C, h, w]."""
+        """Return the images of these numbers, [len(numbers), C, h, w]."""
         loaded = {}
         for number in numbers:
             k = number // self.batch_size
@@ -76,7 +70,7 @@ class ImageParts:
         )
 
     def sums(self) -> Tensor:
-        """Sums of all batches."""
+        """Return the sums over all batches."""
         return sum(torch.from_numpy(np.load(self._sums(k))["arr_0"]) for k in range(self.count))
 
     def remove(self) -> None:
