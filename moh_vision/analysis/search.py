@@ -1,10 +1,11 @@
 """Which layers can spare heads: a head budget found on a calibration set, for a model as it is, without training.
 
-python -m moh_vision.analysis.search RUN --share 0.75 --output budget.json
+python -m moh_vision.analysis.search RUN --share 0.75 --output budget.yaml
 
 RUN comes first: a run of a classifier, a diffusion model or a causal language model (a dense one is converted, its strongest
 heads shared), or for classifiers weights with --model.NAME as validate.py takes them. --data.root and the other options of
-validate.py are taken too; what is left out is as in the run. head_budget="searched:budget.json" is then a budget like any other.
+validate.py are taken too; what is left out is as in the run. budget.yaml is a list with one [shared, routed] per layer, as any head_budget may be:
+--model.head_budget "$(cat budget.yaml)".
 
 The images, or blocks of text, are of the training split, half of them for the search and as many others to compare what it
 found with the uniform budget and the papers' ramp, of equally many heads.
@@ -12,7 +13,6 @@ found with the uniform budget and the papers' ramp, of equally many heads.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -48,7 +48,7 @@ class Calibration(NamedTuple):
     model: nn.Module
     loss_of: LossOf  # on the images of the search
     loss_elsewhere: LossOf  # on as many others
-    about: dict  # what the file says of both
+    about: dict  # what is said of both
 
 
 def search_budget(
@@ -204,7 +204,11 @@ def mean_over(batches: Sequence[dict], loss: Callable[[dict], Tensor]) -> LossOf
 
 
 def search(opened: Calibration, share: float) -> dict:
-    """Search, compare and print; returns what the file holds."""
+    """Search, compare and print.
+
+    Returns:
+        dict(pairs, all_heads, compared, about): [shared, routed] of each layer, the loss of all heads, what `compare` found.
+    """
     model = opened.model
     layers = head_budget(model)["layers"]
     converted = ", converted with its strongest heads shared" if opened.about["converted"] else ""
@@ -253,25 +257,18 @@ def search(opened: Calibration, share: float) -> dict:
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
         say(f"the {best} budget is better on other {kind}: head_budget={best}:{share:g}")
-    return dict(
-        share=share,
-        active=sum(found.active),
-        heads=sum(all_layers),
-        layers=[
-            dict(
-                name=layer["name"],
-                heads=layer["heads"],
-                shared=layer["shared"],
-                active=k,
-                losses=losses,
-                losses_without_head=heads,
-            )
-            for layer, k, losses, heads in zip(layers, found.active, found.losses, without)
-        ],
-        loss_of_all_heads=found.all_heads,
-        compared=searched,
-        measured_on=opened.about,
-    )
+    pairs = [[layer["shared"], k - layer["shared"]] for layer, k in zip(layers, found.active)]
+    return dict(pairs=pairs, all_heads=found.all_heads, compared=searched, about=opened.about)
+
+
+def as_yaml(found: dict) -> str:
+    """What `search` found as a list of YAML, below what it is of."""
+    about, losses = found["about"], found["compared"]
+    text = f"# {sum(map(sum, found['pairs']))} heads by python -m moh_vision.analysis.search: {about['weights']}"
+    text += ", converted with its strongest heads shared" * about["converted"]
+    text += f"\n# {about['loss']} of all heads {found['all_heads']:.6f}; on others of {about['data']}: "
+    text += ", ".join(f"{name} {budget['loss_on_others']:.6f}" for name, budget in losses.items())
+    return "\n".join([text, *(f"- {pair}" for pair in found["pairs"])]) + "\n"
 
 
 def kind_of(path: str, options: Sequence[str]) -> str:
@@ -302,7 +299,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
     )
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
-    add("--output", required=True, metavar="FILE", help="JSON, for head_budget=searched:FILE")
+    add("--output", required=True, metavar="FILE", help="YAML, one [shared, routed] per layer")
     add(
         "--images",
         type=int,
@@ -321,8 +318,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         opener = registered("calibration", kind_of(options.checkpoint, rest))
         opened = opener(["--checkpoint", options.checkpoint, *rest], options.images)
         found = search(opened, options.share)
-        write_whole(Path(options.output), json.dumps(found, indent=1) + "\n")
-        say(f"{options.output}: head_budget=searched:{options.output}")
+        write_whole(Path(options.output), as_yaml(found))
+        say(f'{options.output}: --model.head_budget "$(cat {options.output})"')
 
     return exit_code("search", work)
 

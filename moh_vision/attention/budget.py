@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Union
@@ -15,8 +13,6 @@ log = logging.getLogger("moh_vision.attention")
 
 BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
 
-SEARCHED = "searched:"  # begins a spec that names a file
-MAX_BYTES = 2**24  # of such a file
 NEAR = 0.05  # difference between a share and that of whole heads that is not worth a line
 
 # The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
@@ -89,8 +85,7 @@ def resolve_budget(
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
                 0.4 by default (Jin 2024, section 4.5 and table 7), 0 with router "moa"; "ramp" rounds it over the model,
                 "uniform" in each layer;
-            "searched:FILE": what `moh_vision.analysis.search` found and wrote there;
-            [(shared, routed), ...]: one pair per layer.
+            [(shared, routed), ...]: one pair per layer, such as `moh_vision.analysis.search` writes.
             A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
             as in the released S/2-75: its renormalised weight is constant, so only the balance loss trains that router.
         depth: layers.
@@ -106,8 +101,6 @@ def resolve_budget(
     """
     heads = _per_layer("heads", heads, depth)
     head_dim = _per_layer("head_dim", head_dim, depth)
-    if is_searched(spec):
-        return _from_file(spec, heads, lambda pairs: resolve_budget(pairs, depth, heads, head_dim, group))
     if group != 1:
         full = [HeadBudget(h, d, h, 0) for h, d in zip(heads, head_dim)]
 
@@ -168,8 +161,7 @@ def change_routed(
     """Other numbers of routed heads for layers that exist: their shared heads stay.
 
     Args:
-        spec: as for `resolve_budget`; a share counts all active heads, a list or a file holds one (shared, routed) pair per
-            layer.
+        spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
         budgets: what the layers have.
         groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
 
@@ -177,8 +169,6 @@ def change_routed(
         ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change, or what a list
             asks for is not whole groups.
     """
-    if is_searched(spec):
-        return _from_file(spec, [b.heads for b in budgets], lambda pairs: change_routed(pairs, budgets, groups))
     if groups is not None and any(group != 1 for group in groups):
         return _in_groups(change_routed, spec, budgets, groups)
     heads = [b.heads for b in budgets]
@@ -269,40 +259,6 @@ def _in_groups(
     )
 
 
-def is_searched(spec: object) -> bool:
-    """Whether a budget spec names a file."""
-    return isinstance(spec, str) and spec.startswith(SEARCHED)
-
-
-def _from_file(spec: str, heads: Sequence[int], decide: Callable) -> tuple[HeadBudget, ...]:
-    """`decide` of the pairs that `searched:FILE` holds; ValueError names the file."""
-    path = spec.removeprefix(SEARCHED)
-    try:
-        if not os.path.isfile(path):
-            raise ValueError("no such file")
-        with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes, which no budget has")
-        try:
-            tree = json.loads(text)
-            counts = [[layer[key] for key in ("heads", "shared", "active")] for layer in tree["layers"]]
-            if any(type(n) is not int for layer in counts for n in layer):
-                raise TypeError
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError("not a budget as `python -m moh_vision.analysis.search` writes it") from None
-        if len(counts) != len(heads):
-            raise ValueError(f"lists {len(counts)} layers, the model has {len(heads)}")
-        for layer, ((measured, _, _), h) in enumerate(zip(counts, heads)):
-            if measured != h:
-                raise ValueError(f"layer {layer} was measured with {measured} heads, the model has {h} there")
-        return decide([(shared, active - shared) for _, shared, active in counts])
-    except OSError as error:
-        raise ValueError(f"head_budget {spec}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"head_budget {spec}: {str(error).removeprefix('head_budget, ')}") from None
-
-
 def spread(kind: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
     """Active heads of each layer, `total` in all, as near as can be to the papers' "ramp" or to "uniform".
 
@@ -352,19 +308,15 @@ def parse_share(spec: object) -> tuple[str, float, float | None]:
     if kind not in ("ramp", "uniform") or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
         raise ValueError(
             f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
-            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', 'searched:FILE', or "
-            "a list with one (shared, routed) pair per layer"
+            "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a "
+            "list with one (shared, routed) pair per layer"
         )
     return kind, target, shared if len(numbers) == 2 else None
 
 
 def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
     """Log, at level WARNING, a share that whole heads miss by more than 5 points; "uniform" rounds in every layer."""
-    if (
-        not isinstance(spec, (list, tuple))
-        and not is_searched(spec)
-        and abs(active / heads - parse_share(spec)[1]) > NEAR
-    ):
+    if not isinstance(spec, (list, tuple)) and abs(active / heads - parse_share(spec)[1]) > NEAR:
         log.warning(
             f"head_budget {spec!r} runs {active} of {heads} heads, {100 * active / heads:.1f} %, because a layer runs whole heads"
         )

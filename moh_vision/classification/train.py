@@ -32,7 +32,7 @@ from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.elastic import elastic_budget
-from moh_vision.models.head_budgets import budget_pairs, keep_budget
+from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
 from moh_vision.models.teachers import Teacher
@@ -49,8 +49,6 @@ def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn
     arguments = {**arguments, **config.model.decided(**decided)}
     model = create(name, "classifier", **arguments)
     check_side(model, arguments.get("img_size"))
-    if keep_budget(config.model, model):
-        arguments["head_budget"] = budget_pairs(model)
     arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
     return model, arguments
 

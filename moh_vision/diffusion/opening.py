@@ -19,7 +19,7 @@ from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for
 from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
-from moh_vision.models.head_budgets import keep_budget, set_head_budget
+from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
 from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
 
@@ -54,7 +54,6 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
-        keep_budget(config, model)
     # A prediction is clipped to the range of pixels; latents have none.
     objective, shift = about.pop("objective"), about.pop("shift")
     config.sampler = sampler_for(objective, config.sampler, config.default_sampler, "--sampler")

@@ -33,7 +33,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.elastic import elastic_budget
-from moh_vision.models.head_budgets import budget_pairs, keep_budget
+from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
 from moh_vision.models.teachers import Teacher
@@ -66,8 +66,6 @@ def train(run: Run) -> None:
     arguments = {**arguments, **decided}
     torch.manual_seed(config.seed)
     model = create(name, "diffusion", **arguments)
-    if keep_budget(config.model, model):
-        arguments["head_budget"] = budget_pairs(model)
     checkpoint = run.take_up(config.max_steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)

@@ -45,7 +45,7 @@ def open_parts(argv: List[str], command: str, training: bool) -> Tuple[LanguageC
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
     if training and task_for(config.model) != "clm":
-        raise ValueError(f"{path}: of language models causal ones are searched, whose head_budget may be a file")
+        raise ValueError(f"{path}: of language models causal ones are searched")
     cache = str(Path(index_dir(str(folder)), "text"))
     text = INPUTS[task_for(config.model)](config.data, cache, config.seed, str(folder), training=training)
     return config, file, load_run(file), text

@@ -24,8 +24,7 @@ class TextModelConfig(Section, section="model"):
     name: str = key("mt_transformer_base")
     """A preset of moh_vision.language.models.create."""
     head_budget: Optional[HeadBudgets] = key(None, ge=0)
-    """As that of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer, or of LLaMA-style models
-    "searched:FILE"."""
+    """As that of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer."""
     kwargs: Optional[Dict[str, Any]] = key(None)
     """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
     pretrained: Optional[str] = key(None)

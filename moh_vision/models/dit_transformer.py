@@ -29,7 +29,6 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
-from moh_vision.attention.budget import is_searched
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
@@ -249,8 +248,6 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         budgets = _layer_budgets(
             head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size, shared_share(router)
         )
-        if is_searched(head_budget):  # saved is what it says
-            self.register_to_config(head_budget=[[b.shared, b.routed] for b in budgets])
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
             fused_attn=use_fused_attn(),

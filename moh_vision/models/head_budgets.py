@@ -12,7 +12,7 @@ from moh_vision.attention import (
     set_budgets,
     set_routed_heads,
 )
-from moh_vision.attention.budget import change_routed, is_searched, log, warn_of_rounding
+from moh_vision.attention.budget import change_routed, log, warn_of_rounding
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import MoHRouter
 
@@ -23,7 +23,7 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     Args:
         model: any model with head routing.
         spec: the share of all heads that is to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list with one
-            (shared, routed) pair per layer, or "searched:FILE". The budget, not the file's name, is saved with the model.
+            (shared, routed) pair per layer.
 
     Returns:
         the model. What whole heads make of the share, and layers left with one routed head, are logged at level WARNING
@@ -65,7 +65,7 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
         trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
     if any(layer.budget.shared != b.shared for layer, b in zip(layers, trained)):
         spec = getattr(model, "head_budget_spec", None)
-        if spec is None or isinstance(spec, (list, tuple)) or is_searched(spec):  # TransNeXt's lists may be of stages
+        if spec is None or isinstance(spec, (list, tuple)):  # TransNeXt's lists may be of stages
             spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
         set_budgets(layers, change_routed(spec, trained))
         record_head_budget(model)
@@ -103,19 +103,3 @@ def record_head_budget(model: nn.Module) -> None:
         model.config.moh = dict(model.config.moh, head_budget=budget_pairs(model))
     elif hasattr(getattr(model, "config", None), "layer_budgets"):
         model.config.layer_budgets = budget_pairs(model)
-
-
-def keep_budget(section: Any, model: nn.Module) -> bool:
-    """Let a run remember the budget of its model where a key says `searched:FILE`: the file may change, or go.
-
-    Args:
-        section: `model` of a configuration, or one of sampling.
-
-    Returns:
-        whether a key said so.
-    """
-    places = (vars(section), *(getattr(section, name, None) or {} for name in ("kwargs", "convert")))
-    named = [place for place in places if str(place.get("head_budget")).startswith("searched:")]
-    for place in named:
-        place["head_budget"] = budget_pairs(model)
-    return bool(named)

@@ -13,7 +13,6 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import is_searched
 from moh_vision.engine.commands import closest, nearest, reason_of
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
@@ -180,8 +179,6 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")
-    if is_searched(arguments.get("head_budget")):  # runs write the budget itself
-        raise ValueError(f"{file}: head_budget in its metadata would read another file")
     most = max((tensor.numel() for tensor in state.values()), default=0)
     for key, number in _numbers(arguments):
         # Whoever passes weights on writes these too; they must not decide how much memory is taken.

@@ -82,7 +82,6 @@ def test_every_router_learns_at_every_share():
         ({}, (1.0, 0.5), r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first"),
         ({}, (0.5, 1.5), r"budget_range \[0.5, 1.5\]: expected two shares"),
         ({}, ("uniform:0.5", 1.0), "expected two shares"),
-        ({}, ("searched:x.json", 1.0), "expected two shares"),
         ({}, ("0.5:0.4", "1:0.4"), "expected two shares"),
         ({}, (0.99, 1.0), "both ends run equally many heads"),
         (

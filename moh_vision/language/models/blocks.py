@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
-from moh_vision.attention.budget import is_searched
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
@@ -60,8 +59,6 @@ def build_attention(
         kind = ExpertBiasAttention if bias else HeadMixtureAttention
     else:
         share = spec.get("head_budget", 0.75) if router in ("moh", "query_norm") else None
-        if is_searched(share):
-            raise ValueError(f"head_budget {share}: translation and masked models take a share or a list, no file")
         pairs = [(heads, 0)] * layers if share is None else share
         budgets = resolve_budget(pairs, layers, heads, dim // heads)
         kind = HeadMixtureAttention

@@ -11,7 +11,6 @@ from moh_vision.language.data.foreign import NumberedVocabulary, load_vocabulary
 from moh_vision.language.data.inputs import TOKENIZER, CausalInputs, TextInputs
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.weights import model_as_saved, pretrained_model
-from moh_vision.models.head_budgets import keep_budget
 
 
 def task_for(model) -> str:
@@ -41,13 +40,10 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
         model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size)
-        keep_budget(m, model)
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), vocab_size=size)
     else:
         arguments = config.model_arguments(text.model_arguments())
         model = create_text_model(m.name, **arguments)
-        if keep_budget(m, model):
-            arguments = config.model_arguments(text.model_arguments())
     config.check_model(model.config)
     positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(text, CausalInputs):

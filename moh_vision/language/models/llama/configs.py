@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import EXECUTORS, BudgetSpec, resolve_budget
-from moh_vision.attention.budget import HeadBudget, all_heads, is_searched, parse_share
+from moh_vision.attention.budget import HeadBudget, all_heads, parse_share
 from moh_vision.engine.commands import closest
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
@@ -37,7 +37,7 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
     if spec is None:
         spec = [[s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)]
     budgets = resolve_budget(spec, config.num_hidden_layers, heads, config.head_dim, size)
-    if router == "moh" or isinstance(spec, (list, tuple)) or is_searched(spec) or parse_share(spec)[2] is not None:
+    if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec)[2] is not None:
         return [[b.shared, b.routed] for b in budgets]
     shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
     return [[s, b.active - s] for s, b in zip(shared, budgets)]
