@@ -31,11 +31,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """The options in `argv`; None: those of this process.
-
-    Raises:
-        ValueError: one line, for what is unknown, out of range, or not there.
-    """
+    """The options in `argv`; None: those of this process."""
     parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
     add = parser.add_argument
     add(
@@ -187,15 +183,7 @@ def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[st
 
 
 def score(options: argparse.Namespace, accelerator) -> None:
-    """Score a model, write --out and print the scores; every process calls it.
-
-    Args:
-        options: of `parse`.
-        accelerator: accelerate's Accelerator.
-
-    Raises:
-        ValueError, OSError: one line.
-    """
+    """Score a model, write --out and print the scores; every process calls it."""
     result = (_tasks if options.tasks else _perplexity)(options, accelerator)
     if not accelerator.is_main_process:
         return

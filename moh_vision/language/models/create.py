@@ -129,11 +129,7 @@ def list_text_presets() -> List[str]:
 
 
 def task_of(preset: str) -> str:
-    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text.
-
-    Raises:
-        ValueError: for an unknown preset, naming the nearest.
-    """
+    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text."""
     preset_config(preset)
     return preset.partition("_")[0]
 
@@ -150,9 +146,6 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
             cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style models
             also router, executor, group and router_kwargs, see `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
-
-    Raises:
-        ValueError: for an unknown preset or field, naming the nearest; or for a value out of its range.
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)
