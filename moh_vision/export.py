@@ -3,10 +3,10 @@
 python -m moh_vision.export RUN --format onnx --output model.onnx
 python -m moh_vision.export NAME --checkpoint FILE --format torch-export --output model.pt2
 
-RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a folder that
-moh_vision.publish, timm or a pipeline has saved.
-NAME is a model of the registry, with the weights of --checkpoint, or else those that it is published with. What was written is
-read again and compared with the model on random inputs. A file that differs is not kept, and the exit code is 2.
+RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a folder
+that moh_vision.publish, timm or a pipeline has saved. NAME is a model of the registry, with the weights of
+--checkpoint, or else those that it is published with. What was written is read again and compared with the model on
+random inputs. A file that differs is not kept, and the exit code is 2.
 """
 
 from __future__ import annotations

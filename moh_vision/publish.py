@@ -52,7 +52,8 @@ ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget"
 
 
 class Saved(NamedTuple):
-    """What a folder is for: the library that reads it, the hub's name of the task or None, code that uses it, the model's name."""
+    """What a folder is for: the library that reads it, the hub's name of the task or None, code that uses it, the
+    model's name."""
 
     library: str
     task: Optional[str]
@@ -157,7 +158,8 @@ print(model.pretrained_cfg["label_names"][logits.argmax()])"""
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.Module, dict]]:
-    """timm's own model of that name with the weights of a dense one of ours, and its arguments; None if it has no such model."""
+    """timm's own model of that name with the weights of a dense one of ours, and its arguments; None if it has no
+    such model."""
     import timm
 
     if arguments.get("router") != "dense" or not timm.is_model(name):

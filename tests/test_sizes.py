@@ -11,20 +11,20 @@ from conftest import ROOT
 # Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
 # is lowered whenever the part gets smaller, and never raised.
 LIMITS = {
-    "attention": (5300, 5600),
+    "attention": (5250, 5600),
     "attention, C++": (2065, 2065),
     "models": (3700, 4000),
     "data": (3300, 2050),
-    "engine": (3800, 3450),
+    "engine": (3700, 3450),
     "evaluation": (1650, 1250),
     "classification": (1300, 1000),
     "diffusion": (3650, 3000),
-    "language": (7050, 5000),
+    "language": (6650, 5000),
     "commands": (4750, 3000),
-    "all of moh_vision": (34250, 28300),
-    "tests": (31800, 24000),
+    "all of moh_vision": (33750, 28300),
+    "tests": (31450, 24000),
     "benchmarks": (3300, 2400),
-    "words of docs": (54800, 30000),
+    "words of docs": (54550, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (5250, 2350),
     "configurations": (50, 50),
 }

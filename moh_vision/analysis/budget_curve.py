@@ -2,12 +2,12 @@
 
 python -m moh_vision.analysis.budget_curve RUN [RUN ...] --output curve.png
 
-RUN is a run of a classifier, scored on its validation images, of a diffusion model, whose samples are scored, or of a language
-model, scored on its validation text; runs of one kind are lines of one figure. They come first. --data.root and the other
-options of validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py: --score REFERENCE is
-needed, --num-images and --steps say how long it takes. The shared heads of a model stay, so that it cannot run fewer than
-these and one routed head per layer; `set_head_budget` says how a share is spread over the layers. A dense model is one point
-at 100 %. A ring marks the share that the run was saved with.
+RUN is a run of a classifier, scored on its validation images, of a diffusion model, whose samples are scored, or of a
+language model, scored on its validation text; runs of one kind are lines of one figure. They come first. --data.root
+and the other options of validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py:
+--score REFERENCE is needed, --num-images and --steps say how long it takes. The shared heads of a model stay, so that
+it cannot run fewer than these and one routed head per layer; `set_head_budget` says how a share is spread over the
+layers. A dense model is one point at 100 %. A ring marks the share that the run was saved with.
 
 Latency is that of one forward pass of a batch, as the model's executor computes it: the median over rounds in which all
 models and shares take turns, with quartiles.

@@ -44,7 +44,8 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """One line: parameters and active heads of a model, layers with one routed head, and MAE's experts, whose heads all count."""
+    """One line: parameters and active heads of a model, layers with one routed head, and MAE's experts, whose heads
+    all count."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = {mae_mixture(router).partition(";")[0]: None for router in mae_routers(model)}

@@ -3,8 +3,8 @@
 python -m moh_vision.analysis.learning_curves RUN RUN ... --output curves.png
 python -m moh_vision.analysis.learning_curves RUN RUN ... --over data.share --output share.png
 
-RUN is the folder of a run of train_cls.py, train_dit.py or train_text.py. Runs that differ in nothing but the seed make one line:
-the mean, solid ones in a band of one standard deviation (of n - 1).
+RUN is the folder of a run of train_cls.py, train_dit.py or train_text.py. Runs that differ in nothing but the seed
+make one line: the mean, solid ones in a band of one standard deviation (of n - 1).
 
 The first form draws training losses (dotted) and validation losses (solid), as Peng 2020 (MAE), figure 3: of language models
 both in nats a token without smoothed labels. A run need not have ended. Only runs of text log epochs: with a run of images, or
@@ -150,7 +150,8 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
 
 
 def scores_over(runs: Sequence[ScoredRun], key: str, names: Optional[Sequence[str]] = None) -> Tuple[List[Line], str]:
-    """(lines, label of y): the first score of `COLUMNS` that the runs have, over the numbers at a key of their configurations.
+    """(lines, label of y): the first score of `COLUMNS` that the runs have, over the numbers at a key of their
+    configurations.
 
     Raises:
         ValueError: for a key that is unknown, or where a run has no number; or if there is no score.

@@ -1,4 +1,5 @@
-"""Head load: how many tokens ran each head of each layer, for every class, timestep, text or task. In memory and as a file."""
+"""Head load: how many tokens ran each head of each layer, for every class, timestep, text or task. In memory and as a
+file."""
 
 from __future__ import annotations
 

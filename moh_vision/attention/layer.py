@@ -275,7 +275,8 @@ class HeadMixtureAttention(nn.Module):
         return self.project_rows(x, self.q_dim, sum(self.rows)).split(self.rows[1:], -1)
 
     def project_rows(self, x: Tensor, first: int, last: int) -> Tensor:
-        """x [.., C] -> outputs first .. last - 1 of `qkv`; only these rows of the weight are multiplied, if it is `plain`."""
+        """x [.., C] -> outputs first .. last - 1 of `qkv`; only these rows of the weight are multiplied, if it is
+        `plain`."""
         if not plain(self.qkv):
             return self.qkv(x)[..., first:last]
         bias = self.qkv.bias

@@ -115,7 +115,8 @@ def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) ->
 
 
 class ToNormalised:
-    """PIL image -> (pixels / 255 - mean) / std, float32 [C, h, w]: MaybeToTensor and Normalize to the bit, with one tensor for four.
+    """PIL image -> (pixels / 255 - mean) / std, float32 [C, h, w]: MaybeToTensor and Normalize to the bit, with one
+    tensor for four.
 
     Args:
         mean, std: of each channel.

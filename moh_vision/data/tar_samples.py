@@ -18,7 +18,8 @@ class TarSamples:
 
     webdataset itself only streams; an index of member offsets, built once, makes any sample readable by one pread, so
     that the order of a run can be a pure function. The index records each shard's size and time; a shard that changed
-    since is refused, and so is one that is not what its record says, where there is a record. Class names come from classes.txt (one a line) or are the numbers 0 .. largest label.
+    since is refused, and so is one that is not what its record says, where there is a record. Class names come from
+    classes.txt (one a line) or are the numbers 0 .. largest label.
 
     Args:
         root: the folder.

@@ -40,11 +40,13 @@ class _Asked(Section):
 
 
 def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
-    """Read the command line of a script into a configuration: its files, the later over the earlier, and over them its options.
+    """Read the command line of a script into a configuration: its files, the later over the earlier, and over them
+    its options.
 
-    Where `kind` says of which `runs`, the configuration of the run that --checkpoint names is read if there is no --config, and
-    keys in files that `kind` does not have are left out. A key that has no effect beside the others (see `idle_keys`) is
-    refused. If an option makes a key of a file ineffective, the key is left out instead, and a line on stderr says so.
+    Where `kind` says of which `runs`, the configuration of the run that --checkpoint names is read if there is no
+    --config, and keys in files that `kind` does not have are left out. A key that has no effect beside the others
+    (see `idle_keys`) is refused. If an option makes a key of a file ineffective, the key is left out instead, and a
+    line on stderr says so.
     """
     keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
     files: List[str] = []

@@ -58,13 +58,15 @@ class ModelConfig(Section, section="model"):
             raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
 
     def arguments(self) -> dict:
-        """Keyword arguments for timm.create_model, without what was left out; of a pre-trained model those that it changes."""
+        """Keyword arguments for timm.create_model, without what was left out; of a pre-trained model those that it
+        changes."""
         other = ("name", "kwargs", "pretrained", "convert")
         own = {name: value for name, value in vars(self).items() if name not in other and value is not None}
         return {**own, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
-        """The arguments of the model that the data and other keys decide, such as num_classes; model.kwargs may not differ."""
+        """The arguments of the model that the data and other keys decide, such as num_classes; model.kwargs may not
+        differ."""
         for name, value in values.items():
             said = (self.kwargs or {}).get(name, value)
             if said != value:

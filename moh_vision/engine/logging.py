@@ -226,7 +226,8 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Peak memory of this process: what PyTorch allocated on the GPU if there is one, else resident memory, libraries included."""
+    """Peak memory of this process: what PyTorch allocated on the GPU if there is one, else resident memory, libraries
+    included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

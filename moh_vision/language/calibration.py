@@ -25,15 +25,8 @@ from moh_vision.models.weights import load_run
 
 
 def open_parts(argv: List[str], command: str, training: bool) -> Tuple[LanguageConfig, Path, nn.Module, TextInputs]:
-    """The configuration of the run --checkpoint, the file of its weights, its model, and its text.
-
-    Args:
-        argv: --checkpoint, the run or a file of its weights, and options of `data` and precision.
-        command: named in messages.
-        training: whether a causal model and its training text are needed.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
+    """Return the configuration of the run --checkpoint, the file of its weights, its model, and its text. `argv` also
+    has options of `data` and precision. `training` asks for a causal model and its training text.
     """
     _, path, *options = argv
     file = weights_file(path)
@@ -52,10 +45,7 @@ def open_parts(argv: List[str], command: str, training: bool) -> Tuple[LanguageC
 
 
 def open_scored(argv: List[str]) -> Scored:
-    """The model of the run --checkpoint, and its perplexity on the validation text.
-
-    Args, raises: as `open_parts`.
-    """
+    """Return the model of the run --checkpoint, and its perplexity on the validation text."""
     config, file, model, text = open_parts(argv, "budget_curve", training=False)
     accelerator = make_accelerator(config.mixed_precision, config.tf32)
     task = LanguageTask(model.to(accelerator.device), 0.0).eval()
@@ -74,14 +64,8 @@ def open_scored(argv: List[str]) -> Scored:
 
 
 def open_calibration(argv: List[str], count: int) -> Calibration:
-    """The model of the run --checkpoint, converted if it is dense, and its loss in nats per token of training text.
-
-    Args:
-        argv: see `open_parts`.
-        count: how many blocks of text, evenly spread; as many others between them are there to compare.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
+    """Return the model of the run --checkpoint, converted if it is dense, and its loss in nats per token on `count`
+    blocks of training text, evenly spread. As many other blocks between them are there to compare.
     """
     config, file, model, text = open_parts(argv, "search", training=True)
     total = len(text.train)

@@ -21,12 +21,12 @@ from moh_vision.analysis import describe, in_short
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.early_stop import Patience, earlier_losses
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
+from moh_vision.language.early_stop import Patience, earlier_losses
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only

@@ -86,8 +86,8 @@ def convert(
         group: for language models, see `convert_llama`.
 
     Returns:
-        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm. Layers left
-        with one routed head are logged as `set_head_budget` does it.
+        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm.
+        Layers left with one routed head are logged as `set_head_budget` does it.
 
     Raises:
         ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is

@@ -1,8 +1,9 @@
 """Elastic budgets: one set of weights that is trained at many shares of active heads, and serves them all. No paper has it.
 
-Every step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share, one the largest,
-and two run shares drawn from between. Slimmable networks (Yu and Huang 2019, the sandwich rule) run as many shares in every step,
-on the same batch, which takes four times as long; here the ends are still trained as often as that rule has them.
+Every step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share, one the
+largest, and two run shares drawn from between. Slimmable networks (Yu and Huang 2019, the sandwich rule) run as many
+shares in every step, on the same batch, which takes four times as long; here the ends are still trained as often as
+that rule has them.
 """
 
 from __future__ import annotations

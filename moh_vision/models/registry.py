@@ -11,14 +11,15 @@ def register(kind: str, name: str, target: str) -> None:
 
     Args:
         kind: "converter": what `moh_vision.convert` calls with its arguments, by the qualified name of a model's class or
-            base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata;
-            "calibration": what `moh_vision.analysis.search` calls to open a "classifier", "diffusion" or "text" model and its data;
-            "gates": what `moh_vision.analysis.gates` calls to read the gates of a run on its data;
-            "scores": what `moh_vision.analysis.budget_curve` calls to open a run, and what scores it;
-            "counter": what `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the
-            `SUITES` whose scores `moh_vision.analysis.table` reads; "pairs": what `moh_vision.analysis.report` calls to read
-            the sentences that were translated; "prepared": what `moh_vision.load_run` calls with a "classifier" and the
-            metadata of its file; "image": what `moh_vision.analysis.patches` calls to open a "classifier" and one image.
+            base class; "run": what `moh_vision.load_run` calls with a file, by a key of its metadata; "calibration":
+            what `moh_vision.analysis.search` calls to open a "classifier", "diffusion" or "text" model and its data;
+            "gates": what `moh_vision.analysis.gates` calls to read the gates of a run on its data; "scores": what
+            `moh_vision.analysis.budget_curve` calls to open a run, and what scores it; "counter": what
+            `moh_vision.analysis.macs.count` calls for a preset that is no image model; "suites": the `SUITES` whose
+            scores `moh_vision.analysis.table` reads; "pairs": what `moh_vision.analysis.report` calls to read the
+            sentences that were translated; "prepared": what `moh_vision.load_run` calls with a "classifier" and the
+            metadata of its file; "image": what `moh_vision.analysis.patches` calls to open a "classifier" and one
+            image.
     """
     _TARGETS[kind, name] = target
 

@@ -90,7 +90,8 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
 
 
 def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
-    """A file of weights as commands name it: of a pickled one that has several kinds, also the one that `read_tensors` takes."""
+    """A file of weights as commands name it: of a pickled one that has several kinds, also the one that
+    `read_tensors` takes."""
     kind = kind_in(Path(file), weights)
     return f"{file} ({kind})" if kind else str(file)
 

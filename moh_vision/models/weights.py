@@ -73,7 +73,8 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
 
 
 def check_side(model: nn.Module, side: Optional[int]) -> None:
-    """Raise ValueError unless patches cover images of this side, as those of the size that timm trained the model for may not.
+    """Raise ValueError unless patches cover images of this side, as those of the size that timm trained the model for
+    may not.
 
     Args:
         model: a classifier.
@@ -369,10 +370,11 @@ def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
     """Load published or own weights into a model, whatever their layout.
 
-    Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects), the
-    .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose
-    outputs a model with compat="diffusers" has. Weights of a dense model leave MoH's routers at zero. The shared heads
-    of weights with MoH's routers become the model's; how many heads run stays its own.
+    Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects),
+    the .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's
+    ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose outputs a model with
+    compat="diffusers" has. Weights of a dense model leave MoH's routers at zero. The shared heads of weights with
+    MoH's routers become the model's; how many heads run stays its own.
 
     Args:
         weights: "ema", where the file or folder holds one, or "model".

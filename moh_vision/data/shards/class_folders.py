@@ -77,7 +77,8 @@ def split_folders(root: Path, split: Optional[str] = None) -> Dict[str, Path]:
 
 
 def divided(listing: ClassFolders, val_fraction: float) -> Dict[str, ClassFolders]:
-    """Training and validation files of a folder of classes, by a hash of their names: more files leave the others where they are.
+    """Training and validation files of a folder of classes, by a hash of their names: more files leave the others
+    where they are.
 
     Raises:
         ValueError: naming a class that would have no file in one of the two.

@@ -49,9 +49,6 @@ class TokenBatches:
         accumulation: micro-batches per step and rank.
         rank, world: this process, and how many there are.
         start, stop: first step, and the one after the last.
-
-    Raises:
-        ValueError: if a sample is longer than max_tokens, or there are none.
     """
 
     def __init__(
@@ -111,11 +108,8 @@ class TokenBatches:
 
 
 def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> List[List[int]]:
-    """Batches for evaluation, of about equal lengths: every sample number exactly once over all ranks; one longer than
-    max_tokens is alone.
-
-    Args:
-        lengths, max_tokens, rank, world: see `TokenBatches`.
+    """Return batches for evaluation, of about equal lengths, with every sample number once over all ranks. A sample
+    longer than `max_tokens` is alone.
     """
     order = np.argsort(length_key(lengths), kind="stable")
     ends = batch_ends(lengths.max(1)[order], max_tokens)

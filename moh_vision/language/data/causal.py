@@ -16,10 +16,10 @@ from moh_vision.language.data.vocabulary import EOS, PAD
 class CausalWindows(Dataset):
     """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
 
-    The text is one stream, eos behind every line, empty ones too (which is how WikiText's words are counted); or the
-    documents of a text that comes as ids. A window's labels are a piece of it, its inputs the same piece one token earlier, with eos before the first token. Windows
-    advance by `stride`, and label only what none before them did, so that every token of the stream is predicted exactly
-    once. The last ends with the stream: it begins less than a stride after the one before, rather than being short.
+    The text is one stream: its lines, empty ones too (as WikiText's words are counted), with eos behind each; or the
+    documents of a text that comes as ids. A window's labels are a piece of the stream, and its inputs the same piece one
+    token earlier, with eos before the first token. Windows advance by `stride` and label only what none before them did,
+    so every token is predicted once. The last window is as wide and ends with the stream.
 
     Training takes stride = width: contiguous blocks, the same in every epoch, as fairseq's break mode "none".
     Evaluation "512/480" takes width 512 and stride 32: each token but the first 480 has 480 to 511 before it.
@@ -30,10 +30,6 @@ class CausalWindows(Dataset):
         stride: 1 <= stride <= width; left out: width.
         eos: id before the first token; None: not known, and then the first token is not predicted.
         size: of the vocabulary, to check ids as they are read; None: they are known to be right.
-
-    Raises:
-        ValueError: if the text is shorter than a window, the stride is none, or eos is not in the vocabulary; when read, naming file and value, for an
-            id that the vocabulary does not have.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ MAX_TOKENS = 1 << 24
 class ForeignVocabulary:
     """Reads a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
 
-    A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end. What looks
-    like a special token in a text is text.
+    A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end.
+    What looks like a special token in a text is text.
 
     Args:
         data: the bytes of tokenizer.json.
@@ -37,9 +37,6 @@ class ForeignVocabulary:
     Attributes:
         bos, eos, pad: ids; bos and pad may be None.
         fingerprint: sha256 of tokenizer.json.
-
-    Raises:
-        ValueError: naming the file, if it is no tokenizer, or which token ends a text is not known.
     """
 
     kind, lowercase, specials = "foreign", False, 0
@@ -70,7 +67,7 @@ class ForeignVocabulary:
 
     @classmethod
     def load(cls, path: Path) -> ForeignVocabulary:
-        """Read a tokenizer.json; raises ValueError, naming the file, as above, or FileNotFoundError."""
+        """Read a tokenizer.json and the tokenizer_config.json beside it."""
         return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:
@@ -100,11 +97,7 @@ class ForeignVocabulary:
 
 
 class NumberedVocabulary:
-    """So many tokens of which nothing else is known: for text that comes as ids.
-
-    Args:
-        size: tokens.
-    """
+    """A vocabulary of `size` tokens of which nothing else is known, for text that comes as ids."""
 
     kind, lowercase, specials, bos, eos, pad = "numbers", False, 0, None, None, None
 
@@ -137,16 +130,13 @@ def write_companion(path: Path, names: Dict[str, str]) -> None:
 
 
 def load_vocabulary(path: Path) -> AnyVocabulary:
-    """A tokenizer.json, of this package or a foreign one.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
+    """A tokenizer.json, of this package or a foreign one."""
     return (Vocabulary if is_ours(path) else ForeignVocabulary).load(path)
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to refuse."""
+    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to
+    refuse."""
     data = read_json(path)
     try:
         content = json.loads(data)

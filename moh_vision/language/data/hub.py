@@ -8,12 +8,8 @@ from moh_vision.data.hub import hub_split
 
 
 class HubText:
-    """A column of texts, as `lines.TextFile`.
-
-    Args:
-        table: of one split.
-        name: of the data set and split, for messages.
-        language: of the column translation; None: the column text.
+    """The texts of one split's table, read as by `lines.TextFile`: the column text, or `language` of the column
+    translation. `name` names data set and split in messages.
     """
 
     def __init__(self, table, name: str, language: Optional[str] = None):
@@ -21,11 +17,7 @@ class HubText:
         self.name = f"{name}, {language}" if language else name
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, on one line each.
-
-        Raises:
-            ValueError: naming data set and row.
-        """
+        """The texts, on one line each."""
         row = 0
         for row, cell in enumerate(self.table, 1):
             text = cell["translation"].get(self.language) if self.language else cell["text"]

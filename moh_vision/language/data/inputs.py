@@ -48,9 +48,6 @@ class TextInputs:
     Attributes:
         vocabularies: of source and target, twice the same if there is one.
         train, val, test: data sets; train and test may be None.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, naming file or key.
     """
 
     vocabularies: Tuple[AnyVocabulary, AnyVocabulary]
@@ -70,11 +67,7 @@ class TextInputs:
         return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
 
     def scored_files(self) -> str:
-        """Name the files of the validation and test set, as they were found for data.val and data.test.
-
-        Raises:
-            ValueError: naming key and file, if one of them is trained on.
-        """
+        """Name the files of the validation and test set, as they were found for data.val and data.test."""
         d, found = self.data, []
         trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
         for key, title in (("val", "validation"), ("test", "test")):
@@ -93,10 +86,8 @@ class TextInputs:
         return dict(train=self.fingerprint())
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """The vocabularies beside the weights, as `data.tokenizer` finds them, and the record.
-
-        Args:
-            micro_batches: of a step, over all processes.
+        """Save the vocabularies beside the weights, as `data.tokenizer` finds them, and the record. A step has
+        `micro_batches` over all processes.
         """
         source, target = self.vocabularies
         source.save(run / TOKENIZER)
@@ -391,15 +382,8 @@ INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # 
 
 
 def tokenizer_of(config, resumed: bool) -> Optional[str]:
-    """Place of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder of the weights that it starts
-    from (init_from or model.pretrained); None: it is made from the text.
-
-    Args:
-        config: a `LanguageConfig`.
-        resumed: whether there is a run to go on with.
-
-    Raises:
-        ValueError: if nothing says what the tokens of model.pretrained are: a new vocabulary would number others.
+    """Return the place of a run's vocabulary, or None if it is made from the text: the run's own folder if it
+    resumes, data.tokenizer, or the folder of the weights that it starts from (init_from or model.pretrained).
     """
     d = config.data
     if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):

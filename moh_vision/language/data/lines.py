@@ -14,22 +14,14 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 class TextFile:
-    """A file of one sentence or paragraph a line.
-
-    Args:
-        path: ending in .gz: compressed.
-    """
+    """A file of one sentence or paragraph a line; compressed if its name ends in .gz."""
 
     def __init__(self, path: Path):
         self.path, self.name = path, str(path)
         self._sha256: Optional[str] = None
 
     def __iter__(self) -> Iterator[str]:
-        """The lines, without what is blank at either end.
-
-        Raises:
-            ValueError: naming file and line: not UTF-8, NUL characters, too long, damaged gzip; or an empty file.
-        """
+        """The lines, without what is blank at either end."""
         number = 0
         for number, line, _ in raw_lines(self.path, MAX_LINE, "sentence or paragraph"):
             where = f"{self.name}, line {number}"
@@ -47,14 +39,8 @@ class TextFile:
 
 
 def raw_lines(path: Path, most: int, what: str) -> Iterator[Tuple[int, bytes, int]]:
-    """(number of the line, line, bytes of the file read so far) of a file; unpacked if its name ends in .gz.
-
-    Args:
-        most: bytes of a line.
-        what: is expected on a line.
-
-    Raises:
-        ValueError: naming file and line: too long, or damaged gzip.
+    """Yield (number of the line, line, bytes of the file read so far); the file is unpacked if its name ends in .gz.
+    A line has at most `most` bytes; messages say that `what` is expected on it.
     """
     number = 0
     with open(path, "rb") as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:
@@ -85,12 +71,7 @@ def there(folder: Path, name: str, suffix: str) -> List[Path]:
 
 
 def find_text(folder: Path, names: tuple, suffix: str) -> TextFile:
-    """The file NAME{suffix} or NAME{suffix}.gz of the first name that has one.
-
-    Raises:
-        FileNotFoundError: listing what is there.
-        ValueError: if there are both forms.
-    """
+    """The file NAME{suffix} or NAME{suffix}.gz of the first name that has one."""
     for name in names:
         files = there(folder, name, suffix)
         if len(files) == 2:

@@ -12,12 +12,8 @@ from moh_vision.data.workers import leave_signals_to_the_parent
 
 
 def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[Dict[str, Tensor]]:
-    """The batches of a text data set, in order; the same for any number of workers.
-
-    Args:
-        dataset: `ParallelTokens`, `MaskedBlocks` or `CausalWindows`.
-        batches: lists of items; for training `TokenBatches`, `StepBatches` or `MixedBatches`.
-        workers: loader processes; encoded text needs none but on the fastest machines.
+    """Load batches of a text data set, in order; the same for any number of workers. Each of `batches` lists items.
+    Encoded text needs no loader processes (`workers`) but on the fastest machines.
     """
     loader = DataLoader(
         dataset,

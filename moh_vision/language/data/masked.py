@@ -54,9 +54,6 @@ class MaskedBlocks(Dataset):
         vocabulary: with a mask.
         seed: of the run; for validation `EVALUATION_SEED`, with the block's number for the position.
         prob: see `mask_tokens`.
-
-    Raises:
-        ValueError: if the vocabulary has no mask.
     """
 
     def __init__(self, tokens: TokenCache, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):

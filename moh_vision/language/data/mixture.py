@@ -32,18 +32,15 @@ class Draw(NamedTuple):
 class Mixture:
     """The order of blocks of weighted sources.
 
-    Positions come in rounds. A round has of every source its exact share: percentages with two decimals make rounds of at most
-    10,000 positions, others are rounded so that no source is ever a whole block from its share at the end of a round.
-    Inside a round sources are shuffled. Each source goes through all its blocks, in an order of its own for every epoch, before
-    one comes again.
+    Positions come in rounds. A round has of every source its exact share: percentages with two decimals make rounds
+    of at most 10,000 positions, others are rounded so that no source is ever a whole block from its share at the end
+    of a round. Inside a round sources are shuffled. Each source goes through all its blocks, in an order of its own
+    for every epoch, before one comes again.
 
     Args:
         weights: above 0, in any unit.
         blocks: of each source.
         seed: of the run.
-
-    Raises:
-        ValueError: for a share so small that a round has none.
     """
 
     def __init__(self, weights: Sequence[float], blocks: Sequence[int], seed: int):
@@ -98,12 +95,7 @@ class Mixture:
 
 
 class MixedBatches(StepBatches):
-    """The micro-batches of one rank, as lists of (position, block number); blocks are numbered through all sources.
-
-    Args:
-        mixture: the order.
-        batch_size, accumulation, rank, world, start, stop: see `StepBatches`.
-    """
+    """The micro-batches of one rank, as lists of (position, block number); blocks are numbered through all sources."""
 
     def __init__(self, mixture: Mixture, **arguments):
         super().__init__(mixture.blocks, group=1, seed=mixture.seed, **arguments)
@@ -125,13 +117,7 @@ class MixedBatches(StepBatches):
 
 
 class MixedWindows(Dataset):
-    """Windows of several texts, numbered through all of them.
-
-    Args:
-        texts: of equal width.
-        names: of each, for messages.
-        weights: of each.
-    """
+    """The windows of several texts, numbered through all of them; their widths are equal, `names` are for messages."""
 
     collate = staticmethod(CausalWindows.collate)
 

@@ -27,15 +27,7 @@ class ParallelText(NamedTuple):
     target: Lines
 
     def check(self, allow_empty: bool = False) -> int:
-        """Read all pairs and return their number.
-
-        Args:
-            allow_empty: whether a side may be empty.
-
-        Raises:
-            ValueError: with both numbers of lines if they differ, or naming the first pair with an empty side and how
-                many there are; and for what the lines raise.
-        """
+        """Read all pairs and return their number; with `allow_empty` a side may be empty."""
         source_lines = target_lines = empty = 0
         for source, target in zip_longest(self.source, self.target):
             source_lines += source is not None
@@ -58,16 +50,9 @@ class ParallelText(NamedTuple):
 
 
 def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
-    """The pairs of a split; nothing is read yet.
-
-    Args:
-        root: a folder with {split}.{language} or {split}.{language}.gz; or hfds/NAME or hfds/NAME:CONFIG, a data set
-            with a column translation.
-        split: any name; "val" is also valid, validation or dev.
-        source, target: languages, as files and columns call them.
-
-    Raises:
-        ValueError, FileNotFoundError: naming data.root, and what is missing there.
+    """Find the pairs of a split; nothing is read yet. `root` is a folder with {split}.{language}[.gz], or
+    hfds/NAME[:CONFIG], a data set with a column translation. The split "val" may also be named valid, validation or
+    dev.
     """
     names = SPLIT_NAMES.get(split, (split,))
     if source == target:
@@ -87,14 +72,8 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
 
 
 def find_lines(root: str, split: str) -> Lines:
-    """The lines of a split, empty ones included; nothing is read yet.
-
-    Args:
-        root: a folder with {split}.txt or {split}.txt.gz; or hfds/NAME or hfds/NAME:CONFIG, with a column text.
-        split: see `find_pairs`.
-
-    Raises:
-        ValueError, FileNotFoundError: naming data.root, and what is missing there.
+    """Find the lines of a split, empty ones included; nothing is read yet. `root` is a folder with {split}.txt[.gz],
+    or hfds/NAME[:CONFIG], a data set with a column text.
     """
     names = SPLIT_NAMES.get(split, (split,))
     if root.startswith(PREFIX):
@@ -103,15 +82,7 @@ def find_lines(root: str, split: str) -> Lines:
 
 
 def find_tokens(root: str, split: str) -> Optional[List[Path]]:
-    """The files of a split that holds token ids; None if there are none, and text is to be looked for.
-
-    Args:
-        root: a folder.
-        split: see `find_pairs`.
-
-    Raises:
-        ValueError: naming two files, if there are ids in two forms, or ids and text.
-    """
+    """Return the files of a split that holds token ids; None if there are none, and text is to be looked for."""
     folder = Path(root)
     if root.startswith(PREFIX) or not folder.is_dir():
         return None
@@ -131,14 +102,8 @@ def find_tokens(root: str, split: str) -> Optional[List[Path]]:
 
 
 def open_tokens(paths: List[Path], index_dir: Optional[str] = None, dtype: Optional[str] = None) -> Tokens:
-    """The ids of the files that `find_tokens` found.
-
-    Args:
-        index_dir: see `TokenShards`.
-        dtype: see `TokenFiles`.
-
-    Raises:
-        ValueError: naming the file.
+    """Open the ids of the files that `find_tokens` found; `index_dir` is as for `TokenShards`, `dtype` as for
+    `TokenFiles`.
     """
     if paths[0].suffix == ".tar":
         return TokenShards(paths, paths[0].name.rpartition("-")[0], index_dir)

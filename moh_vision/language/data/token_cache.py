@@ -1,7 +1,7 @@
 """Encoded texts on disk: token ids of all lines, one after the other, read through a memory map.
 
-A safetensors file with `ids` (uint16 or int32) and `ends` (int64: where each line ends), and in its metadata what it was made
-from, the sha256 of the numbers, and the number of words. Safe to delete at any time.
+A safetensors file with `ids` (uint16 or int32) and `ends` (int64: where each line ends), and in its metadata what it
+was made from, the sha256 of the numbers, and the number of words. Safe to delete at any time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ DTYPES = {"U16": np.uint16, "I32": np.int32}
 
 
 class TokenCache:
-    """The lines of a text as token ids, each with eos at its end.
+    """The lines of a text as token ids, each with eos at its end. Raises ValueError, naming the file, if it is
+    damaged, or made from something else than `made_from`; None allows anything.
 
-    Attributes of use: `ids` (all, a memory map), `ends` (where each line ends in it), `lengths` (of the lines, with eos),
-    `words` (blank-separated words of the text, and one for each line's end: what word-level perplexity divides by).
-
-    Args:
-        path: of the file.
-        made_from: what it must have been made from, see `encoded`; None: anything.
-
-    Raises:
-        ValueError: naming the file, if it is damaged or made from something else.
+    Attributes: `ids` (all, a memory map), `ends` (where each line ends in it), `lengths` (of the lines, with eos),
+    `words` (blank-separated words, and one for each line's end: what word-level perplexity divides by).
     """
 
     def __init__(self, path: Path, made_from: Optional[str] = None):
@@ -95,12 +89,8 @@ class TokenCache:
 
 
 def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool = False) -> TokenCache:
-    """The token cache of a text, made where there is none, and made again where it is damaged.
-
-    Args:
-        lines: a `TextFile` or `HubText`.
-        cache_dir: folder of caches. The file's name holds what it was made from, so a changed text finds none.
-        skip_empty: leave empty lines out.
+    """Return the token cache of a text, `TextFile` or `HubText`; it is made where there is none or a damaged one. The
+    file's name holds what it was made from, so a changed text finds none.
     """
     made_by = vocabulary.fingerprint
     if vocabulary.kind == "foreign":  # whose tokenizer.json does not say which token ends a text
@@ -118,11 +108,7 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool =
 
 
 def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made_from: str, skip_empty: bool) -> None:
-    """Encode lines into a file, `LINES_AT_ONCE` at a time: memory does not grow with the text, but for 8 bytes a line.
-
-    Raises:
-        ValueError: if there is no line, or none that is not empty.
-    """
+    """Encode lines into a file, `LINES_AT_ONCE` at a time: memory does not grow with the text, but for 8 bytes a line."""
     kind = "U16" if len(vocabulary) <= 1 << 16 else "I32"
     lengths, words, digest = [], 0, hashlib.sha256()
     title = f"encoding {place.name.partition('.')[0]}"

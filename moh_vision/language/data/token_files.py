@@ -41,20 +41,9 @@ class About(NamedTuple):
 
 
 class TokenFiles:
-    """The ids of a split.
-
-    Args:
-        paths: of the files, all of one kind.
-        dtype: of .bin files without a SPLIT.json.
-
-    Attributes:
-        ids: all of them; has a length and takes slices.
-        eos: id behind every text; None: not known.
-        words: of the text, for perplexity per word; None: not known.
-        tokenizers: sha256 of the tokenizer.json of every file that says it.
-
-    Raises:
-        ValueError: naming the file: damaged, cut off, of another kind, or one whose dtype nothing says.
+    """The ids of a split's files, all of one kind. `ids` has a length and takes slices; `eos` ends every text,
+    `words` is for perplexity per word, None: not known; `tokenizers` are the sha256 of every tokenizer.json that a
+    file names.
     """
 
     def __init__(self, paths: Sequence[Path], dtype: Optional[str] = None):
@@ -63,7 +52,11 @@ class TokenFiles:
         self.parts, self.abouts = [ids for ids, _ in read], [about for _, about in read]
         self.ids = self.parts[0] if len(read) == 1 else Chained(self.parts)
         self.name = str(self.paths[0]) + (f" and {len(read) - 1} more" if len(read) > 1 else "")
-        self.eos = _same(self.paths, [about.eos for about in self.abouts], "eos")
+        known = {about.eos: path for path, about in zip(self.paths, self.abouts) if about.eos is not None}
+        if len(known) > 1:
+            told = ", ".join(f"{path.name} {eos}" for eos, path in known.items())
+            raise ValueError(f"{self.paths[0].parent}: files of one split with different eos: {told}")
+        self.eos = next(iter(known), None)
         words = [about.words for about in self.abouts]
         self.words = None if None in words else sum(words)
         self.tokenizers = {about.tokenizer for about in self.abouts if about.tokenizer}
@@ -106,11 +99,7 @@ class TokenFiles:
 
 
 class Chained:
-    """Vectors one after the other, without a copy.
-
-    Args:
-        parts: memory maps.
-    """
+    """Vectors, such as memory maps, one after the other without a copy."""
 
     def __init__(self, parts: List[np.ndarray]):
         self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
@@ -143,11 +132,7 @@ def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
 
 
 def read_about(path: Path) -> About:
-    """Read the .json beside a file of ids; every field is None if there is none.
-
-    Raises:
-        ValueError: naming the file and key.
-    """
+    """Read the .json beside a file of ids; every field is None if there is none."""
     side = path.with_suffix(".json")
     if not side.is_file():
         return About()
@@ -220,12 +205,3 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
             progress.add(len(piece))
     write_whole(place, json.dumps([smallest, largest]), shared=True)
     return smallest, largest
-
-
-def _same(paths: Sequence[Path], values: Sequence, name: str):
-    """The one value that all files say, or None."""
-    known = {value: path for path, value in zip(paths, values) if value is not None}
-    if len(known) > 1:
-        told = ", ".join(f"{path.name} {value}" for value, path in known.items())
-        raise ValueError(f"{paths[0].parent}: files of one split with different {name}: {told}")
-    return next(iter(known), None)

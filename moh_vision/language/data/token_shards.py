@@ -24,18 +24,9 @@ ARRAYS = ("shard", "offset", "count", "kind", "smallest", "largest")
 
 
 class TokenShards(Chained):
-    """The ids of a split, document after document, as they stand in the shards: with eos where the documents have it.
-
-    Args:
-        paths: of the shards, in order.
-        split: name of the split.
-        index_dir: where the index goes if the folder is read-only.
-
-    Attributes:
-        ids, eos, words, tokenizers: see `token_files.TokenFiles`; eos, words and tokenizer stand in SPLIT.json.
-
-    Raises:
-        ValueError: naming shard and member.
+    """The ids of a split, document after document as they stand in the shards, with eos where the documents have it.
+    The index goes to `index_dir` if the folder is read-only. SPLIT.json says eos, words and tokenizer, see
+    `TokenFiles`.
     """
 
     def __init__(self, paths: Sequence[Path], split: str, index_dir: Optional[str] = None):
@@ -53,11 +44,7 @@ class TokenShards(Chained):
             raise ValueError(f"{self.name}: {len(self)} tokens, but {split}.json says {about.tokens}")
 
     def read(self, number: int, first: int, end: int) -> np.ndarray:
-        """A piece of one document, int64.
-
-        Raises:
-            ValueError: naming the shard, if it has changed or is gone.
-        """
+        """A piece of one document, int64."""
         shard, offset, _, kind, _, _ = (int(self.arrays[name][number]) for name in ARRAYS)
         size = KINDS[kind].itemsize
         wanted = (end - first) * size
@@ -93,11 +80,7 @@ class TokenShards(Chained):
 
 
 def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
-    """(arrays of ARRAYS, documents of each shard); every id is read once.
-
-    Raises:
-        ValueError: naming shard and member.
-    """
+    """(arrays of ARRAYS, documents of each shard); every id is read once."""
     rows, samples = [], []
     for number, path in enumerate(Progress.over(paths, "indexing", "shard")):
         before = len(rows)

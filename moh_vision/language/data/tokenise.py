@@ -3,8 +3,9 @@
     python -m moh_vision.language.data.tokenise --tokenizer tokenizer.json --out FOLDER --split train FILE ...
 
 Every FILE (.txt: a document a line; .jsonl: an object a line, with the text under --key; or these with .gz) becomes
-FOLDER/SPLIT-00000.bin and so on, in the order they are given, with a .json beside it that says what it holds. A document is what the tokenizer
-makes of it, and eos. Files that are finished are kept: after a kill, the same command goes on with the next.
+FOLDER/SPLIT-00000.bin and so on, in the order they are given, with a .json beside it that says what it holds. A
+document is what the tokenizer makes of it, and eos. Files that are finished are kept: after a kill, the same command
+goes on with the next.
 """
 
 from __future__ import annotations
@@ -30,17 +31,8 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
 def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
-    """The .bin files of some files of documents, made where they are not there yet.
-
-    Args:
-        files: of documents, see `documents`.
-        tokenizer: a tokenizer.json, of this package or not, or the folder of one.
-        out: folder of the results.
-        split: their name.
-        key: see `documents`.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file; if `out` holds ids of other files or another tokenizer.
+    """Make the .bin files of some files of documents in `out`, where they are not there yet, and return them.
+    `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
     """
     refuse_unwritable("--out", out)
     place = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -69,11 +61,7 @@ def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train"
 
 
 def is_finished(target: Path, made_from: dict) -> bool:
-    """Whether a file is there as a whole, made from the same.
-
-    Raises:
-        ValueError: naming it and the difference, if it was made from something else.
-    """
+    """Whether a file is there as a whole, made from the same."""
     side = target.with_suffix(".json")
     if not side.exists():  # it is written last
         return False
@@ -90,11 +78,7 @@ def is_finished(target: Path, made_from: dict) -> bool:
 
 
 def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVocabulary, source: Path) -> dict:
-    """Write the ids of all documents; returns what the .json beside them says.
-
-    Raises:
-        ValueError: naming the source, if it has no text.
-    """
+    """Write the ids of all documents; returns what the .json beside them says."""
     kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
     count = tokens = words = largest = 0
     digest = hashlib.sha256()
@@ -117,11 +101,7 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
 
 
 def form_of(path: Path) -> str:
-    """Which of `FORMS` a file is, by its name without .gz.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Which of `FORMS` a file is, by its name without .gz."""
     form = Path(path.name.removesuffix(".gz")).suffix
     if form not in FORMS:
         raise ValueError(f"{path}: expected {', '.join(FORMS)}, or one of these with .gz")
@@ -129,14 +109,8 @@ def form_of(path: Path) -> str:
 
 
 def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
-    """(text, bytes of the file read so far) of every document that is not empty.
-
-    Args:
-        path: .txt: a document a line, without what is blank at either end; .jsonl or .json: a line is an object.
-        key: of the text in it.
-
-    Raises:
-        ValueError: naming file and line: not UTF-8, NUL characters, no JSON, no text under the key, too long, damaged gzip.
+    """Yield (text, bytes of the file read so far) of every document that is not empty. A line is a document (.txt;
+    blanks at either end do not count), or an object with the text under `key` (.jsonl, .json).
     """
     plain = form_of(path) == ".txt"
     for number, line, position in raw_lines(path, MAX_LINE, "document"):

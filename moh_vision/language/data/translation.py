@@ -32,9 +32,6 @@ class ParallelTokens(Dataset):
         numbers: line of each pair, from 0.
         lengths: [n, 2] tokens of source and target with eos, as batches hold them.
         left_out: reason -> number of pairs.
-
-    Raises:
-        ValueError: if nothing is left.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Text to token ids and back. A vocabulary is a tokenizer.json of the package tokenizers.
 
-BPE is byte-level (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is unknown, and
-decoding gives the encoded text back exactly, so that BLEU needs no undoing of marks. It splits punctuation from words by itself,
-so raw text can go in. Words, split at blanks as WikiText is, are for adaptive softmaxes, and numbered by falling frequency.
+BPE is byte-level (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is unknown,
+and decoding gives the encoded text back exactly, so that BLEU needs no undoing of marks. It splits punctuation from
+words by itself, so raw text can go in. Words, split at blanks as WikiText is, are for adaptive softmaxes, and
+numbered by falling frequency.
 """
 
 from __future__ import annotations
@@ -45,9 +46,6 @@ class Vocabulary:
         specials: ids below this are no text: 4, or 5 with a mask.
         fingerprint: sha256 of the file, which checkpoints keep.
         bos, eos, pad: ids.
-
-    Raises:
-        ValueError: naming the file, if it is damaged or not one of ours.
     """
 
     bos, eos, pad = BOS, EOS, PAD
@@ -112,12 +110,8 @@ def read_json(path: Path) -> bytes:
 def train_bpe(
     texts: Iterable[str], merges: int, *, mask: bool = False, lowercase: bool = False, progress: bool = False
 ) -> Vocabulary:
-    """Byte-level BPE with special tokens, 256 bytes and at most `merges` more tokens; fewer where no pair comes twice.
-
-    Args:
-        texts: for a joint vocabulary those of both sides.
-        mask: add the mask token.
-        progress: show bars on a terminal.
+    """Train byte-level BPE on texts: special tokens, 256 bytes and at most `merges` more tokens; fewer where no pair
+    comes twice. A joint vocabulary takes the texts of both sides.
     """
     tokens = _first_tokens(mask)
     tokenizer = _build("bpe", [*tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())], [], lowercase)
@@ -151,14 +145,9 @@ def count_words(
 def trained_vocabulary(
     texts: Sequence, cache_dir: str, kind: str, before: Callable = lambda: None, **options
 ) -> Vocabulary:
-    """The vocabulary of some texts, trained where there is none yet.
-
-    Args:
-        texts: `TextFile` or `HubText` of the training split; two for a joint vocabulary.
-        cache_dir: folder of caches, safe to delete; save the vocabulary with the run.
-        kind: "bpe" or "word".
-        before: called before one is trained.
-        options: of `train_bpe` (merges, mask, lowercase) or `count_words` (max_words, mask, lowercase).
+    """Return the vocabulary of the training texts (two for a joint one) from the cache, or train it after calling
+    `before`. `options` are those of `train_bpe` or `count_words`. Caches are safe to delete: a run saves its
+    vocabulary.
     """
     made_from = json.dumps([FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]])
     place = Path(cache_dir, f"{kind}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.tokenizer.json")

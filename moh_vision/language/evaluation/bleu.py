@@ -21,9 +21,6 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
     Returns:
         dict(bleu in 0..100, precisions of 1 to 4 tokens in percent, brevity_penalty, hypothesis_length, reference_length
         in tokens, sentences, signature).
-
-    Raises:
-        ValueError: for different numbers of hypotheses and references, or none.
     """
     return _score(BLEU(tokenize="13a"), hypotheses, references)
 
@@ -45,9 +42,6 @@ def tokenised_bleu(
 
     Returns:
         as `bleu`; the signature ends with the tokenizer and the compounds.
-
-    Raises:
-        ValueError: as `bleu`, or for another tokenizer.
     """
     if tokenizer not in TOKENIZERS:
         raise ValueError(f"tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")

@@ -38,14 +38,8 @@ class Group(NamedTuple):
 
 
 def open_gates(folder: Path, split: str) -> List[GateReading]:
-    """What the gates of a finished run do with its data; empty for a model without gates.
-
-    Args:
-        folder: of the run; the weights that its results.json has the scores of are taken.
-        split: "val" or "test", of its data.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file, for weights or text that cannot be read.
+    """Read the gates of a finished run on its split "val" or "test"; empty for a model without gates. The weights are
+    those that were scored in results.json.
     """
     config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml")], "gates")
     model = load_run(folder / json.loads((folder / "results.json").read_text())["weights"])
@@ -64,16 +58,9 @@ def report_gates(
     accelerator,
     split: str,
 ) -> Dict[str, Dict[str, float]]:
-    """Write OUTPUT/gates.md (entropy and load of every layer, the tokens that point to each expert) and gate_load.png.
-
-    Args:
-        model, batches, vocabularies, accelerator: see `read_gates`; the main process writes.
-        run: folder of the run.
-        split: what the data set is called.
-
-    Returns:
-        dict(gate_entropy: name of each layer -> mean entropy of its gate in nats, mean_gate_entropy: of each part of the
-        model); empty, and nothing is written, for a model without gates.
+    """Write OUTPUT/gates.md (entropy and load of every layer, the tokens that point to each expert) and
+    gate_load.png. Return gate_entropy by layer and mean_gate_entropy by part, in nats. A model without gates gets no
+    files and an empty dict.
     """
     readings = read_gates(model, batches, vocabularies, accelerator)
     if not readings:
@@ -94,13 +81,8 @@ def report_gates(
 def read_gates(
     model: nn.Module, batches: Iterable[Dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
 ) -> List[GateReading]:
-    """What the gates of a model do with a data set; empty for a model without gates.
-
-    Args:
-        model: a text model of `moh_vision.language`; it is left in eval mode.
-        batches: this process's share of a data set, see `TextInputs.eval_batches`.
-        vocabularies: of source and target.
-        accelerator: accelerate's Accelerator; all processes count.
+    """Read what the gates of a text model do with a data set, over all processes; empty for a model without gates.
+    `batches` are this process's share. The model is left in eval mode.
     """
     groups = gated_layers(model, vocabularies)
     if groups:
@@ -139,12 +121,8 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[G
 
 
 def columns_of(layer: HeadMixtureAttention, layers: List[HeadMixtureAttention], sequence: str) -> str:
-    """A sentence on the columns E1, E2, ... of a layer's gate.
-
-    Args:
-        layer: whose router has a gate.
-        layers: of its group, for numbers that differ among them.
-        sequence: what a row of the model's input is.
+    """Return a sentence on the columns E1, E2, ... of a layer's gate. `layers` are its group, for numbers that differ
+    among them; `sequence` names a row of the model's input.
     """
     router = layer.router
     unit = sequence if layer.scope == "sample" or router.reads == "sequence" else "token"

@@ -5,7 +5,8 @@
     python -m moh_vision.language.evaluation.lm --model RUN --perplexity FILE.txt --context 2048 --stride 512
     python -m moh_vision.language.evaluation.lm --list
 
-Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each process holds the model, and they share the questions or windows.
+Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each process holds the model, and they share the
+questions or windows.
 """
 
 from __future__ import annotations
@@ -31,11 +32,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """The options in `argv`; None: those of this process.
-
-    Raises:
-        ValueError: one line, for what is unknown, out of range, or not there.
-    """
+    """The options in `argv`; None: those of this process."""
     parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
     add = parser.add_argument
     add(
@@ -187,15 +184,7 @@ def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[st
 
 
 def score(options: argparse.Namespace, accelerator) -> None:
-    """Score a model, write --out and print the scores; every process calls it.
-
-    Args:
-        options: of `parse`.
-        accelerator: accelerate's Accelerator.
-
-    Raises:
-        ValueError, OSError: one line.
-    """
+    """Score a model, write --out and print the scores; every process calls it."""
     result = (_tasks if options.tasks else _perplexity)(options, accelerator)
     if not accelerator.is_main_process:
         return

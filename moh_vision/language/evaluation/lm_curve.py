@@ -28,11 +28,7 @@ from moh_vision.language.evaluation.lm_suites import SUITES
 
 
 def kept_weights(run: Path) -> List[Tuple[int, Path]]:
-    """(step, folder) of the weights that a run has kept, the oldest first.
-
-    Raises:
-        ValueError: naming the folder, if there are none.
-    """
+    """(step, folder) of the weights that a run has kept, the oldest first."""
     found = [(step, folder) for step, folder in by_age(run / "weights") if (folder / "model.safetensors").is_file()]
     if not found:
         raise ValueError(f"{run} has kept no weights in {run / 'weights'}: train it with keep_weights_every")
@@ -40,23 +36,15 @@ def kept_weights(run: Path) -> List[Tuple[int, Path]]:
 
 
 def tokens_a_step(run: ScoredRun) -> int:
-    """Tokens that a causal language model learns from in a step: blocks times their length.
-
-    Raises:
-        ValueError: for a run of another kind.
-    """
+    """Tokens that a causal language model learns from in a step: blocks times their length."""
     if run.kind != TEXT["clm"]:
         raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
     return run.config["optim.batch_size"] * run.config["data.block"]
 
 
 def scores_of(folder: Path, argv: List[str], accelerator) -> Dict[str, float]:
-    """Scores of a model by their titles: the average and the tasks of each suite, or "perplexity".
-
-    Args:
-        folder: of a model; the record of lm is kept in it.
-        argv: options of `moh_vision.language.evaluation.lm`.
-        accelerator: accelerate's Accelerator; every process calls this.
+    """Score the model of a folder with options of `lm`, whose record stays there; every process calls it. Return
+    scores by title: the average and the tasks of each suite, or "perplexity".
     """
     name = f"lm-{hashlib.sha256(json.dumps(argv).encode()).hexdigest()[:12]}.json"  # other options, other scores
     if not (folder / name).is_file():

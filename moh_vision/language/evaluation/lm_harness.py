@@ -31,14 +31,8 @@ def require_harness() -> str:
 
 
 def plan(items: Sequence[str], shots: Optional[int]) -> List[Row]:
-    """List what to score, each task and number of shots once.
-
-    Args:
-        items: names of suites, or of the harness' tasks, groups and tags.
-        shots: of tasks; None: the task's own number.
-
-    Raises:
-        ValueError: for a suite with other shots than its own, a name that begins as suites do but is none, or nothing.
+    """List what to score, each task and number of shots once. `items` name suites, or the harness' tasks, groups and
+    tags, which have `shots` examples, or None: their own number.
     """
     rows: List[Row] = []
     for item in items:
@@ -64,15 +58,8 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
 
 
 def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple[Dict[Row, list], object]:
-    """(row -> the harness' tasks and groups, its TaskManager): all data are fetched before anything is scored.
-
-    Args:
-        rows: of `plan`.
-        include_path: folder of task files (YAML), which come before the harness' own.
-
-    Raises:
-        ValueError: in one line, for a name that is unknown, with the nearest; a task file that cannot be used; or a data
-            set that cannot be fetched or read, with the task's name.
+    """Return (row -> the harness' tasks and groups, its TaskManager); all data are fetched before anything is scored.
+    Task files (YAML) in `include_path` come before the harness' own.
     """
     from lm_eval.tasks import TaskManager
 
@@ -119,11 +106,9 @@ def evaluate_rows(
         counting: what each row is scored in, by its number.
 
     Returns:
-        On the main process (rows as dicts, versions of tasks): each row has title, tasks, shots, metric, value in percent (None where it is no
-        number), metrics: task -> its metrics as the harness has them, samples: task -> questions scored. None on the others.
-
-    Raises:
-        ValueError: if there are fewer questions than processes.
+        On the main process (rows as dicts, versions of tasks): each row has title, tasks, shots, metric, value in
+        percent (None where it is no number), metrics: task -> its metrics as the harness has them, samples: task ->
+        questions scored. None on the others.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

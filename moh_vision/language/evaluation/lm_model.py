@@ -56,15 +56,8 @@ class Text:
 
 
 def load_tokenizer(folder: str, text: bool):
-    """The tokenizer in a folder.
-
-    Args:
-        folder: with a tokenizer of transformers, or the tokenizer.json of a run of train_text.py.
-        text: for a running text: a run's own is returned as a `Vocabulary`. Otherwise it gets the form of transformers; there
-            eos stands for bos too, because training puts eos before the first token.
-
-    Raises:
-        ValueError: naming the folder, if there is none, or it cannot be read, or has neither eos nor bos.
+    """Load the tokenizer of transformers in a folder, or of a run of train_text.py: for a running `text` as a
+    `Vocabulary`, else in the form of transformers, with eos for bos too, as training puts eos before the first token.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -91,18 +84,8 @@ def load_tokenizer(folder: str, text: bool):
 
 
 def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
-    """(model in eval mode, what is needed to repeat its scores).
-
-    Args:
-        folder: that AutoModelForCausalLM reads; model types of ours are known to it.
-        dtype: "auto" or a name of torch's.
-        device: where it goes.
-        tokenizer: whose tokens the model must have.
-        released: the folder is laid out as the released MoH-LLaMA3-8B; see `load_moh_llama3`.
-
-    Raises:
-        ValueError: naming the folder, if it holds no causal language model, one that is told by code in the folder alone, or
-            one with fewer tokens than the tokenizer.
+    """Load a causal language model in eval mode; return also what is needed to repeat its scores. The model must have
+    the tokens of `tokenizer`. A `released` folder is laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
     """
     place = Path(folder)
     if not (place / "config.json").is_file():
@@ -140,12 +123,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
 
 
 class Listener:
-    """Stands in for the list to which a layer of `RoutedAttention` appends its statistics.
-
-    Args:
-        place: of the layer, which the list's length is compared with.
-        append: called with the statistics.
-    """
+    """Stand in for the list to which the layer at `place` appends its statistics, and call `append` with them."""
 
     def __init__(self, place: int, append: Callable[[RoutingStats], None]):
         self.place, self.append = place, append
@@ -174,11 +152,7 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
 
 
 def read_text(path: Path, tokenizer) -> Text:
-    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a `Vocabulary`.
-
-    Raises:
-        ValueError: naming the file (and the line), if it is no UTF-8, or empty.
-    """
+    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a `Vocabulary`."""
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):
@@ -206,8 +180,8 @@ def sliding_windows(
         process, processes: which share of the batches.
 
     Returns:
-        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an earlier window
-        has them.
+        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an
+        earlier window has them.
     """
     n = len(ids) - 1
     if not n:

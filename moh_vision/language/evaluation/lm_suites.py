@@ -117,11 +117,8 @@ def average(values: Sequence[Optional[float]]) -> Optional[float]:
 
 
 def suite_table(name: str, values: Optional[Sequence[Optional[float]]] = None) -> str:
-    """A suite as text: one line a task, then the average; beside the paper's numbers.
-
-    Args:
-        name: of `SUITES`.
-        values: percent, in the order of its rows; None: no model was scored.
+    """Return a suite as text: one line a task, then the average; beside the paper's numbers. `values` are percent, in
+    the order of its rows; None: no model was scored.
     """
     suite = SUITES[name]
     head = ["task", "shots", "metric", *([] if values is None else ["here"]), *suite.paper]

@@ -27,9 +27,6 @@ def perplexity(
 
     Returns:
         dict(perplexity, loss in nats per token, tokens). The perplexity is inf where the loss is too large for it.
-
-    Raises:
-        ValueError: if no token has a label, or the loss of some is not finite: on every process.
     """
     total = torch.zeros(3, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -77,15 +74,8 @@ def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
 
 
 def per_unit(scores: Dict, words: int, size: int) -> Dict[str, float]:
-    """Perplexities that tokenizers can be compared by, of the same sum of losses.
-
-    Args:
-        scores: of `perplexity`, over a whole text.
-        words: of that text.
-        size: its bytes.
-
-    Returns:
-        dict(word_perplexity, byte_perplexity, bits_per_byte, words, bytes).
+    """Return perplexities by which tokenizers can be compared, and bits_per_byte, from `perplexity` scores of a whole
+    text that has so many words and so many bytes (`size`).
     """
     nats = scores["loss"] * scores["tokens"]
     return dict(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Callable, Dict, List, Optional
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Tuple
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.analysis.loads import FILE, HeadLoad
 from moh_vision.attention import RoutingStats, head_budget
-from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
+from moh_vision.engine.manifest import damage
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
+from moh_vision.engine.step_folders import by_age
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
 from moh_vision.language.evaluation.gate_report import report_gates
@@ -24,24 +28,20 @@ from moh_vision.language.evaluation.perplexity import perplexity, summary
 from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
 from moh_vision.language.task import LanguageTask
 
+# The state of the training task in a checkpoint: its name is of accelerate, the prefix of the model in the task.
+STATE, PREFIX = "model.safetensors", "model."
 AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
 def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
-    """A function (data set, title, on_routing) -> loss and perplexity of the model's present weights, exact over processes.
-
-    on_routing, if given, is called with the routing statistics of every batch of this process.
-
-    Args:
-        text: whose data sets are evaluated.
-        task: as accelerate wraps it. Its model is called by itself: what wraps it would wait for processes with fewer batches.
-        accelerator: accelerate's Accelerator.
-        log: the run's, which shows the progress and leaves the time out of its rate.
+    """Return a function (data set, title, on_routing) -> loss and perplexity of the model's present weights, exact
+    over processes. It calls on_routing, if given, with the routing statistics of every batch of this process.
     """
 
     def evaluate(dataset, title: str, on_routing: Optional[Callable[[List[RoutingStats]], None]] = None) -> dict:
+        # Unwrapped: what wraps the model would wait for processes with fewer batches.
         plain = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
 
@@ -62,11 +62,8 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
 
 
 def final_weights(run: Run) -> Dict:
-    """Load what is scored at the end: the average of the last checkpoints' weights, with patience the best ones, or leave the
-    last; every process calls it. Writes the averaged weights.
-
-    Returns:
-        dict(weights: the name of their file in the run, averaged_steps).
+    """Load the weights that are scored at the end, and return their file's name, and averaged_steps. They are the
+    average of the last checkpoints (written here), with patience the best, or the last; every process calls it.
     """
     config = run.config
     if config.average > 1:
@@ -83,6 +80,37 @@ def final_weights(run: Run) -> Dict:
     return dict(weights="model.safetensors")
 
 
+def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str, Tensor], List[int]]:
+    """Average the weights of a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1), in float64.
+
+    Apart from the newest, only those at multiples of `every` steps count: a run that was stopped between two saves ends
+    with the weights of a run without a stop. Counters, such as batch norm's, are the newest's.
+
+    Returns:
+        (state dict of the model, steps of the checkpoints, newest first).
+    """
+    whole: Dict[int, Path] = {}
+    for step, folder in by_age(run / "checkpoints"):
+        regular = not whole or step % every == 0
+        if regular and len(whole) < count and step not in whole and damage(folder, step) is None:
+            whole[step] = folder
+    if not whole:
+        raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
+    files = [folder / STATE for folder in whole.values()]
+    missing = next((file for file in files if not file.exists()), None)
+    if missing:
+        raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
+    averages = {}
+    opened = [safe_open(file, "pt") for file in files]
+    for name in opened[0].keys():
+        if name.startswith(PREFIX):  # one tensor at a time in memory
+            values = [file.get_tensor(name) for file in opened]
+            newest = values[0]
+            mean = torch.stack(values).double().mean(0).to(newest.dtype) if newest.is_floating_point() else newest
+            averages[name.removeprefix(PREFIX)] = mean
+    return averages, list(whole)
+
+
 def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> Dict:
     """Scores of the model's present weights, which are whole; every process calls it.
 
@@ -95,9 +123,6 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
     Returns:
         dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
         bleu: mode of the encoder's gates -> scores; of "random" the mean over RANDOM_DRAWS draws, std and draws).
-
-    Raises:
-        ValueError: for a loss that is not finite, or gates that the model does not have.
     """
     config, model, accelerator, log = run.config, run.model, run.accelerator, run.log
     results: Dict = {}

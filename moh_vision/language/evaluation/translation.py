@@ -27,16 +27,8 @@ def translate(
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
     draw: int = 0,
 ) -> List[str]:
-    """The target of every pair, as the model has it from the source; the same list on every process.
-
-    Args:
-        model: a translation model of `moh_vision.language`; it is left in eval mode.
-        pairs: whose sources are translated.
-        vocabulary: of the target.
-        options: a `GenerationConfig`.
-        accelerator: accelerate's Accelerator.
-        progress: puts a bar around batches.
-        draw: seed of experts that are drawn at random.
+    """Return the model's translation of every pair's source, the same list on every process. `draw` is the seed of
+    experts that are drawn at random. The model is left in eval mode.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")

@@ -90,8 +90,8 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: in models from elsewhere transformers skips modules whose weights are all in their children,
-        but attention sets the weights of its projections. `init` leaves loaded weights alone."""
+        """Initialise every module: in models from elsewhere transformers skips modules whose weights are all in their
+        children, but attention sets the weights of its projections. `init` leaves loaded weights alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -140,11 +140,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a saved model, as transformers does.
-
-        Raises:
-            ValueError: in one line, if a weight of the checkpoint does not have the shape that the config asks for.
-        """
+        """Load a saved model, as transformers does, but refuse weights of other shapes than the config's in one line."""
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.get("ignore_mismatched_sizes"):
             return super().from_pretrained(

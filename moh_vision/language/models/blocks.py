@@ -40,14 +40,8 @@ def padding_of(attention_mask: Tensor | None) -> Tensor | None:
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
 ) -> list[HeadMixtureAttention]:
-    """The attention of a stack of layers.
-
-    Args:
-        spec: an attention dict, see `TextConfig`.
-        config: of the model.
-        layers: how many.
-        pool: what a gate of MAE reads: "sequence", "running" or "window".
-        route_by: whose tokens it reads, "query" or "context".
+    """Make the attention of a stack of layers from an attention dict, see `TextConfig`. A gate of MAE reads `pool`,
+    "sequence", "running" or "window", of the tokens of `route_by`, "query" or "context".
     """
     dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
@@ -151,7 +145,8 @@ class TextLayer(nn.Module):
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the statistics of its attention to `stats`.
 
-        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a DecoderLayerCache.
+        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a
+        DecoderLayerCache.
         """
 
         def attend(attention, **inputs):

@@ -14,25 +14,13 @@ from moh_vision.language.models.weights import model_as_saved, pretrained_model
 
 
 def task_for(model) -> str:
-    """The task of a `TextModelConfig`: "mt", "mlm" or "clm".
-
-    Raises:
-        ValueError: for an unknown preset, naming the nearest.
-    """
+    """The task of a `TextModelConfig`: "mt", "mlm" or "clm"."""
     return "clm" if model.pretrained else task_of(model.name)
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
-    """(the model, what exported weights say of how it was made).
-
-    Args:
-        config: a `LanguageConfig`.
-        text: whose vocabulary it has.
-        resumed: a checkpoint of config.output will be loaded into it; a pre-trained model is then built from the config
-            there, without its weights.
-
-    Raises:
-        ValueError: naming the key, for what cannot be had with the model.
+    """Return the model, and what exported weights say of how it was made. A resumed pre-trained model is built from
+    the config in config.output, without its weights, as a checkpoint will be loaded.
     """
     m = config.model
     if m.pretrained:

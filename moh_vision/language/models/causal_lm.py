@@ -1,4 +1,5 @@
-"""Causal language model with adaptive input and softmax (Baevski and Auli 2019) whose attention is dense, MAE, MoA or MoH."""
+"""Causal language model with adaptive input and softmax (Baevski and Auli 2019) whose attention is dense, MAE, MoA or
+MoH."""
 
 from typing import List, Optional, Tuple
 
@@ -93,11 +94,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         return self.vocabulary.log_probs(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
-        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no smoothing.
-
-        Raises:
-            ValueError: for label_smoothing with an adaptive softmax.
-        """
+        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no smoothing."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

@@ -24,11 +24,7 @@ LAYER_KEYS = {
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Check a dict that describes an attention, such as dict(router="moa", top_k=8, experts=32, head_dim=128).
-
-    Raises:
-        ValueError: naming `where` and the key, with the nearest that exist.
-    """
+    """Check a dict that describes an attention, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
     allowed = ("bias", "executor", *LAYER_KEYS[spec["router"]], *ROUTER_KEYS[spec["router"]])
@@ -60,9 +56,6 @@ class TextConfig(PreTrainedConfig):
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention matrix;
             activation_dropout: inside the feed-forward layers.
         layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]

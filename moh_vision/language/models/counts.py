@@ -16,11 +16,7 @@ MACS_WORDS = {"mt": 32_000}
 
 
 def count_preset(preset: str, tokens: Optional[int] = None, vocab: Optional[int] = None) -> Count:
-    """See `moh_vision.analysis.macs.count`.
-
-    Raises:
-        ValueError: for an unknown preset.
-    """
+    """See `moh_vision.analysis.macs.count`."""
     kind = preset.partition("_")[0]
     model = _on_meta(preset, vocab)
     words = vocab or MACS_WORDS.get(kind) or model.config.vocab_size

@@ -129,11 +129,7 @@ def list_text_presets() -> List[str]:
 
 
 def task_of(preset: str) -> str:
-    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text.
-
-    Raises:
-        ValueError: for an unknown preset, naming the nearest.
-    """
+    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text."""
     preset_config(preset)
     return preset.partition("_")[0]
 
@@ -145,14 +141,12 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
 
     Args:
         preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
-            clm_{small,base} are LLaMA-style (`moh_vision.language.models.llama.model`), clm_moh_{small,base}_{75,50} the same with
-            MoH's routers and so many percent of the heads active in every layer (Jin 2024, section 4.3).
+            clm_{small,base} are LLaMA-style (`moh_vision.language.models.llama.model`), clm_moh_{small,base}_{75,50}
+            the same with MoH's routers and so many percent of the heads active in every layer (Jin 2024, section
+            4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
             cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style models
             also router, executor, group and router_kwargs, see `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
-
-    Raises:
-        ValueError: for an unknown preset or field, naming the nearest; or for a value out of its range.
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)
@@ -185,7 +179,8 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def llama_config(preset: str, fields: dict) -> MoHLlamaConfig:
-    """The config of a LLaMA-style model; `fields` are those of LlamaConfig and of its `moh`: router, head_budget and so on."""
+    """The config of a LLaMA-style model; `fields` are those of LlamaConfig and of its `moh`: router, head_budget and
+    so on."""
     moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
     if moh and moh.get("router") is None:
         given = ", ".join(name for name in moh if name != "router")

@@ -67,11 +67,7 @@ class MaskedLMModel(TextModel):
         attention_mask: Optional[Tensor] = None,
         stats: Optional[List[RoutingStats]] = None,
     ) -> Tensor:
-        """The last layer's output [B, N, C].
-
-        Raises:
-            ValueError: for a text that is longer than the positions.
-        """
+        """The last layer's output [B, N, C]."""
         if input_ids.shape[1] > self.positions.num_embeddings:
             raise ValueError(
                 f"a text of {input_ids.shape[1]} tokens is too long: max_position_embeddings={self.positions.num_embeddings}"

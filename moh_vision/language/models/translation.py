@@ -52,7 +52,8 @@ class Encoder(nn.Module):
         output_hidden_states: Optional[bool] = None,
         return_dict: bool = True,
     ) -> BaseModelOutput:
-        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. `generate` gives the last three; they are not used."""
+        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. `generate` gives the last three; they
+        are not used."""
         padding = padding_of(attention_mask)
         x = self.embedding(input_ids, token_positions(input_ids, attention_mask))
         for layer in self.layers:
@@ -94,7 +95,8 @@ class Decoder(nn.Module):
 
 
 class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
-    """`TranslationConfig` says what it is. The embedding serves source, target and output, or source apart from the others."""
+    """`TranslationConfig` says what it is. The embedding serves source, target and output, or source apart from the
+    others."""
 
     config_class = TranslationConfig
 

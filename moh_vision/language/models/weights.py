@@ -1,4 +1,5 @@
-"""Text models that have learnt already: pre-trained ones of transformers' Llama and Qwen families, and those of earlier runs."""
+"""Text models that have learnt already: pre-trained ones of transformers' Llama and Qwen families, and those of
+earlier runs."""
 
 from __future__ import annotations
 
@@ -38,9 +39,6 @@ def pretrained_model(
         vocab_size: tokens that it must have. If it has fewer it grows, as transformers' `resize_token_embeddings` does it: the
             new rows of embedding and output are drawn from the normal distribution with mean and covariance of the old
             ones. If it has more it stays.
-
-    Raises:
-        ValueError: in one line, naming model.pretrained or model.convert, and what is allowed.
     """
     for key in convert or {}:
         if key not in CONVERT_KEYS:
@@ -77,25 +75,14 @@ def pretrained_model(
 
 
 def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
-    """A model as the config.json of a folder says, with new weights in float32, to load a checkpoint into.
-
-    Raises:
-        ValueError: in one line, naming the folder.
-    """
+    """A model as the config.json of a folder says, with new weights in float32, to load a checkpoint into."""
     config, ours = _config(source)
     config.dtype = torch.float32
     return ours(config)
 
 
 def text_from_run(file: Path) -> nn.Module:
-    """The model of a run of train_text.py, in eval mode.
-
-    Args:
-        file: .safetensors of the run, or of one of its checkpoints.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file, for weights that are not of the model in the run's config.json.
-    """
+    """Load the model of a run of train_text.py, from a .safetensors of the run or of a checkpoint, in eval mode."""
     run = run_of(file)
     about = AutoConfig.from_pretrained(run, trust_remote_code=False)
     model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
@@ -105,18 +92,8 @@ def text_from_run(file: Path) -> nn.Module:
 
 
 def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[str]:
-    """Load the weights of a run; routers stay as they are where it has none.
-
-    Args:
-        model: a text model.
-        source: folder of a run, or its .safetensors file.
-        vocabularies: fingerprints of those the model is to be used with.
-
-    Returns:
-        names of the tensors of routers that it does not have.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file, for other shapes, or another vocabulary.
+    """Load the weights of a run, a folder or .safetensors; the run's vocabularies must have the fingerprints
+    `vocabularies`. Return the names of router tensors that the run does not have, which stay as they are.
     """
     file = weights_file(source)
     state, about = read_safetensors(file)

@@ -28,9 +28,6 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
             as it is. Of a share, "query_norm" makes the first min(half of all, half of the active) heads of each layer
             shared, rounded down, unless the spec says how many; "moh" 40 % of the active ones.
         group: heads are counted in whole groups, those of one key-value head.
-
-    Raises:
-        ValueError: naming the layer and the numbers.
     """
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
@@ -44,11 +41,7 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
 
 
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
-    """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
+    """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
     if not isinstance(moh, dict):
         raise ValueError(f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model")
     for key in moh:
@@ -111,9 +104,6 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: whole groups of query heads that share a key-value head are chosen together ("query_norm" only);
             router_kwargs: gate_scale and two_stage of "moh".
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
     """
 
     model_type = "moh_llama"

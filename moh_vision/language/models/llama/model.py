@@ -105,11 +105,7 @@ class RoutedCausalLM(RoutedLoss):
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`.
-
-        Raises:
-            ValueError: see `states_and_stats`.
-        """
+        """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`."""
         hidden, stats = self.states_and_stats(**inputs)
         return self.lm_head(hidden), stats
 
@@ -127,9 +123,6 @@ class RoutedCausalLM(RoutedLoss):
         Args:
             attention_mask: as for forward; where it is [B, past + N] its zeros are left out of the statistics.
             **inputs: as for forward, without labels.
-
-        Raises:
-            ValueError: under reentrant activation checkpointing, which loses the graph of the statistics.
         """
         self.refuse_reentrant()
         given = inputs.get("input_ids")
@@ -227,10 +220,6 @@ def convert_llama(
 
     Returns:
         the model.
-
-    Raises:
-        ValueError: for another kind of model, one that has routed heads already, projections that are not plain linear
-            layers, or an impossible budget; the model is unchanged then.
     """
     if scope != "token":
         raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
@@ -265,11 +254,7 @@ def convert_llama(
 
 
 def family_of(model: nn.Module) -> type:
-    """Our class for a dense model.
-
-    Raises:
-        ValueError: if it is of no known family, routed already, or its projections are not plain linear layers.
-    """
+    """Return our class for a dense model; refuse models that `convert_llama` cannot change."""
     ours = FAMILIES.get(type(model))
     if type(model) in FAMILIES.values():
         ours = type(model)
@@ -305,9 +290,6 @@ def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -
         path: the folder, or its name on the hub.
         executor: a name in `moh_vision.attention.EXECUTORS`.
         **kwargs: of from_pretrained, such as dtype.
-
-    Raises:
-        ValueError: for another kind of model, or one that says itself how its heads are routed.
     """
     where = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
     about, _ = PreTrainedConfig.get_config_dict(path, **{name: kwargs[name] for name in where if name in kwargs})

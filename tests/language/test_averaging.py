@@ -3,8 +3,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from moh_vision.engine.averaging import average_checkpoints
 from moh_vision.engine.checkpoint import save_training
+from moh_vision.language.evaluation.scores import average_checkpoints
 
 
 class Tied(nn.Module):

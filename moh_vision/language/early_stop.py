@@ -9,15 +9,11 @@ from typing import Dict, Iterable, List, Tuple
 
 
 class Patience:
-    """Counts looks at held-out data since the lowest loss. It holds no state of its own: a resumed run replays its log.
+    """Count the validations since the lowest loss, `best`, after `best_step` steps; a resumed run replays its log.
 
     Args:
-        limit: so many in a row without a lower loss are enough; 0: never.
+        limit: validations in a row without a lower loss that end the run; 0: it never ends.
         earlier: (steps done, loss) of the run until now, in order.
-
-    Attributes:
-        best, best_step: the lowest loss, and how many steps were done then.
-        waited: looks since.
     """
 
     def __init__(self, limit: int, earlier: Iterable[Tuple[int, float]] = ()):
@@ -26,7 +22,7 @@ class Patience:
             self(step, loss)
 
     def __call__(self, step: int, loss: float) -> bool:
-        """Take note of the loss after `step` steps; whether it is the lowest."""
+        """Note the loss after `step` steps, and return whether it is the lowest."""
         lowest = loss < self.best
         if lowest:
             self.best, self.best_step, self.waited = loss, step, 0

@@ -1,6 +1,6 @@
 import json
 
-from moh_vision.engine.early_stop import Patience, earlier_losses
+from moh_vision.language.early_stop import Patience, earlier_losses
 
 
 def looks(patience, losses):
