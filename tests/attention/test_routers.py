@@ -7,6 +7,7 @@ import torch
 
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
 from moh_vision.attention.kernels.eager import gate_logits, select_top_k
+from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
@@ -323,3 +324,11 @@ def test_mae_window_is_the_last_tokens():
 def test_bad_options(name, budget, options, words):
     with pytest.raises(ValueError, match=words):
         ROUTERS[name](C, budget, **options)
+
+
+def test_a_padded_sequence_is_pooled_over_its_real_tokens():
+    """One of them, too, and none: the sum of nothing."""
+    x, real = torch.randn(3, 5, 8), torch.tensor([5, 1, 0])
+    padding = torch.arange(5) >= real[:, None]
+    found = masked_mean(x, padding)[:, 0]
+    torch.testing.assert_close(found, torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)]))
