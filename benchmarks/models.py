@@ -100,7 +100,7 @@ class UnfoldedHeads(AggregatedHeads):
         k, v = (F.unfold(t, 3, padding=1).view(B, h, D, WINDOW, N).permute(0, 1, 4, 2, 3) for t in maps)
         scaled = layer.scaled(q, self.positions.length)
         near = (scaled.unsqueeze(3) @ k).squeeze(3) + layer.relative_pos_bias_local.unsqueeze(1)  # [B, h, N, 9]
-        near = near.masked_fill(self.positions.outside.t(), -float("inf"))
+        near = near.masked_fill(self.positions.outside, -float("inf"))
         k_pool, v_pool = (t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W))))  # [B, h, P, D]
         far = scaled @ k_pool.transpose(2, 3) + layer.position_bias(self.positions).transpose(1, 2)
         near, far = torch.cat([near, far], 3).softmax(3).split([WINDOW, far.shape[3]], 3)
