@@ -20,6 +20,7 @@ from moh_vision.analysis.macs import PAPERS, _image_models, count
 from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
+from moh_vision.engine.keys import needs_of
 from moh_vision.language.config import LanguageConfig
 
 PAGES = Path(__file__).parent / "reference"
@@ -43,11 +44,16 @@ def config_page() -> str:
     )
     seen: Dict[tuple, str] = {}
     for script, (_, kind) in SCRIPTS.items():
+        every = dict(pair for _, keys in groups_of(kind) for pair in keys.items())
         parts.append(f"## {script}\n")
         for title, keys in groups_of(kind):
-            rows = {
-                name: f"| {_cell(k.allowed)} | {_code(default_of(k))} | {_cell(k.text)} |" for name, k in keys.items()
-            }
+            # What all keys of a section need stands in its title.
+            common = [name for name, k in keys.items() if k.kind.needs and len(k.about["needs"]) == 1]
+            title += f"; n{needs_of(common[0], every)[1:-1]}" if common else ""
+            rows = {}
+            for name, k in keys.items():
+                text = f"{k.text} {'' if name in common else needs_of(name, every)}".rstrip()
+                rows[name] = f"| {_cell(k.allowed)} | {_code(default_of(k))} | {_cell(text)} |"
             new = [row for row in rows.items() if row not in seen]
             if not new:
                 continue

@@ -106,8 +106,8 @@ class LabelledImages(Dataset):
 class BadSamples:
     """Counts the samples that cannot be decoded, and stops where there are too many.
 
-    The count is of different samples since the process started; it is not part of a checkpoint. In training it is that of
-    all processes, which tell each other of new ones at the end of the step (`share`).
+    The count is of different samples since the process started; it is not part of a checkpoint. In training it is
+    that of all processes, which tell each other of new ones at the end of the step (`share`).
 
     Args:
         total: samples there are.
@@ -251,7 +251,8 @@ def evenly_spread(total: int, count: int) -> List[List[int]]:
 
 
 def calibration_batches(source, transform: Callable, count: int) -> Iterator[torch.Tensor]:
-    """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without randomness."""
+    """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without
+    randomness."""
     for numbers in evenly_spread(len(source), count):
         yield torch.stack([transform(source.image(i)) for i in numbers])
 

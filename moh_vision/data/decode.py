@@ -100,6 +100,7 @@ def allowed_bad(fraction: float, total: int) -> int:
 
 
 def fraction_for(bad: int, total: int) -> str:
-    """The smallest fraction that allows `bad` of `total` images, as one types it: 3 decimals, or the first that is not 0."""
+    """The smallest fraction that allows `bad` of `total` images, as one types it: 3 decimals, or the first that is
+    not 0."""
     digits = max(3, math.ceil(math.log10(total / bad)))
     return f"{math.ceil(Fraction(bad, total) * 10**digits) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")

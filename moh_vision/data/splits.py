@@ -81,7 +81,8 @@ def dividing(root: str, options: str = "") -> str:
 
 
 def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:
-    """The training split, unless it is given, and the validation split; they have the same classes. See `open_source`."""
+    """The training split, unless it is given, and the validation split; they have the same classes. See
+    `open_source`."""
     train = open_source(root, "train", index_dir) if train is None else train
     val = open_source(root, "val", index_dir)
     check_same_classes(train.classes, "train", val, root)
@@ -124,8 +125,8 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a resumed run must find the same listing. Contents and
-    times of files are not compared.
+    A sample's number and label follow from the listing of files, so a resumed run must find the same listing.
+    Contents and times of files are not compared.
 
     Args:
         root: data.root.

@@ -1,4 +1,5 @@
-"""Images of webdataset shards in the order in which they arrive, from files, servers and commands: `data.exact_order false`.
+"""Images of webdataset shards in the order in which they arrive, from files, servers and commands: `data.exact_order
+false`.
 
 webdataset's own pipeline reads them: shards are shuffled, divided among processes and workers, and a buffer shuffles the
 samples of each worker. What the exact order promises does not hold here: see `PROMISE`.

@@ -38,6 +38,7 @@ def walk(folder: Path, prefix: str, hidden: bool, above: tuple = ()) -> Iterator
 
 
 def refuse_special(entry: os.DirEntry) -> None:
-    """Raise ValueError for what is there and no file: reading a pipe would wait for ever. A dangling link is let through."""
+    """Raise ValueError for what is there and no file: reading a pipe would wait for ever. A dangling link is let
+    through."""
     if os.path.exists(entry.path) and not entry.is_file():
         raise ValueError(f"{entry.path}: not a file but a pipe, socket or device")

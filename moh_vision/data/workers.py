@@ -14,7 +14,8 @@ def leave_signals_to_the_parent(worker: int) -> None:
 def end_workers() -> None:
     """At exit, when a loop that failed still holds its loader.
 
-    multiprocessing would ask them with SIGTERM, which they ignore, and then wait for ever. They only read: nothing is lost.
+    multiprocessing would ask them with SIGTERM, which they ignore, and then wait for ever. They only read: nothing is
+    lost.
     """
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     if workers:

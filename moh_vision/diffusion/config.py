@@ -122,20 +122,13 @@ class RepaConfig(Section, section="repa", needs=".teacher"):
 
 
 @dataclass
-class DitModelConfig(ModelConfig):
-    """The model; what is left out keeps the registered model's own value."""
-
-    name: str = key("moh_dit_small_patch2_75")
-
-
-@dataclass
 class DitConfig(ImageRunConfig):
     """Diffusion."""
 
     vae: Optional[str] = key(None)
     """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
     where data.root holds them, whose own VAE decodes previews."""
-    model: DitModelConfig = field(default_factory=DitModelConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
     objective: Literal["noise", "flow"] = key("noise")
     """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT."""
     learn_sigma: bool = key(True, needs="objective=noise")

@@ -17,7 +17,7 @@ import yaml
 
 from moh_vision.engine.commands import message_of, nearest, say
 from moh_vision.engine.io import run_of
-from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, unknown_key, value_at
+from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, needs_of, unknown_key, value_at
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by the folder of a configuration
@@ -268,12 +268,12 @@ def default_of(found: Key) -> str:
 
 def help_text(prog: str, kind: type, about: List[str]) -> str:
     """Write the text of `--help`: at most two lines of text a key, or the whole text of the keys and sections `about`."""
-    groups, found = groups_of(kind), []
+    groups, every, found = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
     for name in (word.removeprefix("--").replace("-", "_") for text in about for word in text.split()):
         own = [(k, f) for _, keys in groups for k, f in keys.items() if k == name or k.startswith(f"{name}.")]
         if not own:
             raise ValueError(f"--help {name}: no such key or section")
-        found += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text}" for k, f in own]
+        found += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip() for k, f in own]
     if found:
         return "\n\n".join(found)
     width = max(80, shutil.get_terminal_size().columns)

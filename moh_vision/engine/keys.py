@@ -161,12 +161,12 @@ def keys_of(kind: type) -> Dict[str, Key]:
     return dict(_fields(kind, ""))
 
 
-def _fields(kind: type, prefix: str) -> Iterator[Tuple[str, Key]]:
+def _fields(kind: type, prefix: str, made: Optional[Section] = None) -> Iterator[Tuple[str, Key]]:
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
         hint, name = hints[f.name], prefix + f.name
         if isinstance(hint, type) and issubclass(hint, Section):
-            yield from _fields(hint, f"{name}.")
+            yield from _fields(hint, f"{name}.", f.default_factory())
             continue
         about: Dict[str, Any] = dict(free=kind.free, kept=True)
         for base in reversed(kind.__mro__):
@@ -176,7 +176,7 @@ def _fields(kind: type, prefix: str) -> Iterator[Tuple[str, Key]]:
         named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
         about["needs"] = [need for need in named if name not in deciding(need)]
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        yield name, Key(kind, f.name, hint, default, about)
+        yield name, Key(kind, f.name, hint, default if made is None else getattr(made, f.name), about)
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def idle_keys(config: Section) -> Iterator[Tuple[str, str, Set[str]]]:
     for name, found in keys.items():
         for need in found.about["needs"]:
             if not any(_met(condition, values) for condition in need.split(" or ")):
-                yield name, " or ".join(_in_words(c, keys) for c in need.split(" or ")), deciding(need)
+                yield name, _in_words(need, keys), deciding(need)
     for patterns, has_effect, words, decide in config.idle():
         for pattern in patterns.split() if not has_effect else ():
             yield from ((name, words, set(decide.split())) for name in matching(keys, pattern))
@@ -261,8 +261,16 @@ def _met(condition: str, values: Dict[str, Any]) -> bool:
     return bool(value) != bool(negated)
 
 
-def _in_words(condition: str, keys: Dict[str, Key]) -> str:
-    negated, name, sign, pattern = _parts(condition)
+def needs_of(name: str, keys: Dict[str, Key]) -> str:
+    """What a key needs to have an effect, as a sentence; empty if it always has one."""
+    needs = "; ".join(_in_words(need, keys) for need in keys[name].about["needs"])
+    return f"Needs {needs}." if needs else ""
+
+
+def _in_words(need: str, keys: Dict[str, Key]) -> str:
+    if " or " in need:
+        return " or ".join(_in_words(condition, keys) for condition in need.split(" or "))
+    negated, name, sign, pattern = _parts(need)
     if sign:
         return f"{name} {'other than ' * (sign == '!=')}{pattern}".replace(" null", " left out")
     hint = keys[name].hint if name in keys else None

@@ -24,9 +24,9 @@ def score_with_classifier(classifier, generated: Iterable[dict], reference: Iter
         device: where to compute.
 
     Returns:
-        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): the shares of images
-        that the classifier takes for their class; the distance between Gaussians fitted to its features, or None where
-        there are not more images than features.
+        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): the shares of
+        images that the classifier takes for their class; the distance between Gaussians fitted to its features, or
+        None where there are not more images than features.
     """
 
     def run(batches: Iterable[dict]):

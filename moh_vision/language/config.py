@@ -10,7 +10,6 @@ from typing import Any, Dict, List, Literal, Optional, Set, Tuple
 from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig
 from moh_vision.engine.keys import Section, key, plain
 
-GATE_MODES = ("soft", "argmax", "random")
 TRANSLATES = "model.name=mt_*"
 CAUSAL = "model.name=clm_*"
 MODELS = "model.name=clm_* or model.name=mlm_*"

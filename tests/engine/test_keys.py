@@ -276,6 +276,8 @@ def test_the_whole_text_of_a_key_and_of_a_section(capsys):
     )
     both = helped(ClsConfig, ["--help", "optim.min_lr", "model.head-budget"], capsys)
     assert "float, at least 0 and at most optim.lr" in both and "--model.head_budget " in both
+    text = helped(LanguageConfig, ["--help", "generate.length_penalty"], capsys)
+    assert text.endswith("to this power. Needs model.name mt_*; generate.beam other than 1.\n")
     with one_line("--help modle: no such key or section"):
         parse_config(ClsConfig, ["--help", "modle"], "script.py")
 

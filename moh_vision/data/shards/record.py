@@ -49,9 +49,10 @@ def plan_shards(split: str, samples: Iterable[T], name: Callable[[T], str], most
 class ShardRecord:
     """`{split}.shards.jsonl`: a line with format, arguments and input, then a line a finished shard.
 
-    While shards are written lines are added as they finish (`lines`), so that a kill loses at most the last; `close` puts
-    them in order. Where several processes write shards, each adds its lines to a `RecordPart` of its own, and they are
-    taken over here. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason] each).
+    While shards are written lines are added as they finish (`lines`), so that a kill loses at most the last; `close`
+    puts them in order. Where several processes write shards, each adds its lines to a `RecordPart` of its own, and
+    they are taken over here. Entries are dicts with shard (file name), samples, bytes, sha256 and bad ([path, reason]
+    each).
 
     Args:
         out: folder of the shards.

@@ -1,4 +1,5 @@
-"""What can be scored: folders of images, data sets, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H, W]."""
+"""What can be scored: folders of images, data sets, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H,
+W]."""
 
 from __future__ import annotations
 
