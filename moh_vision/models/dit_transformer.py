@@ -271,7 +271,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """As in the paper: Xavier-uniform linears (routers too); zero adaLN and output, so blocks start as the identity."""
+        """As in the paper: Xavier-uniform linears (routers too); zero adaLN and output, so blocks start as the
+        identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

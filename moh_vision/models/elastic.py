@@ -1,4 +1,5 @@
-"""Elastic budgets: one set of weights that is trained at many shares of active heads, and serves them all. No paper has it.
+"""Elastic budgets: one set of weights that is trained at many shares of active heads, and serves them all. No paper
+has it.
 
 Every step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share, one the
 largest, and two run shares drawn from between. Slimmable networks (Yu and Huang 2019, the sandwich rule) run as many

@@ -1,4 +1,5 @@
-"""timm's `Eva` with routed heads: DINOv3, EVA-02 and the other ViTs with rotary positions, made by `moh_vision.convert`."""
+"""timm's `Eva` with routed heads: DINOv3, EVA-02 and the other ViTs with rotary positions, made by
+`moh_vision.convert`."""
 
 from functools import partial
 from typing import Dict, List, Optional, Tuple

@@ -100,7 +100,8 @@ def gather_heads(model: nn.Module) -> int:
 
 
 def busiest(shares: Tensor, shared: int, active: int) -> list[int]:
-    """The heads that stay where tokens ran heads in these shares [H]: the shared ones, and the routed ones that ran most."""
+    """The heads that stay where tokens ran heads in these shares [H]: the shared ones, and the routed ones that ran
+    most."""
     routed = shares[shared:].argsort(descending=True, stable=True)[: active - shared] + shared
     return [*range(shared), *sorted(routed.tolist())]
 

@@ -103,7 +103,8 @@ def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
         kind: "classifier" or "diffusion".
 
     Returns:
-        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name or run.
+        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name
+        or run.
 
     Raises:
         ValueError: for a model that cannot be converted; files of others may raise anything.

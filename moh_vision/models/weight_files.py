@@ -97,7 +97,8 @@ def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
 
 
 def kind_in(file: Path, weights: str = "ema") -> Optional[str]:
-    """ "ema" or "model": what `read_tensors` takes of a pickled file that says what it holds; None for any other file."""
+    """ "ema" or "model": what `read_tensors` takes of a pickled file that says what it holds; None for any other
+    file."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)

@@ -155,7 +155,8 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
 
 
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
-    """(tensors, metadata) of a .safetensors file; an `architecture` and `arguments` among these are a model that they fit.
+    """(tensors, metadata) of a .safetensors file; an `architecture` and `arguments` among these are a model that they
+    fit.
 
     Raises:
         ValueError, FileNotFoundError: naming the file.
@@ -285,12 +286,14 @@ def init_from(
     key: str = "init_from",
     classes: Optional[Sequence[str]] = None,
 ) -> bool:
-    """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm name.
+    """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm
+    name.
 
-    The head or label table is made anew for other classes, by name where the source names its own. Position tables and patch
-    kernels are resized (or made anew, where the layout has no such rule) for another size of images, patches or colours,
-    the last layer of a DiT is made anew with or without a learned variance, and routers start fresh where the source has
-    none; each is named through `say`. The model takes the shared heads of a source with routers; how many run stays its own.
+    The head or label table is made anew for other classes, by name where the source names its own. Position tables
+    and patch kernels are resized (or made anew, where the layout has no such rule) for another size of images,
+    patches or colours, the last layer of a DiT is made anew with or without a learned variance, and routers start
+    fresh where the source has none; each is named through `say`. The model takes the shared heads of a source with
+    routers; how many run stays its own.
 
     Args:
         key: of the configuration, named in messages.

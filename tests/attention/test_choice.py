@@ -113,6 +113,8 @@ def test_on_a_gpu_no_kernel_of_attention_runs_unmeasured():
 def test_16_bits_are_the_operators_where_the_processor_has_products(path, available, monkeypatch):
     monkeypatch.setattr(kernels, "OPS", type("", (), dict(brgemm_available=staticmethod(lambda dtype: available))))
     assert choice((4, 5), tokens=64, dtype=torch.bfloat16) == ("Tokens" if available else "Masked")
+    per_sample = choice((4, 5), tokens=64, dtype=torch.bfloat16, scope="sample")
+    assert per_sample == ("Sequences" if available else "Masked")
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)

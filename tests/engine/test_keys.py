@@ -287,6 +287,7 @@ def test_a_key_that_is_said_again_keeps_the_rest():
     assert (lr.default, mine.default) == (1e-3, 7e-4) and lr.about == mine.about and lr.text == mine.text
     assert keys_of(LanguageConfig)["max_steps"].about["ge"] == 0 and keys_of(DitConfig)["max_steps"].about["ge"] == 1
     assert keys_of(DitConfig)["preview.seed"].about["needs"] == ["preview.every"]
+    assert parse(DitConfig, "--model.depth", "3").model.name == DitConfig().model.name == "moh_dit_small_patch2_75"
     assert BlockDescentConfig() == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
     assert [f.name for f in dataclasses.fields(ClsDataConfig)].count("augment") == 1
 

@@ -86,7 +86,9 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
         for tokens, keys, batch, active, picked, _ in rows_of(key_of(layer, call, way)):
             if N == tokens and M == keys and B <= batch and K <= active:
                 return way if picked == way.__name__ else layer.all_heads, "measured on this machine"
-    if not issubclass(way, (Tokens, WholeSequences)):
+    path = kernels.attend_path(call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p)
+    in_cpp = issubclass(way, Sequences) and path == "cpp" and not torch.compiler.is_compiling()
+    if not in_cpp and not issubclass(way, (Tokens, WholeSequences)):
         return layer.all_heads, "not measured on this machine, see moh_vision.measure"
     if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
         way = layer.all_heads

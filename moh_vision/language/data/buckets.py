@@ -20,8 +20,8 @@ def length_key(lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
-    """Ends of batches among sentences sorted by size; each batch is as large as (longest size) x (sentences) <= max_tokens
-    allows, and a longer sentence is alone."""
+    """Ends of batches among sentences sorted by size; each batch is as large as (longest size) x (sentences) <=
+    max_tokens allows, and a longer sentence is alone."""
     ends = [0]
     while ends[-1] < len(sizes):
         first = ends[-1]
@@ -39,8 +39,8 @@ class TokenBatches:
     epoch has as many batches. Which of the samples of equal lengths stand where, and the order of the batches, are drawn
     each epoch from (seed, epoch), and every sample comes once in it.
 
-    Batch number step * (world * accumulation) + micro * world + rank of the run is that of micro-batch `micro` of a rank,
-    so one process with twice the accumulation sees the same steps as two. A step may span two epochs.
+    Batch number step * (world * accumulation) + micro * world + rank of the run is that of micro-batch `micro` of a
+    rank, so one process with twice the accumulation sees the same steps as two. A step may span two epochs.
 
     Args:
         lengths: [n, sides] tokens of each sample as batches hold them.

@@ -338,7 +338,8 @@ class CausalInputs(BlockInputs):
         return made
 
     def texts(self) -> List[Tuple[str, CausalWindows]]:
-        """As everywhere; and of each source of data.mixture the first training tokens, as many as the validation set has."""
+        """As everywhere; and of each source of data.mixture the first training tokens, as many as the validation set
+        has."""
         found = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.texts):

@@ -108,7 +108,8 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool =
 
 
 def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made_from: str, skip_empty: bool) -> None:
-    """Encode lines into a file, `LINES_AT_ONCE` at a time: memory does not grow with the text, but for 8 bytes a line."""
+    """Encode lines into a file, `LINES_AT_ONCE` at a time: memory does not grow with the text, but for 8 bytes a
+    line."""
     kind = "U16" if len(vocabulary) <= 1 << 16 else "I32"
     lengths, words, digest = [], 0, hashlib.sha256()
     title = f"encoding {place.name.partition('.')[0]}"

@@ -4,9 +4,9 @@
     SPLIT.npy               one vector of whole numbers
     SPLIT.tokens.safetensors    see `token_cache`
 
-or SPLIT-*.bin and so on, one after the other by name. Nothing is unpickled, and nothing is read into memory as a whole.
-SPLIT.json (optional but for .bin) may say: dtype; eos, the id behind every text; tokens, how many there are; largest, the
-largest id; words; tokenizer, the sha256 of the tokenizer.json. `tokenise` writes all of them.
+or SPLIT-*.bin and so on, one after the other by name. Nothing is unpickled, and nothing is read into memory as a
+whole. SPLIT.json (optional but for .bin) may say: dtype; eos, the id behind every text; tokens, how many there are;
+largest, the largest id; words; tokenizer, the sha256 of the tokenizer.json. `tokenise` writes all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text that comes as token ids in webdataset shards: SPLIT-*.tar with one .npy of ids for every document.
 
-An index of all documents is built once and kept (see `tar_index`); it also has every document's largest id. So any piece of
-the text is a few reads at known places, and the order of a run can be a pure function. Nothing is unpickled.
+An index of all documents is built once and kept (see `tar_index`); it also has every document's largest id. So any
+piece of the text is a few reads at known places, and the order of a run can be a pure function. Nothing is unpickled.
 """
 
 from __future__ import annotations

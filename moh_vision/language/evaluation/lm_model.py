@@ -134,7 +134,8 @@ class Listener:
 
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
-    """Add the heads that run in every forward of a model, whoever calls it, to one group of `load`. Padding counts too."""
+    """Add the heads that run in every forward of a model, whoever calls it, to one group of `load`. Padding counts
+    too."""
     hooks = []
     for number, layer in enumerate(attention_layers(model)):
         add = partial(load.add, first=number)
@@ -152,7 +153,8 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
 
 
 def read_text(path: Path, tokenizer) -> Text:
-    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a `Vocabulary`."""
+    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a
+    `Vocabulary`."""
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):

@@ -3,8 +3,8 @@
 The paper says "accuracy" or "exact match" and names the harness, not the harness' metric. What is taken here, and why:
 
 - acc_norm wherever a task has it. LLaMA3-8B's row of table 5 says so: HellaSwag 81.9 and ARC-C 59.0, where public runs of
-  that model in the harness have acc 62 and 55, acc_norm 82.1 and 57.5. LLM-S of table 4 too: its LogiQA of 26.9 and SciQ of
-  63.0 are what models of its size have as acc_norm (Pythia-160M: 26.4 and 66.0, acc 19.5 and 73.5).
+  that model in the harness have acc 62 and 55, acc_norm 82.1 and 57.5. LLM-S of table 4 too: its LogiQA of 26.9 and
+  SciQ of 63.0 are what models of its size have as acc_norm (Pythia-160M: 26.4 and 66.0, acc 19.5 and 73.5).
 - TruthfulQA is the mean of MC1 and MC2, which harnesses of 2024 printed for the group `truthfulqa`: a public run of LLaMA3-8B has 27, 43.9
   and, for the group, 35; the paper prints 35.4.
 - GSM8K is the task gsm8k with 8 shots (strict-match), LAMBADA is lambada_openai, CEVAL its validation split (the answers of the test

@@ -114,8 +114,8 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str
 def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> Dict:
     """Scores of the model's present weights, which are whole; every process calls it.
 
-    Writes what `report_gates` does, OUTPUT/head_load.json if tokens choose among heads, and OUTPUT/translations.txt with a
-    line for every pair that is scored (of another use of the gates: translations.MODE.txt).
+    Writes what `report_gates` does, OUTPUT/head_load.json if tokens choose among heads, and OUTPUT/translations.txt
+    with a line for every pair that is scored (of another use of the gates: translations.MODE.txt).
 
     Args:
         evaluate: of `evaluation_of`.

@@ -1,4 +1,5 @@
-"""Adaptive input and softmax with shared weights: narrow embeddings for rare words (Grave 2017; Baevski and Auli 2019)."""
+"""Adaptive input and softmax with shared weights: narrow embeddings for rare words (Grave 2017; Baevski and Auli
+2019)."""
 
 from typing import Optional, Sequence, Tuple
 

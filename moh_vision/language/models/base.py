@@ -16,8 +16,8 @@ from moh_vision.language.models.blocks import ExpertBiasAttention
 class RoutedLoss:
     """The loss of language models with routed heads.
 
-    Subclasses have `states_and_stats(**inputs)`, the last layer's output and the statistics of every attention layer, and
-    `token_losses(hidden, labels, label_smoothing)`.
+    Subclasses have `states_and_stats(**inputs)`, the last layer's output and the statistics of every attention layer,
+    and `token_losses(hidden, labels, label_smoothing)`.
     """
 
     def routed_loss(

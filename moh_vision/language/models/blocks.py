@@ -26,7 +26,8 @@ def sinusoids(positions: Tensor, dim: int) -> Tensor:
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
-    """Position of each token among the real ones of its text: ids [B, N], attention_mask [B, past + N] -> [B or 1, N]."""
+    """Position of each token among the real ones of its text: ids [B, N], attention_mask [B, past + N] -> [B or 1,
+    N]."""
     if attention_mask is None:
         return torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]

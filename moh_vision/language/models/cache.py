@@ -45,8 +45,8 @@ class DecoderLayerCache:
 
 
 class TextCache(Cache):
-    """One `DecoderLayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that moves would
-    leave the state of MAE's gate behind."""
+    """One `DecoderLayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that
+    moves would leave the state of MAE's gate behind."""
 
     def __init__(self, layers: int, cross: bool):
         super().__init__(layers=[DecoderLayerCache(cross) for _ in range(layers)])

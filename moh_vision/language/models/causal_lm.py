@@ -94,7 +94,8 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         return self.vocabulary.log_probs(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
-        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no smoothing."""
+        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no
+        smoothing."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

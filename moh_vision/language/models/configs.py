@@ -1,4 +1,5 @@
-"""Configurations of the text models, as transformers saves them: one class per kind, attention described by plain dicts."""
+"""Configurations of the text models, as transformers saves them: one class per kind, attention described by plain
+dicts."""
 
 from typing import Optional
 

@@ -145,8 +145,9 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
             the same with MoH's routers and so many percent of the heads active in every layer (Jin 2024, section
             4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
-            cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style models
-            also router, executor, group and router_kwargs, see `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
+            cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style
+            models also router, executor, group and router_kwargs, see
+            `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)

@@ -59,10 +59,10 @@ class LayerCache:
 class RoutedAttention(SeparateHeadMixtureAttention):
     """A transformers attention layer whose heads a router chooses; its modules are taken over as they are.
 
-    Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights, or
-    an executor leaves heads out where many tokens come at once (reading the weights of the projections, so not where an
-    adapter wraps them); only where the attention implementation is "sdpa" or "eager", and with "query_norm" only where no
-    gradient is recorded. One token after another is decoded with all heads.
+    Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights,
+    or an executor leaves heads out where many tokens come at once (reading the weights of the projections, so not
+    where an adapter wraps them); only where the attention implementation is "sdpa" or "eager", and with "query_norm"
+    only where no gradient is recorded. One token after another is decoded with all heads.
 
     "query_norm" reads the queries as they come from q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3
     before its norm, behind which every query of a head has nearly the same length.
@@ -191,7 +191,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
     def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
-        """The executor of a call whose mask and cache are given beside it; None: transformers' attention with weights."""
+        """The executor of a call whose mask and cache are given beside it; None: transformers' attention with
+        weights."""
         implementation, N = self.config._attn_implementation, call.x.shape[1]
         if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(call.x):
             return None
@@ -219,7 +220,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):
-    """LLaMA's. It is a LlamaAttention too, by which transformers finds the layers whose attention matrices it records."""
+    """LLaMA's. It is a LlamaAttention too, by which transformers finds the layers whose attention matrices it
+    records."""
 
 
 class MoHQwen2Attention(RoutedAttention, Qwen2Attention):
