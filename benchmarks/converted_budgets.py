@@ -3,18 +3,19 @@
     python benchmarks/converted_budgets.py RUN RUN ... --data.root SHARDS
 
 RUN is a run with `--model.router dense`; several are seeds of one. Each is converted with its strongest heads shared, and searched,
-as `moh_vision.analysis.search` does on 512 training images; then all validation images score the searched budget, the uniform
+as `moh_vision.commands.search` does on 512 training images; then all validation images score the searched budget, the uniform
 one and the papers' ramp, of equally many heads and with the same shared ones. Prints Markdown: mean, standard deviation of n - 1.
 """
 
 import argparse
 import statistics
 
-from moh_vision.analysis.search import compare, search_budget
 from moh_vision.classification.calibration import open_calibration
+
 from moh_vision.classification.config import OpenedClsConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.classification.validate import open_model, validate
+from moh_vision.commands.search import compare, search_budget
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.run import make_accelerator
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import moh_vision  # noqa: F401  registers the models
 from moh_vision.attention import attention_layers
-from moh_vision.export import Classifier, export
+from moh_vision.commands.export import Classifier, export
 from moh_vision.models.fixed_heads import gather_heads, keep_heads
 
 NAME, SIZE = "moh_vit_small_patch16_224", [3, 224, 224]

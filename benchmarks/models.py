@@ -37,10 +37,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.analysis.counting import count_macs
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.models.counts import count_macs
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention, AggregatedHeads, CosineAttention
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ import torch
 import yaml
 
 import moh_vision
-from moh_vision.analysis.macs import PAPERS, _image_models, count
 from moh_vision.classification.config import ClsConfig, ValidateConfig
+from moh_vision.commands.macs import PAPERS, _image_models, count
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.engine.keys import needs_of
@@ -103,7 +103,7 @@ def models_page() -> str:
     parts = [HEAD, "# Models\n"]
     parts.append(
         "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention scores of the heads "
-        "that run),\ncounted by `python -m moh_vision.analysis.macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
+        "that run),\ncounted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
         "are in [results](../README.md).\n"
     )
     papers = yaml.safe_load((PACKAGE / "analysis" / "paper_rows.yaml").read_text(encoding="utf-8"))

@@ -103,9 +103,9 @@ def test_a_wrong_name_is_found(capsys):
     with pytest.raises(AssertionError):
         test_runs("cls/moh_transnext_small_85")
     with pytest.raises(AssertionError):
-        test_commands("python -m moh_vision.analysis.table --output x.png RUN", capsys)
+        test_commands("python -m moh_vision table --output x.png RUN", capsys)
     with pytest.raises(ModuleNotFoundError):
-        test_commands("python -m moh_vision.analysis.tables RUN", capsys)
+        test_commands("python -m moh_vision.commands.tables RUN", capsys)
 
 
 def made(code):

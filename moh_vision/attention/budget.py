@@ -85,7 +85,7 @@ def resolve_budget(
             "ramp:0.75:0.6", "uniform:0.75:0.6": the second number is the share of shared heads among the active ones,
                 0.4 by default (Jin 2024, section 4.5 and table 7), 0 with router "moa"; "ramp" rounds it over the model,
                 "uniform" in each layer;
-            [(shared, routed), ...]: one pair per layer, such as `moh_vision.analysis.search` writes.
+            [(shared, routed), ...]: one pair per layer, such as `moh_vision.commands.search` writes.
             A layer with routed heads always routes at least one. With few heads a share leaves layers with exactly one,
             as in the released S/2-75: its renormalised weight is constant, so only the balance loss trains that router.
         depth: layers.

@@ -128,6 +128,7 @@ class ClsOptimConfig(OptimConfig):
 class ClsConfig(ImageRunConfig):
     """Classification."""
 
+    kind: Literal["classification"] = key("classification")
     max_steps: Optional[int] = key(None, also="")
     """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs."""
     label_smoothing: float = key(0.0, ge=0, lt=1)

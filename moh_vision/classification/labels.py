@@ -99,7 +99,7 @@ def _real_labels(root: str, source) -> List[List[int]]:
     if files is None:
         raise ValueError(
             f"data.root {root}: --labels real needs the names of the files: class folders, or shards with the "
-            "val.files.txt that python -m moh_vision.data.shards writes"
+            "val.files.txt that python -m moh_vision shards writes"
         )
     names = [Path(name).stem + ".JPEG" for name in files]
     strange = next((name for name in names if name not in of_file), None)

@@ -1,25 +1,207 @@
-"""A classifier and what must be done to its images, for `moh_vision.export`."""
+"""Opening a classifier: a run, a folder that timm or publish has saved, or weights with the name of a model."""
 
-from typing import Optional, Tuple
+from __future__ import annotations
 
-from torch import nn
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable, Collection, List, Optional, Sequence, Tuple
 
-from moh_vision.classification.config import OpenedClsConfig
-from moh_vision.classification.predict import class_names
-from moh_vision.classification.validate import open_classifier
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.classification.config import EvalDataConfig, OpenedClsConfig
+from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_other_classifier
+from moh_vision.classification.scores import validate
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.data.batches import (
+    BadSamples,
+    LabelledImages,
+    calibration_halves,
+    check_images_fit,
+    evaluation_batches,
+)
+from moh_vision.data.imagenet import validation_transform
+from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.opened import Opened
+from moh_vision.engine.run import index_dir, make_accelerator
+from moh_vision.models.class_names import listed
+from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.pretrained import of_source
+from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weights import taken_for, to_validate
 
-PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+class OpenedClassifier(Opened):
+    """A classifier. Its `config` is an `OpenedClsConfig`; the model's pretrained_cfg says what is done to an image."""
+
+    kind, loss_name = "classification", "cross-entropy"
+
+    def data(self, split: str) -> LabelledImages:
+        if split not in self.splits:
+            self.splits[split] = open_images(self.config, split, self.accelerator)
+            self._check_classes(self.splits[split])
+        transform = validation_transform(self.model.pretrained_cfg)
+        return LabelledImages(self.splits[split], transform, seed=0, replace=False)
+
+    def _check_classes(self, source) -> None:
+        config, named, classes = self.config, f"--checkpoint {self.config.checkpoint}", self.metadata["classes"]
+        if config.labels:
+            return refuse_other_classifier(self.model, classes, named, config.labels)
+        check_same_classes(classes or source.classes, named, source, config.data.root)
+        if self.model.num_classes != len(source.classes):
+            raise ValueError(
+                f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {len(source.classes)}"
+            )
+
+    def _unreadable(self, images: LabelledImages) -> BadSamples:
+        return BadSamples(len(images.source), self.config.data.max_bad_fraction)
+
+    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+        images = self.data("train")
+        return calibration_halves(images, count, self.config.data.workers, self._unreadable(images))
+
+    def inputs(self, batch: dict) -> Tensor:
+        return batch["images"]
+
+    def loss(self, batch: dict) -> Tensor:
+        batch = send_to_device(batch, self.accelerator.device)
+        with self.accelerator.autocast():
+            logits, _ = self.model.to(self.accelerator.device).forward_routed(batch["images"])  # [B, classes]
+        return F.cross_entropy(logits.float(), batch["labels"])
+
+    def scores(self) -> dict:
+        images, task = self.data("val"), ClassificationTask(self.model.to(self.accelerator.device), 0.0)
+        return validate(task, images.source, images.transform, self.config.data, self.accelerator, Progress.over)[0]
+
+    def forward(self) -> Tuple[Callable[[], Tensor], int]:
+        images = self.data("val")
+        numbers = range(min(self.config.data.eval_batch_size, len(images.source)))
+        (batch,) = evaluation_batches(images, [list(numbers)], 0, self._unreadable(images))
+        batch = send_to_device(batch, self.accelerator.device)
+
+        def forward() -> Tensor:
+            with self.accelerator.autocast():
+                return self.model(batch["images"])
+
+        return forward, len(batch["images"])
+
+    def example(self) -> Tuple[List[Tensor], dict]:
+        return [torch.zeros(1, *self.model.pretrained_cfg["input_size"])], {}
 
 
-def open_prepared(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
-    """Open the classifier that validate.py opens, in eval mode, and say how its images are prepared.
+def open_run(
+    path: str,
+    weights: Optional[str] = None,
+    device: Optional[torch.device] = None,
+    options: Sequence[str] = (),
+    *,
+    split: Optional[str] = None,
+    command: str = "open_run",
+    **_,
+) -> OpenedClassifier:
+    """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
+    file = str(weights_file(path, weights)) if weights else path
+    opened = open_with(parse_config(OpenedClsConfig, ["--checkpoint", file, *options], command), split)
+    opened.model.to(device or "cpu")
+    return opened
 
-    `path` is a run or a folder that timm has saved; with a model's `name` other weights, or equal to
-    it: those that timm has for it.
+
+def open_with(config: OpenedClsConfig, split: Optional[str] = None, accelerator=None) -> OpenedClassifier:
+    """Open the classifier of --checkpoint, and first a split of the images: weights without a model are of its classes."""
+    if split is None:
+        return OpenedClassifier(config, *open_classifier(config))
+    accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
+    source = open_images(config, split, accelerator)
+    classes = IMAGENET if config.labels else source.classes
+    found = open_classifier(config, len(source), in_chans=source.channels, num_classes=len(classes))
+    opened = OpenedClassifier(config, *found, {split: source})
+    opened.accelerator = accelerator
+    opened._check_classes(source)
+    return opened
+
+
+def open_images(config: OpenedClsConfig, split: str, accelerator):
+    """Open a split of data.root as a source, or the images of --labels."""
+    with accelerator.main_process_first():
+        if config.labels:
+            return open_labelled(config.data.root, config.labels, index_dir(config.output))
+        return open_source(config.data.root, split, index_dir(config.output))
+
+
+def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
+    """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
+
+    A run, or a folder that timm or moh_vision.publish has saved, brings its model: only
+    `model.head_budget` may change it. Other weights need the configuration's `model` and `arguments`.
+    `images` is how many there are, for the memory they take.
     """
-    argv = ["--checkpoint", path, *(["--model.name", name] if name else [])]
-    model, about = open_classifier(parse_config(OpenedClsConfig, argv, "export"))
-    classes = class_names(about["classes"], model.num_classes)
-    named = dict(architecture=about["name"], classes=classes, weights=str(about["weights"]))
-    return model, {**named, **{key: model.pretrained_cfg[key] for key in PREPARED}}
+    path, data = config.checkpoint, config.data
+    batch = min(data.eval_batch_size, images)
+    check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
+    saved = (Path(path) / "config.json").is_file() and not (Path(path) / "config.yaml").is_file()
+    named = config.model.name, {**config.model.arguments(), **arguments}, {}
+    name, own, cfg = _saved_by_timm(path) if saved else named
+    with contextlib.nullcontext() if saved else taken_for(name):
+        model, about = to_validate(path, name, own, data.img_size)
+    if saved:
+        plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, which is called so
+        about.update(of_run=True, classes=cfg.get("label_names"), architecture=(plain or name).split(".")[0])
+        model.pretrained_cfg = cfg
+        if "data.augment" not in config.given:
+            data = replace(data, augment="imagenet")  # crops as the folder says
+    if about["of_run"]:
+        for key in sorted(config.given):
+            if key.partition(".")[0] == "model" and key != "model.head_budget":
+                raise ValueError(
+                    f"{key} has no effect: --checkpoint {path} brings its model, {about['architecture']}; "
+                    "allowed is model.head_budget"
+                )
+        if "model.head_budget" in config.given and config.model.head_budget is not None:
+            set_head_budget(model, config.model.head_budget)
+        if not saved:
+            data = data_as_trained(data, config.given, about)
+    prepare(model, data, about["arguments"].get("img_size"), about["classes"])
+    return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
+
+
+def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
+    """Return `of_source` of a folder that `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
+    try:
+        name, arguments, cfg = of_source(folder, "classifier")
+        names = listed(cfg.get("label_names"), "label_names")
+        return name, arguments, {**cfg, "label_names": names, "crop_mode": cfg.get("crop_mode") or "center"}
+    except Exception as error:  # files of others may hold anything
+        reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
+        raise ValueError(
+            f"--checkpoint {folder}: its config.json is of no classifier that is taken ({reason})"
+        ) from None
+
+
+def data_as_trained(data: EvalDataConfig, given: Collection[str], about: dict) -> EvalDataConfig:
+    """Return the keys that say how images are prepared as they were when the weights were written, but for those given."""
+    try:
+        saved = about.get("config", {}).get("data", {})
+        keys = [key for key in ("augment", "crop_pct", "crop_mode") if key in saved and f"data.{key}" not in given]
+        return replace(data, **{key: saved[key] for key in keys})
+    except (TypeError, ValueError, AttributeError) as error:  # files of others may hold anything
+        raise ValueError(
+            f"{about['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
+        ) from None
+
+
+def prepare(model: nn.Module, data: EvalDataConfig, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
+    """Write what validation does to an image into the model's pretrained_cfg, which `validation_transform` reads.
+
+    `img_size` or `classes` None: as the pretrained_cfg has them.
+    """
+    cfg, channels = dict(model.pretrained_cfg), model.in_chans
+    side = [img_size] * 2 if img_size else cfg["input_size"][1:]
+    cfg.update(num_classes=model.num_classes, input_size=(channels, *side), **data.eval_options(cfg))
+    cfg.update(mean=tuple(cfg["mean"][:channels]), std=tuple(cfg["std"][:channels]))
+    cfg["label_names"] = cfg.get("label_names") if classes is None else list(classes)
+    model.pretrained_cfg = model.default_cfg = cfg

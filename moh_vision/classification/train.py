@@ -13,7 +13,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.analysis import HeadLoad, describe, in_short
 from moh_vision.attention import settings
 from moh_vision.classification import validate as validation
 from moh_vision.classification.best import Best
@@ -31,8 +30,10 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.describe import describe, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
+from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.pretrained import described, load_source
 from moh_vision.models.teachers import Teacher

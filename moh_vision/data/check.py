@@ -1,4 +1,4 @@
-"""Look at every image of a data set before anyone trains on it.   python -m moh_vision.data.check ROOT
+"""Look at every image of a data set before anyone trains on it.   python -m moh_vision check ROOT
 
 ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, or one of shards; also a folder of classes
 alone. Prints the number of images and classes of each split, what cannot be read, what training would refuse, and
@@ -156,7 +156,7 @@ def _looks(source, numbers: List[int]) -> List[Look]:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, 1 for data that training does not take, 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision.data.check", __doc__)
+    parser = Parser("python -m moh_vision check", __doc__)
     parser.add_argument("root", metavar="ROOT", help="a folder of classes or of shards")
     parser.add_argument("--workers", type=int, help="processes that read (the processors there are)")
     refused: List[str] = []

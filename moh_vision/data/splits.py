@@ -75,9 +75,7 @@ def _classes_in(root: str) -> str:
 
 def dividing(root: str, options: str = "") -> str:
     """The command that divides a folder of classes, for a message."""
-    return (
-        f"python -m moh_vision.data.shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1{options} divides them"
-    )
+    return f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1{options} divides them"
 
 
 def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:

@@ -1,4 +1,4 @@
-"""The configurations of a diffusion run, of sampling from one, and of its calibration."""
+"""The configurations of a diffusion run, of sampling from one, and of opening one."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ class RepaConfig(Section, section="repa", needs=".teacher"):
 class DitConfig(ImageRunConfig):
     """Diffusion."""
 
+    kind: Literal["diffusion"] = key("diffusion")
     vae: Optional[str] = key(None)
     """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
     where data.root holds them, whose own VAE decodes previews."""
@@ -213,10 +214,8 @@ class SampleConfig(Section):
     denoising: Optional[str] = key(None, ends=(".png", ".gif"))
     """What the sampler holds after some of its steps, of the first eight images: .png, an image a row and eight moments;
     .gif, an animation."""
-    head_usage: Optional[str] = key(None, ends=(".png",))
-    """PNG of head usage per layer and class while sampling."""
     head_load: Optional[str] = key(None)
-    """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision.analysis.head_load`."""
+    """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision head-load`."""
     score: Optional[str] = key(None)
     """The reference: a folder of images, a .npz (images, or ADM's statistics), saved statistics (.safetensors), or a data
     set as in data.root."""
@@ -250,22 +249,16 @@ class SampleConfig(Section):
         if not is_folder and out.suffix != ".npz":
             allowed = 'a path that ends in ".npz", or a folder without an ending such as ".zip"'
             raise ValueError(f"out {self.out!r} is out of range: {allowed}")
-        written = self.out or self.grid or self.denoising or self.counts_heads or self.score
+        written = self.out or self.grid or self.denoising or self.head_load or self.score
         if not self.num_images and written:
-            raise ValueError(
-                "num_images 0 leaves nothing for --out, --grid, --denoising, --head-usage, --head-load and --score"
-            )
+            raise ValueError("num_images 0 leaves nothing for --out, --grid, --denoising, --head-load and --score")
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
         if self.num_images and not written:
             raise ValueError(
-                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-usage, --head-load or --score, or "
+                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-load or --score, or "
                 "--save-pipeline with --num-images 0"
             )
-
-    @property
-    def counts_heads(self) -> bool:
-        return bool(self.head_usage or self.head_load)
 
     def scoring(self) -> dict:
         """Keyword arguments of `scores.make_scorer`."""
@@ -277,8 +270,8 @@ class SampleConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CalibrationConfig(OpenedConfig, runs=DitConfig):
-    """The images that judge the heads of a run."""
+class OpenedDitConfig(OpenedConfig, runs=DitConfig):
+    """A diffusion run that a command opens, and its images."""
 
     vae: Optional[str] = key(None)
     """Name or folder of the VAE; left out: the one that the run was trained with."""

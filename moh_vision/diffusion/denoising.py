@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 import torch
 from torch import Tensor
 
-from moh_vision.analysis.figures import draw_image_grid, image_grid
+from moh_vision.diffusion.image_grid import draw_image_grid, image_grid
 from moh_vision.diffusion.pipeline import MoHDiTPipeline
 from moh_vision.diffusion.sampling import to_uint8
 

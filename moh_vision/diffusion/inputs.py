@@ -11,13 +11,13 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from moh_vision.analysis.counting import count_macs, count_parameters
 from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread, image_transform
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, NotAtHand, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.models.counts import count_macs, count_parameters
 
 IMG_SIZE_WITH_VAE = 256
 
@@ -30,8 +30,9 @@ def open_inputs(
     index_dir: Optional[str] = None,
     device: Union[str, torch.device] = "cpu",
     stream: Optional[ShardStream] = None,
+    split: str = "train",
 ):
-    """Open the training split of `root`, images or latents, as PixelInputs, CachedInputs or EncodedInputs.
+    """Open a split of `root`, images or latents, as PixelInputs, CachedInputs or EncodedInputs.
 
     `vae` is "none" for pixels; latents only compare the VAE, if it is at hand. `img_size` None means the
     size of the images, or 256 with a VAE. `stream` has the images, if they are not read from `root`.
@@ -40,8 +41,8 @@ def open_inputs(
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
-        return CachedInputs(LatentCache(root, "train", index_dir), root, vae, img_size, augment)
-    source = stream or open_source(root, "train", index_dir)
+        return CachedInputs(LatentCache(root, split, index_dir), root, vae, img_size, augment)
+    source = stream or open_source(root, split, index_dir)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:

@@ -1,112 +1,177 @@
-"""What `sample.py --checkpoint` takes: runs, saved pipelines, and weights that others have published."""
+"""Opening a diffusion model: a run, a saved pipeline, or weights with the name of a model."""
 
 from __future__ import annotations
 
-import json
-import math
+import tempfile
+from functools import cached_property
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-import timm
-from diffusers.utils import logging
-from torch import nn
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
 
+from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.data.imagenet import unnamed_classes
-from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
-from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
-from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.sampling import Guidance, sampler_for
-from moh_vision.engine.commands import reason_of, refuse_missing
-from moh_vision.engine.io import run_of
-from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
-from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
+from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig
+from moh_vision.diffusion.image_parts import ImageParts
+from moh_vision.diffusion.inputs import PixelInputs, open_inputs
+from moh_vision.diffusion.latents.vae import LatentSpace
+from moh_vision.diffusion.loading import open_pipeline, published_model, read_pipeline
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
+from moh_vision.diffusion.sample import draw, draw_labels, open_scorer, settle
+from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import reason_of
+from moh_vision.engine.opened import Opened
+from moh_vision.engine.run import index_dir
+from moh_vision.models.weight_files import weights_file, weights_said
+from moh_vision.models.weights import create, from_run
 
-# Of published models. Whoever passes weights on writes their sizes, which must not decide how much memory is taken.
-LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
+KEPT = ("out", "grid", "denoising", "head_load", "save_pipeline", "score_file", "overwrite")  # what sample.py writes
 
 
-def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
-    """Open the pipeline around the model that --checkpoint means.
+class OpenedDiffusion(Opened):
+    """A diffusion model without a VAE. Its `config` is an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
-    Also return dict(architecture, classes, weights: the file, run: its folder or None).
-    """
-    if config.model:
-        model, vae, about = _published(config)
-    elif (Path(config.checkpoint) / "model_index.json").is_file():
-        model, vae, about = _saved(config)
-    elif Path(config.checkpoint).suffix in (".pt", ".pth", ".bin") or (
-        Path(config.checkpoint, "config.json").is_file() and not Path(config.checkpoint, "config.yaml").is_file()
-    ):
-        raise ValueError(
-            f"{config.checkpoint} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
+    kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
+
+    @cached_property
+    def objective(self) -> nn.Module:
+        if "config" not in self.metadata:
+            raise ValueError(
+                f"{self.metadata['weights']}: of no run, whose configuration says how the model was trained"
+            )
+        return make_objective(self.metadata["config"])
+
+    def opened_inputs(self, split: str) -> PixelInputs:
+        """Open the images or latents of a split; image i always has the timestep and the noise that (0, i) draws."""
+        if split not in self.splits:
+            config, about = self.config, self.metadata
+            d, path, where = config.data, config.checkpoint, (index_dir(config.output), self.accelerator.device)
+            inputs = open_inputs(d.root, config.vae, d.img_size, "none", *where, split=split)
+            sizes = [about["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
+            given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
+            if sizes != given:
+                raise ValueError(
+                    f"data.root {d.root} has side, channels and classes {given}, the model of {path} takes {sizes}"
+                )
+            trained, made = about.get("vae") and LatentSpace(**about["vae"]), inputs.space
+            if (trained and trained.sha256) != (made and made.sha256):
+                raise ValueError(
+                    f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}"
+                )
+            self.splits[split] = inputs
+        return self.splits[split]
+
+    def data(self, split: str) -> Any:
+        return self.opened_inputs(split).dataset(0, self.objective.draw, 0.0)
+
+    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+        inputs, images, device = self.opened_inputs("train"), self.data("train"), self.accelerator.device
+        unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
+        return tuple(
+            [
+                send_to_device(inputs.encode(send_to_device(batch, device), self.accelerator.autocast()), "cpu")
+                for batch in half
+            ]
+            for half in calibration_halves(images, count, self.config.data.workers, unreadable)
         )
+
+    def inputs(self, batch: dict) -> Tuple[Tensor, Tensor, Tensor]:
+        noisy = self.objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])
+        return noisy, batch["timesteps"], batch["labels"]
+
+    def loss(self, batch: dict) -> Tensor:
+        device = self.accelerator.device
+        task = DiffusionTask(self.model, 0.0, self.objective).to(device).eval()
+        with self.accelerator.autocast():
+            return task(**send_to_device(batch, device))["task_loss"]
+
+    @cached_property
+    def _judge(self) -> Tuple[SampleConfig, Any, Tensor, Callable]:
+        """What draws and scores: the configuration of sample.py, a pipeline with our model, labels, and the scorer."""
+        config = self.config
+        if isinstance(config, OpenedDitConfig):  # as the run itself is scored
+            score = self.metadata["config"]["score"]
+            asked = ["--checkpoint", config.checkpoint, "--score", score["reference"] or config.data.root]
+            asked += ["--num-images", str(score["images"]), "--extractor", score["extractor"]]
+            config = parse_config(SampleConfig, asked, "open_run")
+        pipe, about = open_pipeline(config)
+        chosen, _ = settle(config, about)
+        scorer = open_scorer(config, pipe, about, about["run"] or "samples")
+        pipe.register_modules(transformer=self.model)
+        pipe.to(self.accelerator.device).set_progress_bar_config(disable=True)
+        return config, pipe, draw_labels(config, chosen), scorer
+
+    def scores(self) -> Dict[str, Any]:
+        """Score samples of the same noise, whatever heads run."""
+        config, pipe, labels, scorer = self._judge
+        with tempfile.TemporaryDirectory() as folder:
+            parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
+            draw(config, self.accelerator, pipe, parts, labels, self.metadata["classes"])
+            found, _ = scorer(parts, labels, self.accelerator.device, config.batch_size)
+        for key in ("recognised", "recognised_real"):
+            if found.get(key) is not None:
+                found[key] *= 100  # percent, as in tables
+        return found
+
+    def forward(self) -> Tuple[Callable[[], Any], int]:
+        config, _, labels, _ = self._judge
+        generator, count = torch.Generator().manual_seed(config.seed), min(config.batch_size, config.num_images)
+        noise = torch.randn(count, *self.example()[0][0].shape[1:], generator=generator)
+        timesteps = torch.randint(NUM_TIMESTEPS, (count,), generator=generator)
+        inputs = send_to_device((noise, timesteps, labels[:count]), self.accelerator.device)
+
+        def forward() -> Any:
+            with self.accelerator.autocast():
+                return self.model(*inputs)
+
+        return forward, count
+
+    def example(self) -> Tuple[List[Tensor], dict]:
+        m = self.model.config
+        zeros = torch.zeros(1, dtype=torch.long)  # timestep and class
+        return [torch.zeros(1, m.in_channels, m.sample_size, m.sample_size), zeros, zeros], {}
+
+
+def open_run(
+    path: str,
+    weights: Optional[str] = None,
+    device: Optional[torch.device] = None,
+    options: Sequence[str] = (),
+    *,
+    name: Optional[str] = None,
+    scores: bool = False,
+    command: str = "open_run",
+    **_,
+) -> OpenedDiffusion:
+    """See `moh_vision.open_run`; options are those of `OpenedDitConfig`, with `scores` those of sample.py."""
+    if scores:
+        config = parse_scored(path, options, command)
+    elif Path(path, "config.yaml").is_file() or not name and not Path(path, "model_index.json").is_file():
+        config = parse_config(OpenedDitConfig, ["--checkpoint", path, *options], command)
     else:
-        model, about = from_run(config.checkpoint, "diffusion", config.weights)
-        if config.vae and not about.get("vae"):
-            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
-        vae = open_vae(config.vae, about.get("vae"))
-        objective = make_objective(about["config"])
-        about = dict(about, run=run_of(Path(about["weights"])), label_drop=about["config"]["label_drop"])
-        about.update(objective=objective.name, shift=getattr(objective, "shift", 1.0))
-    if vae is not None:
-        vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
-    if config.head_budget is not None:
-        set_head_budget(model, config.head_budget)
-    # A prediction is clipped to the range of pixels; latents have none.
-    objective, shift = about.pop("objective"), about.pop("shift")
-    config.sampler = sampler_for(objective, config.sampler, config.default_sampler, "--sampler")
-    config.guide_channels = Guidance(channels=config.guide_channels).guided(model.config.in_channels)
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, shift)
-    if config.cfg_scale != 1 and about["label_drop"] == 0:
-        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
-    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), about["label_drop"]), about
+        config = OpenedDitConfig(checkpoint=path)
+    model, about = open_transformer(path, name, weights or "ema")
+    return OpenedDiffusion(config, model.to(device or "cpu"), about)
 
 
-def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """Open --model with weights that `load_checkpoint` reads, and the VAE of --vae."""
-    path, name = config.checkpoint, config.model
-    model = published_model(path, name, config.weights)
-    channels, vae = model.config.in_channels, None
-    if config.vae:
-        vae = load_vae(config.vae)
-    elif channels not in (1, 3):
-        raise ValueError(
-            f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {name} works on latents of {channels} channels"
-        )
-    classes = unnamed_classes(model.config.num_classes)
-    file = weights_file(path, config.weights)
-    about = dict(architecture=name, classes=classes, weights=str(file), run=None, label_drop=None)
-    about.update(objective="noise", shift=1.0)
-    return model, vae, about
+def parse_scored(path: str, options: Sequence[str], command: str) -> SampleConfig:
+    """Read options of sample.py, for scores of samples that are not kept."""
+    given = {option.partition("=")[0].replace("-", "_").removeprefix("__") for option in options if option[:2] == "--"}
+    for name in KEPT:
+        if name in given:
+            raise ValueError(f"{name} has no effect: the samples are scored and not kept")
+    if "score" not in given:
+        raise ValueError("--score REFERENCE is needed, as sample.py takes it")
+    return parse_config(SampleConfig, ["--checkpoint", path, *options], command)
 
 
-def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
-    """Open the diffusion model `name` in eval mode, with weights from a file or folder (`load_checkpoint`)."""
-    refuse_missing("--checkpoint", path)
-    try:
-        check_name(name, "diffusion")
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
-    file = weights_file(path, weights)
-    if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
-        raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
-    sizes = _sizes(file, weights)
-    try:
-        model = create(name, "diffusion", **sizes).eval()
-        load_checkpoint(model, path, weights)
-    except ValueError as error:
-        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, sizes)]
-        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
-    return model
+def open_transformer(path: str, name: Optional[str] = None, weights: str = "ema") -> Tuple[nn.Module, dict]:
+    """Open a model in eval mode, without a VAE; also return its metadata.
 
-
-def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, dict]:
-    """Open the model of `open_pipeline`, in eval mode, without a VAE.
-
-    Also return dict(architecture, classes, weights, objective). `path` is a run, a saved pipeline, or
-    with a model's `name` published weights; equal to it: those it is published with.
+    `path` is a run, a saved pipeline, or with a model's `name` published weights; equal to it: those it is published with.
     """
     if name:
         if path == name:
@@ -115,103 +180,12 @@ def open_transformer(path: str, name: Optional[str] = None) -> Tuple[nn.Module, 
             except (RuntimeError, OSError) as error:  # none are named for it, or they cannot be fetched
                 raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
         else:
-            model, said = published_model(path, name), weights_said(weights_file(path))
+            model, said = published_model(path, name, weights), weights_said(weights_file(path))
         classes = unnamed_classes(model.config.num_classes)
         return model, dict(architecture=name, classes=classes, weights=said, objective="noise")
     if (Path(path) / "model_index.json").is_file():
-        pipe, classes = _read_pipeline(Path(path))
+        pipe, classes = read_pipeline(Path(path))
         about = dict(architecture=Path(path).name, classes=classes, weights=str(weights_file(path)))
         return pipe.transformer.eval(), dict(about, objective=pipe.config.objective)
-    model, about = from_run(path, "diffusion")
-    kept = {key: about[key] for key in ("architecture", "classes", "weights")}
-    return model, dict(kept, objective=make_objective(about["config"]).name)
-
-
-def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """Open the model and the VAE of a saved pipeline, or of diffusers' DiTPipeline."""
-    folder = Path(config.checkpoint)
-    if config.weights != "ema":
-        raise ValueError(
-            f"--weights {config.weights} has no effect: {folder} is a saved pipeline, which holds one kind"
-        )
-    pipe, classes = _read_pipeline(folder)
-    if config.vae and pipe.vae is None:
-        raise ValueError(f"--vae {config.vae}: {folder} works on pixels")
-    about = dict(architecture=folder.name, classes=classes, weights=str(weights_file(str(folder))), run=None)
-    vae = pipe.vae
-    if config.vae:
-        vae = fit_vae(load_vae(config.vae), config.vae, LatentSpace.of(vae, f"{folder}/vae"))
-    about.update(label_drop=pipe.config.label_drop, objective=pipe.config.objective)
-    scheduled = pipe.scheduler.config  # UniPC and DPM-Solver have another name for it
-    return pipe.transformer, vae, dict(about, shift=scheduled.get("shift", scheduled.get("flow_shift", 1.0)))
-
-
-def _read_pipeline(folder: Path) -> Tuple[MoHDiTPipeline, List[str]]:
-    """Read a saved pipeline; also return the names of its classes."""
-    logging.disable_progress_bar()  # three parts are there at once
-    try:
-        pipe = MoHDiTPipeline.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
-    names = pipe.config.id2label or {}
-    return pipe, [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
-
-
-def _of_the_same_size(name: str) -> List[str]:
-    size = name.rpartition("_")[0]
-    return [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module) if n != name]
-
-
-def _sizes(file: Path, weights: str) -> dict:
-    """Read from weights, official or of diffusers, what `create` needs: side, channels, classes, variance.
-
-    The table of positions tells the side. diffusers' DiT saves none, and config.json beside it has the side.
-    """
-    state, sizes = read_tensors(file, weights), {}
-    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in_chans, p, p]
-    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out_channels, C]
-    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes + 1, C]
-    positions = state.get("pos_embed")  # [1, N, C]
-    if labels is not None and labels.ndim == 2:
-        sizes["num_classes"] = len(labels) - 1
-    if kernel is not None and kernel.ndim == 4:
-        sizes["in_chans"] = kernel.shape[1]
-        if last is not None and last.ndim == 2:
-            sizes["learn_sigma"] = len(last) == 2 * kernel[0].numel()
-        if positions is not None and positions.ndim == 3:
-            sizes["img_size"] = math.isqrt(positions.shape[1]) * kernel.shape[-1]
-    about, beside = file, file.with_name("config.json")
-    if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
-        about = beside
-        try:
-            sizes["img_size"] = json.loads(about.read_text())["sample_size"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{about}: no sample_size can be read ({reason_of(error)})") from None
-    for key, largest in LARGEST.items():
-        size = sizes.get(key, 1)
-        if not isinstance(size, int) or not 1 <= size <= largest:
-            raise ValueError(f"{about if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
-    return sizes
-
-
-def _fits(name: str, path: str, sizes: dict) -> bool:
-    """Return whether the model takes the weights."""
-    try:
-        load_checkpoint(create(name, "diffusion", **sizes), path)
-    except ValueError:
-        return False
-    return True
-
-
-def open_vae(override: Optional[str], recorded: Optional[dict]):
-    """Load the VAE that --vae names, or the one that the run records as a `LatentSpace`; None on pixels."""
-    if recorded is None:
-        return None
-    space = LatentSpace(**recorded)
-    vae = load_vae(override or space.name)
-    if not override and vae_fingerprint(vae) != space.sha256:
-        raise ValueError(
-            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
-        )
-    # Latents were scaled by the factor of the training, whatever this decoder's own is.
-    return fit_vae(vae, override or space.name, space)
+    model, about = from_run(path, "diffusion", weights)
+    return model, dict(about, objective=make_objective(about["config"]).name)

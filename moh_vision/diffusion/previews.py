@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moh_vision.analysis.figures import draw_image_grid
 from moh_vision.diffusion.class_rows import chosen_classes, class_rows
+from moh_vision.diffusion.image_grid import draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.engine.commands import message_of

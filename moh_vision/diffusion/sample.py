@@ -15,18 +15,16 @@ from typing import Callable, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.figures import draw_image_grid, write_images
-from moh_vision.analysis.head_load import draw_usage
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.class_rows import chosen_classes, class_rows
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.denoising import Denoising
+from moh_vision.diffusion.image_grid import draw_image_grid, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import vae_fingerprint
-from moh_vision.diffusion.opening import open_pipeline
+from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
@@ -38,6 +36,7 @@ from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run import finish, index_dir, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
+from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import kind_in, weights_said
 
 NAME = "sample.py"
@@ -77,7 +76,7 @@ def main(argv: Optional[List[str]] = None) -> None:
             settings["classes"] = chosen
         hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
         place = Path(config.out).absolute().parent if config.out else (run or Path()).absolute()
-        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, config.counts_heads)
+        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_load))
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
         kept = keep_settings(attention, parts.folder, accelerator, held)
@@ -124,15 +123,11 @@ def main(argv: Optional[List[str]] = None) -> None:
             scores.update(weights=said, step=about.get("step"), **record)
             write_json(scores_path, scores)
             say(f"{text}\n{record_text(record)}\nscores: {scores_path}")
-    if config.counts_heads and accelerator.is_main_process:
+    if config.head_load and accelerator.is_main_process:
         load.sums = parts.sums()
         load.of = dict(model=about["architecture"], data=f"{config.num_images} samples", split=how, weights=said)
-        if config.head_load:
-            load.save(Path(config.head_load))
-            say(f"head load: {config.head_load}")
-        if config.head_usage:
-            draw_usage(load, config.head_usage)
-            say(f"head usage: {config.head_usage}")
+        load.save(Path(config.head_load))
+        say(f"head load: {config.head_load}")
 
     # ---------------------------------------------------------------- the end
     accelerator.wait_for_everyone()
@@ -164,7 +159,7 @@ def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]
 
 def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
     """Make the parents of all output paths before any work, and refuse paths that cannot be written."""
-    names = ("grid", "denoising", "head_usage", "head_load")
+    names = ("grid", "denoising", "head_load")
     files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
     folders = {"--save-pipeline": config.save_pipeline}
     (files if str(config.out).endswith(".npz") else folders)["--out"] = config.out
@@ -284,7 +279,7 @@ def draw(
                     [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers],
                     output_type="latent",
                     callback_on_step_end=after_step,
-                    on_routing=count if config.counts_heads else None,
+                    on_routing=count if config.head_load else None,
                 ).images
                 parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
             progress.note(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
-from moh_vision.analysis import describe, in_short
 from moh_vision.attention import settings
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, check_images_fit, training_batches
@@ -32,6 +31,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.describe import describe, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import mae_routers, train_only

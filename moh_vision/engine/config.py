@@ -24,7 +24,7 @@ class ModelConfig(Section, section="model"):
     """Model name in timm's registry."""
     head_budget: Optional[HeadBudgets] = key(None, ge=0)
     """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; "uniform:0.75:0.4" also says the share of shared
-    heads among them; or one [shared, routed] per layer, as moh_vision.analysis.search writes it."""
+    heads among them; or one [shared, routed] per layer, as `python -m moh_vision search` writes it."""
     router: Optional[str] = key(None, needs="not .pretrained")
     """Who chooses the heads."""
     scope: Optional[str] = key(None, needs="not .pretrained")
@@ -189,6 +189,8 @@ class OpenedConfig(CommonConfig):
 class RunConfig(CommonConfig):
     """What all runs share."""
 
+    kind: Literal["classification", "diffusion", "text"] = key("")
+    """What is trained."""
     dry_run: bool = key(False, kept=False)
     """Print model, budget, parameters and MACs, and stop."""
     fresh: bool = key(False, kept=False)

@@ -29,18 +29,18 @@ PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transfor
 NEXT = {  # what to type after a run, by script
     "train_cls.py": (
         "python -m moh_vision.classification.validate --checkpoint {run}",
-        "python -m moh_vision.classification.predict --checkpoint {run} IMAGES",
+        "python -m moh_vision predict --checkpoint {run} IMAGES",
     ),
     "train_dit.py": (
         "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
     ),
     "train_text.py": (
-        "python -m moh_vision.publish {run} --output FOLDER",
-        "python -m moh_vision.analysis.table {run}",
+        "python -m moh_vision publish {run} --output FOLDER",
+        "python -m moh_vision table {run}",
     ),
 }
-REPORT = "python -m moh_vision.analysis.report {run} --output report.html"
-GATES = "python -m moh_vision.analysis.gates {run} --output gates.png"  # of a run with gates.md
+REPORT = "python -m moh_vision report {run} --output report.html"
+GATES = "python -m moh_vision gates {run} --output gates.png"  # of a run with gates.md
 FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")  # by objective
 
 

@@ -202,6 +202,7 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
 class LanguageConfig(RunConfig):
     """Text."""
 
+    kind: Literal["text"] = key("text")
     max_steps: int = key(1000, ge=0)
     """Optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are."""
     label_smoothing: float = key(0.1, ge=0, lt=1)

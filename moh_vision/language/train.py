@@ -17,7 +17,6 @@ from typing import List, Optional
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
-from moh_vision.analysis import describe, in_short
 from moh_vision.attention import settings
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
@@ -28,6 +27,7 @@ from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.early_stop import Patience, earlier_losses
 from moh_vision.language.task import LanguageTask
+from moh_vision.models.describe import describe, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for

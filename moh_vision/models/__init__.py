@@ -4,16 +4,13 @@ from timm.models import _factory, register_notrace_module
 
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.models import dit, transnext, vit  # noqa: F401  registers
-from moh_vision.models.registry import register
+from moh_vision.models.registry import CONVERTERS
 from moh_vision.models.weights import load_checkpoint
 
-register("converter", "timm.models.vision_transformer.VisionTransformer", "moh_vision.models.vit:convert_vit")
-register("converter", "timm.models.eva.Eva", "moh_vision.models.eva:convert_eva")
-register(
-    "converter",
-    "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel",
-    "moh_vision.models.dit_transformer:convert_diffusers",
-)
+DIFFUSERS = "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DModel"
+CONVERTERS["timm.models.vision_transformer.VisionTransformer"] = "moh_vision.models.vit:convert_vit"
+CONVERTERS["timm.models.eva.Eva"] = "moh_vision.models.eva:convert_eva"
+CONVERTERS[DIFFUSERS] = "moh_vision.models.dit_transformer:convert_diffusers"
 # A leaf for timm's and torchvision's feature extraction: which heads run is known only when it runs.
 register_notrace_module(HeadMixtureAttention)
 

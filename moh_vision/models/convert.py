@@ -1,7 +1,7 @@
 """A dense, trained model becomes one with routed heads, in place and without changing its output."""
 
 import re
-from typing import Any, Callable, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 import torch
 from timm.layers import Attention, AttentionRope
@@ -25,7 +25,7 @@ from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
 from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.head_order import Batch, order_heads
-from moh_vision.models.registry import registered
+from moh_vision.models.registry import converter_for
 
 # Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
@@ -95,17 +95,11 @@ def convert(
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
-    converter = converter_of(model)
+    converter = converter_for(model, route_heads)
     model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
     if remark := single_routed(attention_layers(model)):
         log.warning(remark)
     return model
-
-
-def converter_of(model: nn.Module) -> Callable[..., nn.Module]:
-    """What `convert` does for the model's class, without its remark."""
-    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
-    return next(filter(None, (registered("converter", kind) for kind in kinds)), route_heads)
 
 
 def route_heads(

@@ -1,4 +1,4 @@
-"""Models that compute only the heads that run, in operations that every runtime has, for `moh_vision.export`.
+"""Models that compute only the heads that run, in operations that every runtime has, for `moh_vision.commands.export`.
 
 Heads that are fixed for good: the others leave the model, with their weights. Heads that an image chooses: their weights are gathered.
 """

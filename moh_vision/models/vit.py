@@ -35,8 +35,9 @@ from moh_vision.attention import (
     set_budgets,
 )
 from moh_vision.attention.routers import MoHRouter, shared_share
-from moh_vision.models.convert import converter_of, route_heads
+from moh_vision.models.convert import route_heads
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
+from moh_vision.models.registry import converter_for
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
 
@@ -244,7 +245,7 @@ def _converted(base: str, head_budget=None, router="moh", scope="token", executo
     if head_budget is None and not runs_all_heads(router):
         head_budget = 0.75
     model = model_entrypoint(base)(**kwargs)
-    return converter_of(model)(model, head_budget, router, scope, executor, router_kwargs, None, False)
+    return converter_for(model, route_heads)(model, head_budget, router, scope, executor, router_kwargs, None, False)
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTransformer:

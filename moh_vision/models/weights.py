@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from moh_vision.engine.commands import closest, nearest, reason_of
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
-from moh_vision.models.registry import registered
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import (
     read_safetensors,
@@ -108,34 +107,12 @@ def _kinds() -> Dict[str, str]:
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
-def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
-    """The model of a run of train_cls.py, train_dit.py or train_text.py, with its weights, in eval mode on the CPU.
-
-    The pretrained_cfg of a classifier says what the run's validation does to an image, for
-    `timm.data.resolve_model_data_config`, and has the names of the classes as label_names.
-
-    Args:
-        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
-        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
-    file = weights_file(str(path), weights)
-    metadata = read_safetensors(file, lambda name: False)[1] if file.suffix == ".safetensors" else {}
-    for key in metadata:
-        reader = registered("run", key)
-        if reader is not None:
-            return reader(file)
-    model, about = from_run(str(file), None)
-    return registered("prepared", "classifier")(model, about) if hasattr(model, "get_classifier") else model
-
-
 def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
     """The model of a finished or running run, with its weights.
 
     Args:
-        path, weights: see `load_run`.
+        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
+        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
         kind: "classifier" or "diffusion", the other is refused; None: either.
 
     Returns:
@@ -251,7 +228,8 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
         img_size: another one than the run's; positions are resized.
 
     Returns:
-        (model in eval mode, dict(name, arguments, classes or None, weights: as `weights_said` has it, of_run: whether it brings its model))
+        (model in eval mode, dict(architecture, arguments, classes or None, weights: as `weights_said` has it, of_run: whether
+        it brings its model, and what else its file says))
 
     Raises:
         ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
@@ -275,8 +253,8 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
     of_run = "architecture" in about
-    named = dict(name=name, arguments=arguments, classes=about.get("classes"), weights=weights_said(path))
-    return model.eval(), dict(named, of_run=of_run)
+    about.update(architecture=name, arguments=arguments, classes=about.get("classes"), weights=weights_said(path))
+    return model.eval(), dict(about, of_run=of_run)
 
 
 def init_from(

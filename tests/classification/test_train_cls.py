@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision import head_budget
-from moh_vision.analysis import HeadLoad
 from moh_vision.classification import best, validate
 from moh_vision.classification import train as train_cls
+from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import from_run
 
@@ -274,7 +274,7 @@ def test_a_figure_that_fails_costs_neither_the_run_nor_its_results(tmp_path, cap
         assert (tmp_path / "run" / "results.json").exists()
         raise MemoryError("no room")
 
-    monkeypatch.setattr("moh_vision.analysis.head_load.draw_usage", fail)
+    monkeypatch.setattr("moh_vision.commands.head_load.draw_usage", fail)
     train(write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", "--max-steps", "1")
     assert f"{tmp_path}/run/head_usage.png could not be written: no room" in capsys.readouterr().out
     assert (tmp_path / "run" / "head_load.json").exists()

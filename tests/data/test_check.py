@@ -1,4 +1,4 @@
-"""python -m moh_vision.data.check: what it says of a data set is what training does with it."""
+"""python -m moh_vision check: what it says of a data set is what training does with it."""
 
 import re
 import shutil

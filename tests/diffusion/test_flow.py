@@ -14,14 +14,14 @@ from test_pipeline import draw, transformer
 from test_sample import call, run_of
 from torch.utils.data import default_collate
 
-from moh_vision.analysis import HeadLoad
 from moh_vision.data.batches import image_transform
 from moh_vision.data.sources import Digits
 from moh_vision.diffusion import FlowMatchingLoss, Guidance, MoHDiTPipeline, make_scheduler, sample_images, train
 from moh_vision.diffusion.batches import NoisedImages
 from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.opening import open_pipeline
+from moh_vision.models.head_load import HeadLoad
 
 FLOW = ("euler", "heun", "sde")
 

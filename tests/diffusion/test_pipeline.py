@@ -21,11 +21,11 @@ from refusals import one_line
 from tiny_vae import coarse_vae, tiny_vae
 
 from moh_vision import set_head_budget
-from moh_vision.analysis import HeadLoad
 from moh_vision.attention import head_budget
 from moh_vision.diffusion import Guidance, MoHDiTPipeline, make_scheduler, sample_images
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+from moh_vision.models.head_load import HeadLoad
 
 
 def transformer(channels=4, classes=7, **more):

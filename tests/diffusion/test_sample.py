@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from tiny_vae import coarse_vae, save_tiny_vae
 
 from moh_vision import load_run
-from moh_vision.analysis import HeadLoad
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
@@ -41,6 +40,7 @@ from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.evaluation.fidelity.images import SourceImages
+from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import create, from_run
 
 NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from small_runs import entries
 from tiny_vae import coarse_vae, save_tiny_vae
 
-from moh_vision.analysis.search import main as search
+from moh_vision.commands.search import main as search
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
 from moh_vision.diffusion.latents import load_vae

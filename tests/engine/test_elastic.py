@@ -7,12 +7,12 @@ from refusals import one_line, refused
 from small_runs import arguments, logged, results, same
 
 import moh_vision
-from moh_vision.analysis.table import make_table
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
+from moh_vision.commands.table import make_table
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.opening import open_pipeline
+from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()

@@ -16,14 +16,14 @@ from small_runs import entries, logged, results, same
 from small_text import write_pairs, write_plain
 
 import moh_vision
-from moh_vision.analysis import HeadLoad
-from moh_vision.analysis.table import read_run
+from moh_vision.commands.table import read_run
 from moh_vision.engine import commands
 from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel
+from moh_vision.models.head_load import HeadLoad
 
 WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
 TINY = dict(

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import moh_vision
 from moh_vision import publish
-from moh_vision.analysis import HeadLoad
 from moh_vision.language import train as train_text
 from moh_vision.language.data import tokenise
 from moh_vision.language.evaluation import lm
+from moh_vision.models.head_load import HeadLoad
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]

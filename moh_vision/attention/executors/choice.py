@@ -61,8 +61,7 @@ def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> 
     if cache is not None and (call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)):
         return Masked, "the keys of all heads are cached"
     direct = all(map(plain, layer.projections))
-    dtype = product_dtype(call.x)
-    path = kernels.attend_path(call.x.device, dtype, layer.head_dim, call.attn_mask, call.dropout_p)
+    dtype, path = product_dtype(call.x), path_of(layer, call)
     if routing.active.shape[1] == 1 and direct and cache is None and not layer.grouped:
         if path == "cpp" and kernels.native(call.x.device, dtype) and call.q is None and not compiling:
             return WholeSequences, ""
@@ -86,13 +85,19 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
         for tokens, keys, batch, active, picked, _ in rows_of(key_of(layer, call, way)):
             if N == tokens and M == keys and B <= batch and K <= active:
                 return way if picked == way.__name__ else layer.all_heads, "measured on this machine"
-    path = kernels.attend_path(call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p)
-    in_cpp = issubclass(way, Sequences) and path == "cpp" and not torch.compiler.is_compiling()
-    if not in_cpp and not issubclass(way, (Tokens, WholeSequences)):
+    in_cpp = issubclass(way, (Tokens, WholeSequences))
+    if way is Sequences and not torch.compiler.is_compiling():
+        in_cpp = path_of(layer, call) == "cpp"
+    if not in_cpp:
         return layer.all_heads, "not measured on this machine, see moh_vision.measure"
     if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
         way = layer.all_heads
     return way, RULE
+
+
+def path_of(layer: nn.Module, call: Call) -> str:
+    """What runs the attention of a call: "cpp", "triton" or "torch"."""
+    return kernels.attend_path(call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p)
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:

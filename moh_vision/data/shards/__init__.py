@@ -1,4 +1,4 @@
-"""Image folder -> webdataset shards.   python -m moh_vision.data.shards --in IMAGEFOLDER --out DIR [--size 256]
+"""Image folder -> webdataset shards.   python -m moh_vision shards --in IMAGEFOLDER --out DIR [--size 256]
 
     DIR/train-000000.tar ...      an image and a .cls (class number) per sample, shuffled over the classes
     DIR/classes.txt               the class names, sorted; line n is class n

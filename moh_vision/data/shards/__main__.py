@@ -1,4 +1,4 @@
-"""python -m moh_vision.data.shards"""
+"""python -m moh_vision shards"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moh_vision.engine.commands import Parser, exit_code, say
 
 
 def _parse(argv: Optional[List[str]]) -> dict:
-    parser = Parser("python -m moh_vision.data.shards", shards.__doc__)
+    parser = Parser("python -m moh_vision shards", shards.__doc__)
     add = parser.add_argument
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")

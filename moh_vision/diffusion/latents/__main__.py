@@ -1,4 +1,4 @@
-"""python -m moh_vision.diffusion.latents"""
+"""python -m moh_vision latents"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moh_vision.engine.ranks import MistakeElsewhere, from_first
 
 
 def _parse(argv: Optional[List[str]]) -> dict:
-    parser = Parser("python -m moh_vision.diffusion.latents", latents.__doc__)
+    parser = Parser("python -m moh_vision latents", latents.__doc__)
     add = parser.add_argument
     add("--vae", default=DEFAULT_VAE, metavar="NAME|FOLDER", help=f"on the hub, or a local folder ({DEFAULT_VAE})")
     add("--data", dest="root", required=True, metavar="ROOT", help="what data.root of a training run takes")

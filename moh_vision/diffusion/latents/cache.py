@@ -46,7 +46,7 @@ def _shape(space: LatentSpace, size: int) -> List[int]:
 
 
 class LatentCache(TarSamples):
-    """Posterior moments of images and of their mirror images, as `python -m moh_vision.diffusion.latents` writes them.
+    """Posterior moments of images and of their mirror images, as `python -m moh_vision latents` writes them.
 
     Args:
         root, split, index_dir: see `TarSamples`.

@@ -1,6 +1,6 @@
 """Turn files of documents into token ids that train_text.py reads.
 
-    python -m moh_vision.language.data.tokenise --tokenizer tokenizer.json --out FOLDER --split train FILE ...
+    python -m moh_vision tokenise --tokenizer tokenizer.json --out FOLDER --split train FILE ...
 
 Every FILE (.txt: a document a line; .jsonl: an object a line, with the text under --key; or these with .gz) becomes
 FOLDER/SPLIT-00000.bin and so on, in the order they are given, with a .json beside it that says what it holds. A
@@ -152,7 +152,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
-        parser = Parser("python -m moh_vision.language.data.tokenise", __doc__)
+        parser = Parser("python -m moh_vision tokenise", __doc__)
         parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
         parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
         parser.add_argument(

@@ -1,11 +1,11 @@
 """Scores of a causal language model: tasks of the lm-evaluation-harness, or the perplexity of a text.
 
-    python -m moh_vision.language.evaluation.lm --model RUN --tasks moh-llm
-    python -m moh_vision.language.evaluation.lm --model RUN --tasks hellaswag,my_task --include-path FOLDER --num-fewshot 5
-    python -m moh_vision.language.evaluation.lm --model RUN --perplexity FILE.txt --context 2048 --stride 512
-    python -m moh_vision.language.evaluation.lm --list
+    python -m moh_vision lm --model RUN --tasks moh-llm
+    python -m moh_vision lm --model RUN --tasks hellaswag,my_task --include-path FOLDER --num-fewshot 5
+    python -m moh_vision lm --model RUN --perplexity FILE.txt --context 2048 --stride 512
+    python -m moh_vision lm --list
 
-Also by `accelerate launch -m moh_vision.language.evaluation.lm ...`: each process holds the model, and they share the
+Also by `accelerate launch -m moh_vision lm ...`: each process holds the model, and they share the
 questions or windows.
 """
 
@@ -18,7 +18,6 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
-from moh_vision.analysis import HeadLoad
 from moh_vision.attention import head_budget
 from moh_vision.engine.commands import Parser, Progress, exit_code, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
@@ -27,13 +26,14 @@ from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation import lm_harness
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, summary
+from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The options in `argv`; None: those of this process."""
-    parser = Parser("python -m moh_vision.language.evaluation.lm", __doc__)
+    parser = Parser("python -m moh_vision lm", __doc__)
     add = parser.add_argument
     add(
         "--model", metavar="RUN", help="folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
-from moh_vision.analysis import HeadLoad
 from moh_vision.attention import RoutingStats, attention_layers
 from moh_vision.data.shards.record import sha256_of
 from moh_vision.engine.commands import reason_of
@@ -32,6 +31,7 @@ from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
+from moh_vision.models.head_load import HeadLoad
 
 TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation

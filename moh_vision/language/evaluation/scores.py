@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from moh_vision.analysis.loads import FILE, HeadLoad
 from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
@@ -23,10 +22,11 @@ from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.step_folders import by_age
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
-from moh_vision.language.evaluation.gate_report import report_gates
+from moh_vision.language.evaluation.gates import report_gates
 from moh_vision.language.evaluation.perplexity import perplexity, summary
 from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
 from moh_vision.language.task import LanguageTask
+from moh_vision.models.head_load import FILE, HeadLoad
 
 # The state of the training task in a checkpoint: its name is of accelerate, the prefix of the model in the task.
 STATE, PREFIX = "model.safetensors", "model."

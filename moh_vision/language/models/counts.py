@@ -6,9 +6,9 @@ from typing import Optional
 
 import torch
 
-from moh_vision.analysis.counting import count_macs, count_parameters
-from moh_vision.analysis.macs import Count
+from moh_vision.commands.macs import Count
 from moh_vision.language.models.create import create_text_model
+from moh_vision.models.counts import count_macs, count_parameters
 
 TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
 # Zhang's parameters are those of a dictionary of about 37,000 words, its MACs of 32,000 to choose from.
@@ -16,7 +16,7 @@ MACS_WORDS = {"mt": 32_000}
 
 
 def count_preset(preset: str, tokens: Optional[int] = None, vocab: Optional[int] = None) -> Count:
-    """See `moh_vision.analysis.macs.count`."""
+    """See `moh_vision.commands.macs.count`."""
     kind = preset.partition("_")[0]
     model = _on_meta(preset, vocab)
     words = vocab or MACS_WORDS.get(kind) or model.config.vocab_size

@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 
 import moh_vision
-from moh_vision.analysis import HeadLoad
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity
+from moh_vision.models.head_load import HeadLoad
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import moh_vision
-from moh_vision.analysis.macs import PAPERS, count, main
 from moh_vision.attention import RoutingStats, attention_layers, load_balance_loss
+from moh_vision.commands.macs import PAPERS, count, main
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 from moh_vision.language.task import LanguageTask

@@ -10,8 +10,8 @@ from refusals import one_line
 from text_tiny import TINY
 
 import moh_vision
-from moh_vision.analysis.macs import PAPERS
 from moh_vision.attention import attention_layers
+from moh_vision.commands.macs import PAPERS
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
 

@@ -1,0 +1,101 @@
+"""The commands: `python -m moh_vision` lists them, `python -m moh_vision COMMAND --help` explains one."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import List, Optional
+
+from moh_vision.commands.command import run_command
+from moh_vision.engine.commands import closest, say
+
+COMMANDS = {
+    "table": "scores, sizes and MACs of runs, as the papers print them",
+    "report": "one HTML page about runs",
+    "curves": "learning curves of runs, or their scores over a key",
+    "head-load": "which heads ran, by class, timestep, text or task",
+    "gates": "what the gates of language models do with a text",
+    "patches": "which heads each patch of an image runs",
+    "attention-maps": "what each head attends to from one token of an image",
+    "budget-curve": "score and latency over the share of active heads",
+    "search": "a head budget for a trained model, found without training",
+    "macs": "parameters and MACs of a model or preset, beside the papers'",
+    "predict": "name what is on images",
+    "export": "write a model as ONNX or torch.export's .pt2",
+    "publish": "write a folder for timm, diffusers or transformers, with a model card",
+    "check": "read every image of a data set",
+    "shards": "write images as webdataset shards",
+    "latents": "encode images with a VAE, once for all epochs",
+    "tokenise": "write text as token ids",
+    "fidelity": "FID, sFID, IS, KID, precision and recall of images",
+    "lm": "scores of a causal language model: tasks, or the perplexity of a text",
+    "lm-curve": "the same over the tokens that it has learnt from",
+    "kernels": "build the C++ operators of the attention core",
+}
+
+
+def command_of(name: str) -> ModuleType:
+    """Import the module of a command: with `options` and `work` or `figure`, see `run_command`, or with a `main`."""
+    match name:
+        case "table":
+            from moh_vision.commands import table as command
+        case "report":
+            from moh_vision.commands import report as command
+        case "curves":
+            from moh_vision.commands import curves as command
+        case "head-load":
+            from moh_vision.commands import head_load as command
+        case "gates":
+            from moh_vision.commands import gates as command
+        case "patches":
+            from moh_vision.commands import patches as command
+        case "attention-maps":
+            from moh_vision.commands import attention_maps as command
+        case "budget-curve":
+            from moh_vision.commands import budget_curve as command
+        case "search":
+            from moh_vision.commands import search as command
+        case "macs":
+            from moh_vision.commands import macs as command
+        case "predict":
+            from moh_vision.commands import predict as command
+        case "export":
+            from moh_vision.commands import export as command
+        case "publish":
+            from moh_vision.commands import publish as command
+        case "check":
+            from moh_vision.data import check as command
+        case "shards":
+            from moh_vision.data.shards import __main__ as command
+        case "latents":
+            from moh_vision.diffusion.latents import __main__ as command
+        case "tokenise":
+            from moh_vision.language.data import tokenise as command
+        case "fidelity":
+            from moh_vision.evaluation.fidelity import __main__ as command
+        case "lm":
+            from moh_vision.language.evaluation import lm as command
+        case "lm-curve":
+            from moh_vision.commands import lm_curve as command
+        case "kernels":
+            from moh_vision.attention.kernels import __main__ as command
+    return command
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run a command; return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        say("usage: python -m moh_vision COMMAND ...\n\nwith COMMAND one of\n")
+        say("\n".join(f"  {command:{width}}  {line}" for command, line in COMMANDS.items()))
+        say("\nOf each: python -m moh_vision COMMAND --help")
+        return 0
+    if name not in COMMANDS:
+        print(f"moh_vision: error: {name}: no such command, {closest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    return run_command(name, command_of(name), rest)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

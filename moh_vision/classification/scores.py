@@ -1,0 +1,113 @@
+"""Scores of a classifier: exact over processes, by class, with the use of its heads."""
+
+import json
+import time
+from pathlib import Path
+from typing import Callable, Iterable, List, Optional, Sequence, Tuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from moh_vision.attention import head_budget
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.order import rank_slice
+from moh_vision.engine.io import write_csv, write_whole
+from moh_vision.engine.logging import peak_memory_mib
+from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.sharding import whole_weights
+from moh_vision.evaluation.accuracy import evaluate, likeliest
+from moh_vision.models.head_load import HeadLoad
+
+
+def validate(
+    task: nn.Module,
+    source,
+    transform: Callable,
+    data,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+) -> Tuple[dict, HeadLoad, Tensor]:
+    """Score a `ClassificationTask` on a split: every readable image once over all processes, none padded.
+
+    Returns:
+        scores: top1 and top5 in percent; active_heads: how many heads of each layer a token runs, on average.
+        load: the use of heads by class.
+        predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest, if an image has
+            several), predicted class, and the probabilities of both, float64.
+    """
+    task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
+    slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
+    load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
+    unreadable = BadSamples(len(source), data.max_bad_fraction)
+    predicted: List[Tensor] = []  # [B, 4] of each batch
+
+    @torch.no_grad()
+    def predict(images, labels):
+        with accelerator.autocast():
+            logits, stats = task(images)
+        labels = likeliest(logits, labels)
+        load.add(stats, labels)
+        classes = torch.stack([labels, logits.argmax(-1)], 1)  # [B, 2]
+        probabilities = logits.float().softmax(-1).gather(1, classes)
+        predicted.append(torch.cat([classes.cpu().double(), probabilities.cpu().double()], 1))
+        return logits, labels
+
+    total = total_over_processes(accelerator)
+    images = LabelledImages(source, transform, seed=0, replace=False)
+    batches = evaluation_batches(images, slices, data.workers, unreadable)
+    since = time.monotonic()
+    with whole_weights(task):
+        scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)
+    rate = scores["images"] / max(time.monotonic() - since, 1e-9)
+    load.reduce(total)
+    active = load.active()
+    scores.update(
+        images_per_s=round(rate, 1),
+        peak_memory_mib=round(peak_memory_mib()),
+        unreadable=int(total(torch.tensor(len(unreadable.seen)))),
+        active_heads=[round(heads, 3) for heads in active],
+        active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
+    )
+    read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
+    rows = torch.cat([torch.tensor(read).double()[:, None], torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
+    predictions = torch.cat(gather_object([rows]))  # [n, 5]
+    return scores, load, predictions[predictions[:, 0].argsort()]
+
+
+def confusion_of(predictions: Tensor) -> Tensor:
+    """Return the entries of the confusion matrix that are not 0: [n, 3] class, predicted class, images."""
+    pairs, images = predictions[:, 1:3].long().unique(dim=0, return_counts=True)
+    return torch.cat([pairs, images[:, None]], 1)
+
+
+def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
+    """Write each image's name, class, predicted class and the probabilities of both as CSV."""
+    rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
+    for number, label, found, *probabilities in predictions.tolist():
+        shown = (round(p, 6) for p in probabilities)
+        rows.append((names[int(number)], classes[int(label)], classes[int(found)], *shown))
+    write_csv(path, rows)
+
+
+def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
+    """Return (name, top-1 in percent) of each class in order; None for a class without images."""
+    labels, predicted, images = confusion.T
+    of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
+    right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
+    return [(name, 100 * r / n if n else None) for name, r, n in zip(classes, right.tolist(), of_class.tolist())]
+
+
+def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> str:
+    """Return `class_accuracy` as lines; for more than `most` classes one line with the best and the worst."""
+    if len(top1) > most:
+        known = sorted((found, name) for name, found in top1 if found is not None)
+        return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
+    wide = max(len(name) for name, _ in top1)
+    rows = (f"  {name:<{wide}}  {'no images' if found is None else f'{found:6.2f} %'}" for name, found in top1)
+    return "\n".join(["top-1 by class:", *rows])
+
+
+def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
+    """Write `confusion_of` as JSON: dict(classes: names, counts: [class, predicted class, images])."""
+    write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")

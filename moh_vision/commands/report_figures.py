@@ -1,0 +1,161 @@
+"""Pictures of a report: curves, head budgets and confusion matrices as SVG, and pictures of a run as data URIs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Dict, NamedTuple, Sequence, Tuple
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from PIL import Image
+
+from moh_vision.commands.figures import plt
+from moh_vision.commands.head_load import short_names, shortened
+from moh_vision.engine.commands import reason_of
+
+Curve = Tuple[Sequence[int], Sequence[float]]  # steps that were done, values
+POINTS = 400  # of a curve
+MOST_CLASSES = 30  # of a confusion matrix that is drawn
+MOST_BYTES = 150_000  # of a picture that is taken as it is
+_numbers = itertools.count()  # of figures in a page
+
+
+class Picture(NamedTuple):
+    """A picture inside a page: its element, its width in CSS pixels, and the text below it."""
+
+    markup: Markup
+    width: int
+    caption: str = ""
+
+
+def draw_curves(title: str, curves: Dict[str, Curve], colours: Dict[str, str], log: bool = False) -> Picture:
+    """Values over steps, one line a run; of long runs each of 400 points is the mean of those it stands for.
+
+    Args:
+        title: of the values.
+        curves, colours: by the name of the run.
+        log: a logarithmic axis where the values span more than a factor of 10.
+    """
+    figure, axes = plt.subplots(figsize=(3.25, 2.3), layout="constrained")
+    every = [value for _, values in curves.values() for value in values]
+    for name, (steps, values) in curves.items():
+        parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
+        x, y = [steps[part[-1]] for part in parts], [np.mean([values[i] for i in part]) for part in parts]
+        axes.plot(x, y, color=colours[name], linewidth=1.3, marker="o" if len(x) <= 20 else "", markersize=3)
+    if log and min(every) > 0 and max(every) > 10 * min(every):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("steps", fontsize=8)
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6, integer=True))
+    axes.tick_params(labelsize=7.5)
+    axes.grid(alpha=0.3)
+    return inline_svg(figure)
+
+
+def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
+    """The heads of each layer: shared, routed and not run.
+
+    Args:
+        layers: of `head_budget`.
+        caption: below it.
+    """
+    names = short_names([layer["name"] for layer in layers], range(len(layers)))
+    wordy = max(map(len, names)) > 3
+    height = 2.8 if wordy else 2.2
+    figure, axes = plt.subplots(figsize=(min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5), height), layout="constrained")
+    below = np.zeros(len(layers))
+    rest = [layer["heads"] - layer["active"] for layer in layers]
+    counts = {"shared": [b["shared"] for b in layers], "routed": [b["routed"] for b in layers], "not run": rest}
+    for (kind, heads), colour in zip(counts.items(), ("#08519c", "#6baed6", "#e3e6ea")):
+        axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=kind)
+        below += heads
+    nth = math.ceil(len(layers) / 40)
+    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=45 if wordy else 0)
+    if wordy:
+        plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
+    axes.set_xlabel("layer", fontsize=9)
+    axes.set_ylabel("heads that a token runs", fontsize=9)
+    axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axes.tick_params(axis="y", labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    return inline_svg(figure, caption)
+
+
+def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> Picture:
+    """A confusion matrix: rows are classes, columns what they were taken for, colour the share of the class.
+
+    Args:
+        counts: images [classes, classes].
+        classes: their names.
+        caption: below it.
+    """
+    size = 1.9 + 0.3 * len(classes)
+    figure, axes = plt.subplots(figsize=(size, size - 0.3), layout="constrained")
+    share = counts / counts.sum(1, keepdims=True).clip(1)
+    axes.imshow(share, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    if len(classes) <= 20:
+        for (row, column), images in np.ndenumerate(counts):
+            if images:
+                colour = "white" if share[row, column] > 0.5 else "black"
+                axes.text(column, row, images, ha="center", va="center", fontsize=7, color=colour)
+    names = [shortened(name) for name in classes]
+    short = max(map(len, names)) <= 2
+    axes.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if short else 90)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("taken for", fontsize=9)
+    axes.set_ylabel("class", fontsize=9)
+    return inline_svg(figure, caption)
+
+
+def inline_svg(figure, caption: str = "") -> Picture:
+    """A figure of matplotlib as an element of a page, drawn within `svg_settings`; it is closed."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    width = round(96 * figure.get_figwidth())
+    plt.close(figure)
+    number = next(_numbers)
+
+    def own(tag: re.Match) -> str:
+        """An id is one of the page's: other figures have the same names."""
+        return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", tag[0])
+
+    svg = re.sub("<[^<>]+>", own, text.getvalue())
+    return Picture(Markup(svg[svg.index("<svg") :]), width, caption)
+
+
+def svg_settings():
+    """Within it, figures keep their text as text, whatever characters names have."""
+    return matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False})
+
+
+def embed(file: Path, most: int, caption: str = "") -> Picture:
+    """A picture file as a data URI, made smaller where it has more than `most` pixels a side.
+
+    Raises:
+        ValueError: naming the file, if it is no picture.
+    """
+    try:
+        data = file.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            kind, large = image.format.lower(), max(image.size) > most
+            image.thumbnail((most, most))
+            width = image.width
+            if large or len(data) > MOST_BYTES or kind not in ("png", "jpeg"):
+                kind, made = "jpeg", io.BytesIO()
+                image.convert("RGB").save(made, "JPEG", quality=88)
+                data = made.getvalue()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file} is no picture that can be read ({reason_of(error)})") from None
+    source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return Picture(Markup('<img src="{}" alt="{}">').format(source, caption), width, caption)

@@ -1,0 +1,132 @@
+"""Images in files: grids, folders of PNGs, and .npz."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import textwrap
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Iterable, List, Optional, Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
+
+from moh_vision.engine.io import hidden_path, whole_file
+
+NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
+LINE_GAP = 2  # pixels between the lines of a name
+
+
+def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
+    """Write images batch by batch: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
+
+    What is there before is replaced only when all is written.
+
+    Args:
+        batches: uint8 [B, C, h, w] each.
+        labels: [N], arr_1 of the .npz; arr_0 is uint8 [N, h, w, C].
+        out: path of the folder or .npz file.
+    """
+    if out.suffix == ".npz":
+        with whole_file(out) as file:
+            _write_npz(batches, labels, file)
+        return
+    hidden = hidden_path(out)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    number = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for batch in batches:
+            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
+            number += len(batch)
+    if out.exists():
+        for stale in out.glob("*.png"):
+            stale.unlink()
+        for file in hidden.iterdir():
+            file.rename(out / file.name)
+        hidden.rmdir()
+    else:
+        hidden.rename(out)
+
+
+def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None:
+    """As numpy.savez, without all images in memory."""
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            started = False
+            for batch in batches:
+                array = np.ascontiguousarray(batch.permute(0, 2, 3, 1).numpy())
+                if not started:
+                    about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                    np.lib.format.write_array_header_1_0(file, about)
+                    started = True
+                file.write(array.tobytes())
+        with archive.open("arr_1.npy", "w") as file:
+            np.lib.format.write_array(file, labels.numpy())
+
+
+def draw_image_grid(
+    images: Tensor,
+    columns: int,
+    path: str,
+    cell: int = 48,
+    gap: int = 2,
+    names: Optional[Sequence[str]] = None,
+    above: Optional[Sequence[str]] = None,
+) -> None:
+    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic).
+
+    Args:
+        images, columns, path: see above.
+        cell: pixels that a small image is enlarged to, about.
+        gap: white pixels between images.
+        names: one a row, such as its class, to the left of it; long ones take several lines.
+        above: one a column, short.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    image_grid(images, columns, cell, gap, names, above).save(path, format="PNG")
+
+
+def image_grid(
+    images: Tensor,
+    columns: int,
+    cell: int = 48,
+    gap: int = 2,
+    names: Optional[Sequence[str]] = None,
+    above: Optional[Sequence[str]] = None,
+) -> Image.Image:
+    """The picture that `draw_image_grid` writes."""
+    n, channels, height, width = images.shape
+    factor = max(1, round(cell / height))
+    rows = -(-n // columns)
+    height, width = height * factor, width * factor
+    font = ImageFont.load_default(max(12, min(height // 5, 24)))
+    texts = _in_lines([str(name) for name in names or []], height // (sum(font.getmetrics()) + LINE_GAP))
+    margin = max((int(font.getlength(line)) + 4 * gap for text in texts for line in text.splitlines()), default=0)
+    top = sum(font.getmetrics()) + gap if above else 0
+    size = (margin + columns * (width + gap) + gap, top + rows * (height + gap) + gap)
+    canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
+    for i, image in enumerate(images):
+        enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
+        place = (margin + gap + (i % columns) * (width + gap), top + gap + (i // columns) * (height + gap))
+        canvas.paste(enlarged, place)
+    draw = ImageDraw.Draw(canvas)
+    for row, text in enumerate(texts):
+        middle = (margin - 2 * gap, top + gap + row * (height + gap) + height // 2)
+        draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
+    for column, text in enumerate(above or []):
+        draw.text((margin + gap + column * (width + gap) + width // 2, gap), text, "black", font, anchor="mt")
+    return canvas
+
+
+def _in_lines(texts: List[str], most: int) -> List[str]:
+    """Every text in at most `most` lines of one width, the least from NAME_WIDTH characters on."""
+    widths = range(NAME_WIDTH, max(map(len, texts), default=0) + NAME_WIDTH)
+    broken = ([textwrap.wrap(text, width) for text in texts] for width in widths)
+    fitting = next((lines for lines in broken if max(map(len, lines)) <= max(1, most)), [])
+    return ["\n".join(lines) for lines in fitting]

@@ -1,0 +1,72 @@
+"""A run that is opened again: its model, its data and what scores it. Every wing has its own form of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.engine.run import make_accelerator
+
+
+@dataclass
+class Opened:
+    """What `moh_vision.open_run` returns. Data are opened when they are asked for.
+
+    Attributes:
+        config: the configuration that it was opened with.
+        model: in eval mode, on the CPU until something is computed, or on the device that was asked for.
+        metadata: architecture and weights (the file, as commands print it); of a run also its arguments, classes, step and
+            config.
+        kind: "classification", "diffusion" or "text".
+    """
+
+    config: Any
+    model: nn.Module
+    metadata: Dict[str, Any]
+    splits: Dict[str, Any] = field(default_factory=dict, repr=False)  # those that are open
+    kind: ClassVar[str] = ""
+    unit: ClassVar[str] = "images"  # what its data are counted in
+    loss_name: ClassVar[str] = ""
+
+    @cached_property
+    def accelerator(self):
+        """accelerate's Accelerator, with the precision of the configuration."""
+        return make_accelerator(self.config.mixed_precision, getattr(self.config, "tf32", False))
+
+    def data(self, split: str) -> Any:
+        """Open a split, prepared as for validation."""
+        raise NotImplementedError(f"{self.kind}: data")
+
+    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+        """Return batches of `count` samples, evenly spread over the training split, and of as many between them."""
+        raise NotImplementedError(f"{self.kind}: halves")
+
+    def inputs(self, batch: dict) -> Any:
+        """Return the arguments of the model in a batch, as `calibrate` of `moh_vision.convert` takes them."""
+        raise NotImplementedError(f"{self.kind}: inputs")
+
+    def loss(self, batch: dict) -> Tensor:
+        """Return the mean loss of a batch, by the model as it is."""
+        raise NotImplementedError(f"{self.kind}: loss")
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[dict]) -> float:
+        """Return the mean loss of all samples in some batches."""
+        sizes = [len(batch["images"]) for batch in batches]
+        return sum(float(self.loss(batch)) * size for batch, size in zip(batches, sizes)) / sum(sizes)
+
+    def scores(self) -> Dict[str, Any]:
+        """Return scores of the model as it is, such as top1, fid or perplexity."""
+        raise NotImplementedError(f"{self.kind}: scores")
+
+    def forward(self) -> Tuple[Callable[[], Any], int]:
+        """Return one pass of a batch, to be timed, and the size of the batch."""
+        raise NotImplementedError(f"{self.kind}: forward")
+
+    def example(self) -> Tuple[List[Tensor], Dict[str, Tensor]]:
+        """Return arguments of a forward of batch 1, of which only the shapes matter."""
+        raise NotImplementedError(f"{self.kind}: example")

@@ -1,0 +1,118 @@
+"""Opening a language model: a run, or a folder of transformers that publish or save_pretrained wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, List, Optional, Sequence, Tuple
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress
+from moh_vision.engine.io import run_of
+from moh_vision.engine.opened import Opened
+from moh_vision.engine.run import index_dir
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.inputs import INPUTS, TextInputs
+from moh_vision.language.data.loader import load_batches
+from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
+from moh_vision.language.models.build import task_for
+from moh_vision.language.models.weights import pretrained_model, text_from_run
+from moh_vision.language.task import LanguageTask
+from moh_vision.models.weight_files import read_safetensors, weights_file
+
+WORDS = 10  # of the source and of the target whose translation is counted, as in Zhang 2022, table 1
+
+
+class OpenedText(Opened):
+    """A language model. Its `config` is the `LanguageConfig` of its run; None: a folder of transformers, without data."""
+
+    kind, unit, loss_name = "text", "blocks", "nats per token"
+
+    def text(self, training: bool = False) -> TextInputs:
+        """Open the text of the run; `training`: with that of the training split."""
+        if self.config is None:
+            raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
+        if training not in self.splits:
+            config, folder = self.config, str(run_of(self.metadata["weights"]))
+            cache = str(Path(index_dir(folder), "text"))
+            kind = INPUTS[task_for(config.model)]
+            self.splits[training] = kind(config.data, cache, config.seed, folder, training=training)
+        return self.splits[training]
+
+    def data(self, split: str):
+        return getattr(self.text(training=split == "train"), split)
+
+    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+        if task_for(self.config.model) != "clm":
+            raise ValueError(f"{run_of(self.metadata['weights'])}: of language models causal ones are searched")
+        train, d = self.data("train"), self.config.data
+        total, size = len(train), d.eval_batch_size
+        if 2 * count > total:
+            raise ValueError(f"--images {count}: these and as many others are needed, {d.train} has {total} blocks")
+        numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
+        return tuple(
+            list(load_batches(train, [half[start : start + size] for start in range(0, count, size)]))
+            for half in (numbers[::2], numbers[1::2])
+        )
+
+    def inputs(self, batch: dict) -> Tensor:
+        return batch["input_ids"]
+
+    def loss(self, batch: dict) -> Tensor:
+        return torch.tensor(self.mean_loss([batch]))
+
+    def mean_loss(self, batches: Sequence[dict]) -> float:
+        model, device = self.model.to(self.accelerator.device), self.accelerator.device
+        with self.accelerator.autocast():
+            return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
+
+    def _validation(self) -> Tuple[List[dict], Callable[[dict], Tensor]]:
+        text, task = self.text(), LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
+
+        def losses(batch: dict) -> Tensor:
+            with self.accelerator.autocast():
+                return task(**batch)[0]
+
+        return list(text.eval_batches(text.val, 0, 1)), losses
+
+    def scores(self) -> dict:
+        batches, losses = self._validation()
+        return perplexity(losses, Progress.over(batches, "scoring"), self.accelerator.device, lambda total: total)
+
+    def forward(self) -> Tuple[Callable[[], Tensor], int]:
+        batches, losses = self._validation()
+        first = send_to_device(batches[0], self.accelerator.device)
+        return lambda: losses(first), len(first["labels"])
+
+    def example(self) -> Tuple[List[Tensor], dict]:
+        translates = hasattr(self.model, "encoder")
+        ids = torch.zeros(1, WORDS if translates else self.config.data.block, dtype=torch.long)
+        return [ids], dict(decoder_input_ids=ids) if translates else {}
+
+
+def open_run(
+    path: str,
+    weights: Optional[str] = None,
+    device: Optional[torch.device] = None,
+    options: Sequence[str] = (),
+    *,
+    command: str = "open_run",
+    **_,
+) -> OpenedText:
+    """See `moh_vision.open_run`; options are those of data and precision."""
+    file = weights_file(path, weights or "ema")
+    folder = run_of(file)
+    if not (folder / "config.yaml").is_file():
+        model = pretrained_model(path).to(device or "cpu").eval()
+        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
+    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
+    for key in sorted(config.given):
+        if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
+            raise ValueError(
+                f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
+            )
+    about = dict(architecture=config.model.name, **read_safetensors(file, lambda name: False)[1], weights=str(file))
+    return OpenedText(config, text_from_run(file).to(device or "cpu"), about)

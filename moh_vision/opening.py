@@ -1,0 +1,99 @@
+"""Opening what training has made, or somebody else: which wing it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Sequence, Union
+
+import timm
+import yaml
+from torch import nn
+
+from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.io import run_of
+from moh_vision.engine.opened import Opened
+from moh_vision.models.weight_files import read_safetensors
+from moh_vision.models.weights import FAMILIES
+
+KINDS = ("classification", "diffusion", "text")
+
+
+def open_run(
+    path: Union[str, Path], weights: str | None = None, device: Any = None, options: Sequence[str] = (), **more: Any
+) -> Opened:
+    """Open a run, or a model that others have saved.
+
+        opened = moh_vision.open_run("runs/cls")
+        opened.model, opened.config, opened.metadata, opened.scores()
+
+    Args:
+        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), a .safetensors file in either; a folder of
+            timm, diffusers or transformers, such as publish writes; a file of weights, with a `name`.
+        weights: "ema" or "model"; None: the EMA, where there is one.
+        device: of the model; None: the CPU, and the accelerator once something is computed.
+        options: other keys than the run's, as on a command line: ["--data.root", "imagenet"].
+        more: name, of the model, for weights that do not say it; what the commands ask for: split (the first that is
+            opened), scores (options are those of `scores()`) and command (its name, for messages).
+
+    Raises:
+        ValueError, FileNotFoundError: in one line, naming the file or key.
+    """
+    name = more.get("name")
+    match kind_of(path, [*options, *(["--model.name", name] if name else [])]):
+        case "classification":
+            from moh_vision.classification.opening import open_run as wing
+        case "diffusion":
+            from moh_vision.diffusion.opening import open_run as wing
+        case "text":
+            from moh_vision.language.opening import open_run as wing
+    return wing(str(path), weights, device, options, **more)
+
+
+def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
+    """The model of `open_run`, in eval mode on the CPU.
+
+    The pretrained_cfg of a classifier says what the run's validation does to an image, for
+    `timm.data.resolve_model_data_config`, and has the names of the classes as label_names.
+
+    Args:
+        path: see `open_run`.
+        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
+    """
+    return open_run(path, weights).model
+
+
+def kind_of(path: Union[str, Path], options: Sequence[str] = ()) -> str:
+    """Which of KINDS a path is, or, where it does not say, the model that --model.name in options names.
+
+    Raises:
+        ValueError: naming the file, if it does not say it as a run or a library does.
+    """
+    place, config = Path(path), run_of(path) / "config.yaml"
+    if config.is_file():
+        return _said(config, _read(config).get("kind"))
+    if (place / "model_index.json").is_file():
+        return "diffusion"
+    if (place / "config.json").is_file():
+        about = _read(place / "config.json")
+        return "text" if "model_type" in about else "diffusion" if "_class_name" in about else "classification"
+    if place.is_file() and place.suffix == ".safetensors":
+        saved = read_safetensors(place, lambda name: False)[1].get("config")
+        if saved is not None:
+            return _said(place, saved.get("kind") if isinstance(saved, dict) else None)
+    named = next((b for a, b in zip(options, options[1:]) if a == "--model.name"), place.name).split(".")[0]
+    diffusion = [name for module in FAMILIES["diffusion"] for name in timm.list_models(module=module)]
+    return "diffusion" if named in diffusion else "classification"
+
+
+def _read(file: Path) -> dict:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _said(file: Path, kind: Any) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"{file}: kind {kind!r}: {closest(str(kind), KINDS)}")
+    return kind

@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from moh_vision.commands.figures import _in_lines, draw_image_grid, image_grid
+from moh_vision.models import describe
+
+
+def test_describe_counts_by_hand():
+    """One block of width 8, 2 heads, 4 patches and a class token; router rows: 1 routed candidate of 2, 2 for balance."""
+    sizes = dict(img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=1, num_heads=2, num_classes=3)
+    model = timm.create_model("moh_vit_tiny_patch16_224", head_budget=[(1, 1)], **sizes)
+    text = describe("tiny", model, torch.zeros(1, 1, 4, 4))
+    n, c = 5, 8
+    macs = 4 * 4 * c + n * c * 3 * c + 2 * n * n * c + n * c * c + 2 * n * c * 4 * c + c * 3
+    assert f"MACs:         {macs:,} dense" in text
+    assert f"{100 * (macs + n * c * (1 + 2)) / macs:.1f} % of dense ideal" in text  # the router comes on top
+    block = 2 * c * 2 + (c * 3 * c + 3 * c) + (c * c + c) + 3 * c + (c * 4 * c + 4 * c + 4 * c * c + c)
+    parameters = (4 * c + c) + c + n * c + block + 2 * c + (3 * c + 3)  # patches, class token, positions; norm, head
+    assert f"parameters:   {parameters:,}" in text
+    assert "active heads: 2 of 2 (100.0 %)" in text
+
+
+def test_grid_places_images_row_by_row(tmp_path):
+    images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    images[2] = 255  # second row, first column
+    draw_image_grid(images, 2, str(tmp_path / "sub" / "grid.png"), cell=16, gap=2)
+    pixels = np.asarray(Image.open(tmp_path / "sub" / "grid.png"))
+    assert pixels.shape == (38, 38)
+    assert (pixels[20:36, 2:18] == 255).all() and (pixels[2:18, 2:18] == 0).all() and (pixels[20:36, 20:36] == 0).all()
+    draw_image_grid(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), 2, str(tmp_path / "rgb.png"))
+    assert Image.open(tmp_path / "rgb.png").size == (134, 134)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grid_with_names(tmp_path, channels):
+    images = torch.zeros(4, channels, 32, 32, dtype=torch.uint8)
+    draw_image_grid(images, 2, str(tmp_path / "plain.png"))
+    draw_image_grid(images, 2, str(tmp_path / "named.png"), names=["a", "a class with a name that is far too long"])
+    plain, named = (np.asarray(Image.open(tmp_path / f"{n}.png").convert("L")) for n in ("plain", "named"))
+    margin = named.shape[1] - plain.shape[1]
+    assert 30 < margin < 250 and (named[:, margin:] == plain).all()  # beside the images, not on them
+    ink = (named[:, :margin] < 128).sum(1)
+    assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
+
+
+@pytest.mark.parametrize("side", [8, 64])
+def test_names_of_a_grid_are_whole(side):
+    """Of any length and wider than the images: all words are there, in lines that keep to their rows."""
+    long, images = "polecat, fitch, foulmart, foumart, " * 4, torch.zeros(3, 1, side, side, dtype=torch.uint8)
+    grid = np.asarray(image_grid(images, 1, names=["", long, ""]))
+    height, margin = (grid.shape[0] - 2) // 3, grid.shape[1] - (grid.shape[0] - 2) // 3
+    ink = (grid[:, :margin] < 128).any(1)
+    assert ink[height : 2 * height].any() and not ink[:height].any() and not ink[2 * height :].any()
+    ours, most = _in_lines(["ab", long, "x" * 90], 3)[1], 3
+    assert ours.count("\n") < most and ours.split() == long.split()

@@ -1,0 +1,149 @@
+"""Learning curves from logs as runs write them, and scores over a key: files made here, so that every number is known."""
+
+import json
+from statistics import mean, stdev
+
+import pytest
+import yaml
+
+from moh_vision.commands.curves import main, read_curves
+
+
+def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), bleu=None, **data):
+    """Losses are logged every 10 steps, dev losses every 20; an epoch has `epoch` steps."""
+    folder.mkdir()
+    config = dict(seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data), generate=dict(beam=5))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"step": 0, "trained_parameters": 3}]
+    for i, loss in enumerate(losses):  # smoothed labels make the loss another one than validation's
+        lines.append({"step": 10 * i + 1, "loss": 99.0, "nll": loss, "epoch": 10 * i // epoch})
+    lines += [{"step": 20 * (i + 1), "validation": {"loss": loss}} for i, loss in enumerate(dev)]
+    lines.append({"step": 10 * len(losses) + 1, "loss": None, "nll": None, "epoch": 10 * len(losses) // epoch})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if bleu is not None:
+        scores = dict(soft=dict(tokenised_bleu=dict(bleu=bleu), bleu=dict(bleu=bleu)))
+        results = dict(step=100 + seed, bleu=scores, bleu_pairs=9, bleu_split="val", validation=dict(perplexity=9.0))
+        (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def command(capsys, *argv):
+    capsys.readouterr()
+    return (main([str(a) for a in argv]), *capsys.readouterr())
+
+
+def lines_of(file):
+    return {line.pop("name"): line for line in json.loads(file.read_text())["lines"]}
+
+
+def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / "a", losses=[5, 4, 3, 2, 1], dev=[4.5, 2.5]),
+        write_run(tmp_path / "b", losses=[5, 4, 3.5, 2], dev=[4.25], seed=1),
+        write_run(tmp_path / "c", model="mt_nobcd", losses=[6, 5, 4], dev=[5]),
+    ]
+    assert command(capsys, *runs, "--output", tmp_path / "curves.png")[0] == 0
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    told, lines = json.loads((tmp_path / "curves.json").read_text()), lines_of(tmp_path / "curves.json")
+    assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
+    assert set(lines) == {
+        f"{model}, {kind}" for model in ("mt_mae_7", "mt_nobcd") for kind in ("training", "validation")
+    }
+    train, dev = lines["mt_mae_7, training"], lines["mt_mae_7, validation"]
+    # An epoch of 20 steps began between the step that was logged 10 before and its own line.
+    unit = mean([mean([31, 40]) / 2, mean([31, 40]) / 2])
+    assert train["x"] == pytest.approx([step / unit for step in (1, 11, 21, 31, 41)])
+    assert train["mean"] == pytest.approx([5, 4, 3.25, 2, 1]) and train["runs"] == [2, 2, 2, 2, 1]
+    assert train["std"][2] == pytest.approx(stdev([3, 3.5])) and train["std"][4] is None
+    assert dev["x"] == pytest.approx([20 / unit, 40 / unit]) and dev["mean"] == [pytest.approx(4.375), 2.5]
+
+
+def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
+    )
+    found = read_curves(tmp_path)
+    assert found.steps_an_epoch == 7 and found.validation == [] and found.train[-1] == (30, 1.0)
+
+
+def test_window_and_first_epoch(tmp_path, capsys):
+    run = write_run(tmp_path / "a", losses=[5, 4, 3.5, 3, 1], dev=[4.5, 2.5])
+    options = ["--window", 2, "--first-epoch", 1.2, "--names", "MAE", "--output", tmp_path / "curves.svg"]
+    assert command(capsys, run, *options)[0] == 0
+    lines = lines_of(tmp_path / "curves.json")
+    assert lines["MAE, training"]["mean"] == pytest.approx([3.25, 2])  # of what comes before too
+    assert lines["MAE, validation"]["mean"] == [2.5]
+
+
+def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, capsys):
+    run = write_run(tmp_path / "a", losses=[5, 4, 3], epoch=1000)
+    assert command(capsys, run, "--output", tmp_path / "curves.png")[0] == 0
+    assert json.loads((tmp_path / "curves.json").read_text())["x"] == "steps"
+    lines = lines_of(tmp_path / "curves.json")
+    assert list(lines) == ["mt_mae_7, training"] and lines["mt_mae_7, training"]["x"] == [1, 11, 21]
+    error = command(capsys, run, "--first-epoch", 1, "--output", tmp_path / "other.png")[2]
+    assert "--first-epoch 1: a run has no second epoch in its log" in error
+
+
+def test_scores_over_a_share_of_the_data(tmp_path, capsys):
+    """Peng 2020, figure 2. Runs that stop early end at different steps."""
+    bleu = {("all", 0.05): [10, 12], ("all", 1.0): [31, 30], ("gates", 0.05): [20, 21], ("gates", 1.0): [30]}
+    runs = [
+        write_run(
+            tmp_path / f"{which}{share}{seed}", seed=seed, share=share, merges=dict(all=1, gates=2)[which], bleu=b
+        )
+        for (which, share), values in bleu.items()
+        for seed, b in enumerate(values)
+    ]
+    assert command(capsys, *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0] == 0
+    assert json.loads((tmp_path / "share.json").read_text())["y"] == "BLEU"
+    lines = lines_of(tmp_path / "share.json")
+    assert set(lines) == {"mt_mae_7, data.merges 1", "mt_mae_7, data.merges 2"}
+    assert lines["mt_mae_7, data.merges 1"] == dict(
+        x=[0.05, 1.0],
+        mean=[11, 30.5],
+        std=[pytest.approx(stdev([10, 12])), pytest.approx(stdev([31, 30]))],
+        runs=[2, 2],
+    )
+    assert lines["mt_mae_7, data.merges 2"]["std"][1] is None
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
+    (tmp_path / "old.png").touch()
+
+    def refused(*argv):
+        code, out, error = command(capsys, *(argv if "--output" in argv else [*argv, "--output", tmp_path / "new.png"]))
+        assert code == 2 and not out and error.count("\n") == 1, error
+        return error
+
+    assert "new.pdf: expected a name that ends in .png or .svg" in refused(run, "--output", tmp_path / "new.pdf")
+    assert "old.png exists" in refused(run, "--output", tmp_path / "old.png")
+    assert "are the same run with the same seed" in refused(run, run)
+    assert "--window 0: expected 1 or more" in refused(run, "--window", 0)
+    assert "no run has got so far" in refused(write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9)
+    assert "--over data.shar: no such key" in refused(run, "--over", "data.shar")
+    assert "has 'val' there; expected a number" in refused(run, "--over", "data.val")
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
+    assert "metrics.jsonl is not readable" in refused(run)
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n')
+    assert "metrics.jsonl: a line without step" in refused(run)
+    (run / "metrics.jsonl").write_text('{"step": 0, "trained_parameters": 1}\n')
+    assert "metrics.jsonl: no line has a loss" in refused(run)
+    (run / "results.json").unlink()
+    assert "has no results.json" in refused(run, "--over", "data.share")
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, capsys):
+    runs = []
+    for seed, objective in enumerate(("noise", "flow", "noise")):
+        run = write_run(tmp_path / str(seed), model="moh_dit_small_patch2_75", seed=seed, losses=[3, 2])
+        about = dict(yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(about))
+        runs.append(run)
+    for name, several, y in (
+        ("both", runs[:2], "losses of noise and flow, which have no common scale"), ("one", runs[::2], "loss")
+    ):  # fmt: skip
+        assert command(capsys, *several, "--output", tmp_path / f"{name}.png")[0] == 0
+        assert json.loads((tmp_path / f"{name}.json").read_text())["y"] == y

@@ -1,0 +1,241 @@
+"""What is written for other runtimes is the model, and has only the heads that run."""
+
+import json
+import subprocess
+import sys
+from math import nan
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+from torch import nn
+
+from moh_vision import export as exporting
+from moh_vision.attention import attention_layers, head_budget, token_heads
+from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
+from moh_vision.models.head_load import HeadLoad
+
+VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
+DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
+BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
+BUDGET = [[1, 1], [2, 1]]
+ONE = dict(depth=1, head_budget=[[1, 1]])  # what is exported, which takes seconds
+NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
+
+
+def made(kind, arguments, **more):
+    """A model with random routers, whose gates are not all alike."""
+    torch.manual_seed(0)
+    model = timm.create_model(NAMES[kind], **{"head_budget": BUDGET, **arguments, **more}).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(kind, arguments): a folder with the weights of a model, as a run writes them."""
+
+    def write(kind, arguments):
+        model = made(kind, arguments)
+        config = dict(objective="noise", learn_sigma=True, noise_schedule="linear")
+        about = dict(architecture=NAMES[kind], arguments={"head_budget": BUDGET, **arguments}, classes=["a", "b", "c"])
+        about = {key: json.dumps(value) for key, value in dict(about, config=config, step=1).items()}
+        (tmp_path / kind).mkdir()
+        state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(state, tmp_path / kind / "model.safetensors", about)
+        return model, str(tmp_path / kind)
+
+    return write
+
+
+def onnx_session(file):
+    return pytest.importorskip("onnxruntime").InferenceSession(file)
+
+
+def onnx_main(*argv):
+    for name in exporting.PACKAGES:
+        pytest.importorskip(name, reason=f"{name} is not installed (extra 'export')")
+    return exporting.main([*map(str, argv), "--format", "onnx"])
+
+
+def test_a_classifier_in_onnxruntime(run, tmp_path, capsys):
+    (model, folder), file = run("vit", {**VIT, **ONE}), tmp_path / "model.onnx"
+    assert onnx_main(folder, "--output", file) == 0
+    said = capsys.readouterr().out
+    assert "computes all 4 and skips none: each token chooses its own 2" in said and "differs from PyTorch" in said
+    session, images = onnx_session(file), torch.randn(5, 1, 8, 8)
+    with torch.no_grad():
+        want = model(images)
+    got = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    assert (got - want).abs().max() < 3e-5 * want.abs().max()
+    assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["classes"]) == ["a", "b", "c"] and json.loads(about["input_size"]) == [1, 8, 8]
+    assert json.loads(about["mean"]) == json.loads(about["std"]) == [0.5] and about["crop_mode"] == "squash"
+    assert str(tmp_path).encode() not in file.read_bytes()
+
+
+def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, tmp_path, capsys):
+    (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.onnx"
+    assert onnx_main(folder, "--output", file, "--timestep", 300, "--batch", 2) == 0
+    assert "heads: 2 of 4 are in the graph" in capsys.readouterr().out
+    session, noisy, labels = onnx_session(file), torch.randn(2, 1, 4, 4), torch.tensor([0, 3])
+    with torch.no_grad():
+        want, other = (model(noisy, torch.tensor([t, t]), labels, return_dict=False)[0] for t in (300.0, 900.0))
+    got = session.run(["sample"], {"hidden_states": noisy.numpy(), "class_labels": labels.numpy()})[0]
+    assert (torch.from_numpy(got) - want).abs().max() < 3e-5 * want.abs().max()
+    assert not torch.allclose(want, other, rtol=1e-2)
+    import onnx
+
+    weights = onnx.load(file).graph.initializer
+    shapes, names = {tuple(weight.dims) for weight in weights}, " ".join(weight.name for weight in weights)
+    # 2 of 4 heads of width 4: queries, keys and values are 24 wide and not 48, and no router is left.
+    assert shapes & {(16, 24), (24, 16)} and not shapes & {(16, 48), (48, 16)}
+    assert "blocks.0.attn" in names and "router" not in names
+
+
+def dit_in_torch_export(run, tmp_path):
+    """(a file, inputs, the output of its model)"""
+    (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.pt2"
+    assert exporting.main([folder, "--format", "torch-export", "--output", str(file)]) == 0
+    inputs = dict(hidden_states=torch.randn(4, 1, 4, 4), timestep=torch.rand(4) * 1000, class_labels=torch.arange(4))
+    with torch.no_grad():
+        return file, inputs, model(**inputs, return_dict=False)[0]
+
+
+def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, capsys):
+    file, inputs, want = dit_in_torch_export(run, tmp_path)
+    assert "computes 2 of 4, which each image chooses" in capsys.readouterr().out
+    program = torch.export.load(file)
+    assert (program.module()(**inputs) - want).abs().max() < 3e-5 * want.abs().max()
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    operators = [target for target in called if isinstance(target, torch._ops.OpOverload)]
+    assert len(operators) > 10 and {operator.namespace for operator in operators} == {"aten"}
+
+
+@pytest.mark.slow
+def test_torch_export_is_read_by_a_process_without_this_package(run, tmp_path):
+    file, inputs, want = dit_in_torch_export(run, tmp_path)
+    torch.save(dict(inputs=inputs, want=want), tmp_path / "case.pt")
+    code = f"""import sys, torch
+case, kept = torch.load({str(tmp_path / "case.pt")!r}), {{"metadata.json": ""}}
+program = torch.export.load({str(file)!r}, extra_files=kept)
+assert (program.module()(**case["inputs"]) - case["want"]).abs().max() < 3e-5 * case["want"].abs().max()
+assert "moh_vision" not in sys.modules and "null_label" in kept["metadata.json"]"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("router", ["moh", "query_norm", "moa"])
+def test_kept_heads_weigh_as_where_they_are_chosen(router):
+    budget = [[0, 2], [0, 3]] if router == "moa" else BUDGET
+    model = made("vit", VIT, head_budget=budget, router=router, scope="sample").double()
+    image = torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    kept = [routing.active[0, 0].nonzero().flatten().tolist() for routing in token_heads(model, image)]
+    assert kept != [[0, 1], [0, 1, 2]]
+    with torch.no_grad():
+        want = model(image)
+        keep_heads(model, kept)
+        torch.testing.assert_close(model(image), want, rtol=1e-10, atol=1e-10)
+    assert [layer.qkv.out_features for layer in attention_layers(model)] == [24, 36]
+    assert head_budget(model)["heads"] == 5
+
+
+@pytest.mark.parametrize("kind, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)])
+def test_gathered_heads_are_those_that_an_image_chooses(kind, arguments):
+    model = made(kind, arguments).double()
+    drawn = torch.randn(5, 1, *[arguments["img_size"]] * 2, dtype=torch.float64)
+    inputs = (drawn,) if kind == "vit" else (drawn, torch.arange(5) * 200.0, torch.tensor([0, 1, 2, 3, 0]))
+    with torch.no_grad():
+        want, _ = model.forward_routed(*inputs)
+        assert gather_heads(model) == 5
+        torch.testing.assert_close(model.forward_routed(*inputs)[0], want, rtol=1e-10, atol=1e-10)
+    assert gather_heads(made("vit", VIT)) == 8  # each token chooses: all are computed
+
+
+def test_the_timestep_alone_must_decide():
+    for arguments in (DIT, dict(DIT, scope="sample"), dict(BY_TIMESTEP, router="query_norm")):
+        with pytest.raises(ValueError, match="depends on more than the timestep"):
+            fix_timestep(made("dit", arguments), 300)
+
+
+def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
+    assert busiest(torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0]), 2, 4) == [0, 1, 3, 4]
+    model, file = made("vit", VIT), tmp_path / "load.json"
+    load = HeadLoad(head_budget(model)["layers"], {"class": ["a", "b"]})
+    load.sums += torch.tensor([10, 2, 5, 3, 10, 10, 10, 1, 9, 10])
+    load.save(file)
+    fixed = made("vit", VIT)
+    exporting.fix_heads(fixed, str(file))
+    expected = made("vit", VIT)
+    keep_heads(expected, [[0, 2], [0, 1, 3]])
+    assert all(torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True))
+    for kept, words in (
+        ([[0, 2], [0, 1]], "layer 1: its router needs"),
+        ([[1, 2], [0, 1, 3]], r"layer 0: heads \[1, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            keep_heads(made("vit", VIT), kept)
+    with pytest.raises(ValueError, match="depend on heads that would leave"):
+        keep_heads(made("vit", VIT, router_kwargs=dict(gate_scale="paper")), [[0, 2], [0, 1, 3]])
+
+
+def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, capsys, monkeypatch):
+    _, folder = run("vit", VIT)
+    _, dit = run("dit", DIT)
+    (tmp_path / "foreign.pt").write_bytes(b"")
+
+    def refused(words, *argv, form="torch-export", output="m.pt2"):
+        assert exporting.main([*argv, "--format", form, "--output", str(tmp_path / output)]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, error
+        assert {path.name for path in tmp_path.iterdir()} == {"vit", "dit", "foreign.pt"}
+
+    refused("ends in .pt2", folder, output="m.onnx")
+    refused("no such folder", folder, output="no/m.pt2")
+    refused("--batch 0: expected 1 or more", folder, "--batch", "0")
+    refused("--timestep 2000: expected 0 to 1000", dit, "--timestep", "2000")
+    refused("--timestep 5 has no effect: moh_vit_tiny_patch16_224 is a classifier", folder, "--timestep", "5")
+    refused("depends on more than the timestep", dit, "--timestep", "5")
+    refused("--checkpoint has no effect", folder, "--checkpoint", folder)
+    refused("is no file or folder, and is not a registered model, did you mean", "moh_vit_tiny_patch16_22")
+    refused("does not say of which model it is", str(tmp_path / "foreign.pt"))
+    refused("no.json", folder, "--static-heads", str(tmp_path / "no.json"))
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    refused("onnx is missing: pip install 'moh_vision[export]'", folder, form="onnx", output="m.onnx")
+
+    def wrong(module, file, *more):
+        file.write_bytes(b"written")
+        return lambda inputs: module(**inputs) * 1.01
+
+    monkeypatch.setattr(exporting, "export", wrong)
+    refused("m.pt2 is not written: it differs from PyTorch by", folder)
+    monkeypatch.setattr(
+        exporting,
+        "export",
+        lambda module, *more: lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan),
+    )
+    refused("m.pt2 is not written: it differs from PyTorch by nan", folder)
+
+
+def test_a_folder_that_timm_saved(tmp_path):
+    model = made("vit", VIT)
+    config = dict(
+        label_names=["x", "y", "z"], pretrained_cfg=dict(model.pretrained_cfg, crop_pct=0.8, mean=(0.1,), std=(0.2,))
+    )
+    save_for_hf(
+        model, tmp_path, model_config=config, model_args={"head_budget": BUDGET, **VIT}, safe_serialization=True
+    )
+    opened, about = exporting.open_model(str(tmp_path), None)
+    image = torch.randn(1, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(opened(image), model(image))
+    assert about["classes"] == ["x", "y", "z"] and about["mean"] == (0.1,) and about["crop_pct"] == 0.8
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model_args"]["checkpoint_path"] = "elsewhere.pt"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is of no classifier that is taken .checkpoint_path in its config.json"):
+        exporting.open_model(str(tmp_path), None)

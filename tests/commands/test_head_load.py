@@ -1,0 +1,278 @@
+"""Head loads: counts, files, figures and the command."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from processes import on_two_ranks
+
+import moh_vision
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_usage
+from moh_vision.commands.head_load import draw, draw_usage, main, most_different, short_names
+from moh_vision.engine.ranks import total_over_processes
+from moh_vision.models.head_load import HeadLoad
+
+SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
+
+
+def layer(name, heads, shared, routed):
+    return dict(name=name, heads=heads, shared=shared, routed=routed)
+
+
+def made(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
+    """Counts that a model could have made: every group has 100 tokens, and a token runs shared + routed heads."""
+    load = HeadLoad(
+        [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)], {by: map(str, range(groups))}
+    )
+    rng, columns = torch.Generator().manual_seed(seed), []
+    for heads, shared, routed in layers:
+        chosen = torch.rand(groups, 100, heads - shared, generator=rng).argsort(-1) < routed
+        columns += [torch.full((groups, shared), 100.0), chosen.sum(1), torch.full((groups, 1), 100.0)]
+    load.sums = torch.cat(columns, 1).double()
+    load.of = dict(model="made up", data="nothing", split="val")
+    return load
+
+
+def test_counts_are_those_of_a_loop():
+    model = timm.create_model("moh_vit_tiny_patch16_224", **SIZES).eval()
+    load = HeadLoad(moh_vision.head_budget(model)["layers"], {"class": "abc"})
+    x, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 2, 2, 0, 2])
+    for part in (slice(0, 2), slice(2, 5)):
+        load.add(model.forward_routed(x[part])[1], labels[part])
+    for number, stats in enumerate(model.forward_routed(x)[1]):
+        for group in range(3):
+            for head in range(6):
+                want = sum(int(stats.counts[i, head]) for i in range(5) if labels[i] == group)
+                assert load.runs()[number][group, head] == want
+    weights = model.blocks[0].attn.router(model.blocks[0].norm1(model._pos_embed(model.patch_embed(x)))).weights
+    torch.testing.assert_close(load.share()[0][2], (weights[labels == 2] > 0).double().mean((0, 1)))
+    assert load.share()[0][1].sum() == 0  # no image of class 1
+    active = [about["active"] for about in moh_vision.head_budget(model)["layers"]]
+    assert load.active() == active and [s[0].sum().item() for s in load.share()] == active
+
+
+@pytest.mark.parametrize(
+    "router, budget", [("moh", (2, 1)), ("moa", (0, 2)), ("query_norm", (1, 2)), ("dense", (4, 0))]
+)
+def test_padding_is_no_token(router, budget):
+    attention = HeadMixtureAttention(16, HeadBudget(4, 4, *budget), router=router).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    stats = attention(torch.randn(2, 5, 16), padding_mask=padding)[1]
+    load = HeadLoad([layer("a", 4, *budget)], {"text": ["one", "two"], "all": ["both"]})
+    load.add([stats], torch.tensor([0, 1]), 0)
+    assert load.runs()[0][:, -1].tolist() == [5, 3] and load.runs("all")[0][:, -1].tolist() == [8]
+    torch.testing.assert_close(load.share("all")[0][0].float(), head_usage([stats])[0])
+    torch.testing.assert_close(load.share()[0].sum(1), torch.full((2,), sum(budget)).double())
+
+
+def test_one_layer_at_a_time():
+    whole, parts = (HeadLoad(made().layers, {"task": ["a"]}) for _ in range(2))
+    attentions = [HeadMixtureAttention(32, HeadBudget(8, 4, 2, 3)).eval() for _ in range(2)]
+    stats = [attention(torch.randn(3, 5, 32))[1] for attention in attentions]
+    whole.add(stats, 0)
+    for number, own in enumerate(stats):
+        parts.add([own], 0, first=number)
+    assert whole.sums.sum() > 0 and torch.equal(whole.sums, parts.sums)
+
+
+def sum_on_a_rank(rank, path):
+    load = made(seed=rank)
+    load.reduce(total_over_processes(Accelerator(cpu=True)))
+    if rank == 0:
+        load.save(path)
+
+
+def test_processes_sum_to_the_whole(tmp_path):
+    on_two_ranks(sum_on_a_rank, tmp_path / "load.json")
+    assert torch.equal(HeadLoad.read(tmp_path / "load.json").sums, made(seed=0).sums + made(seed=1).sums)
+
+
+def test_a_file_comes_back(tmp_path):
+    load = HeadLoad(made().layers, {"class": ["a", "<b>"], "timestep": [9, 0]})
+    load.sums = made().sums
+    load.of = dict(model="m", step=3)
+    load.save(tmp_path / "load.json")
+    back = HeadLoad.read(tmp_path / "load.json")
+    assert (back.layers, back.groups, back.of) == (load.layers, load.groups, load.of)
+    assert torch.equal(back.sums, load.sums)
+    by = json.loads((tmp_path / "load.json").read_text())["by"]
+    assert (
+        len(by["class"]["counts"][0]) == 12 and by["timestep"]["tokens"] == [[100, 100]] * 2
+    )  # shared heads: all tokens
+
+
+def test_a_file_of_imagenet_is_small(tmp_path):
+    """1,000 classes of 50 images with 196 tokens, 400 heads."""
+    load = made(1000, ((16, 5, 7),) * 25)
+    load.sums *= 98  # numbers as large as those
+    load.save(tmp_path / "load.json")
+    assert (tmp_path / "load.json").stat().st_size < 2e6
+
+
+@pytest.mark.parametrize("kind", ["map", "bars", "curves"])
+@pytest.mark.parametrize("end", ["png", "svg"])
+def test_every_kind_is_drawn(tmp_path, kind, end, capsys):
+    made().save(tmp_path / "head_load.json")
+    out = tmp_path / f"figure.{end}"
+    assert main([str(tmp_path), "--output", str(out), "--kind", kind]) == 0
+    assert f"{out}, {out.with_suffix('.json')}: {kind} by class" in capsys.readouterr().out
+    if end == "png":
+        pixels = np.asarray(Image.open(out).convert("RGB"))
+        assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
+    else:
+        assert "made up" in out.read_text() and "</svg>" in out.read_text()
+    numbers = json.loads((tmp_path / "figure.json").read_text())
+    assert numbers["of"]["run"] == tmp_path.name and numbers["of"]["model"] == "made up" and numbers["by"] == "class"
+
+
+def test_bars_are_of_the_layer_and_groups_asked_for(tmp_path):
+    load = made()
+    _, numbers = draw(load, "bars", names=["3", "1"], layer=0)
+    assert list(numbers["percent_of_tokens"]) == ["3", "1"] and numbers["layer"]["name"] == "blocks.0.attn"
+    assert numbers["percent_of_tokens"]["3"] == load.runs()[0][3, :-1].tolist()
+    assert draw(load, "bars")[1]["layer"]["name"] == "blocks.1.attn"
+    full = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
+    assert draw(full, "bars")[1]["layer"]["name"] == "blocks.0.attn" and full.choosing() == [0]
+
+
+def test_a_map_has_colours_for_heads_that_are_chosen(tmp_path):
+    """Shared heads and layers that leave none out are grey; the title says which run it is, and how many heads it runs."""
+    load = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))
+    load.of["run"] = "$run$ {1}"
+    figure = draw(load, "map")[0]
+    assert figure.axes[0].get_title() == r"\$run\$ {1}, 87.5 % of the heads, made up, nothing, val"
+    load.of["data"] = "x" * 30 + ", dpm-solver++"  # the hyphen is where a line could end
+    assert "dpm-solver++" in draw(load, "map")[0].axes[0].get_title()
+    (image,) = figure.axes[0].images
+    figure.canvas.draw()
+    shown = image.to_rgba(image.get_array(), bytes=True)  # [groups, 8 + 1 + 8 + 1 + 8, 4]
+    coloured = (np.ptp(shown[..., :3].astype(int), axis=-1) > 0).all(0)
+    assert coloured.nonzero()[0].tolist() == [2, 3, 4, 5, 6, 7] and (shown[:, 10, :3] == 191).all()
+
+
+def test_panels_say_what_kind_of_group_they_are(tmp_path):
+    figure = draw(made(by="timestep"), "bars", names=["3"])[0]
+    assert figure.axes[0].get_title(loc="left") == "timestep 3"
+
+
+def test_groups_that_differ_most():
+    share = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]])
+    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 2) == [1, 3]  # the last has no tokens
+    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 3) == [0, 1, 3]
+    assert most_different(share, torch.tensor([9, 0, 0, 0, 0]), 3) == [0]
+
+
+def test_curves_descend_and_sum_to_all_choices():
+    load = made(layers=((8, 2, 3), (4, 4, 0), (6, 0, 2)))
+    layers = draw(load, "curves")[1]["layers"]
+    assert list(layers) == ["blocks.0.attn", "blocks.2.attn"]
+    for number, found in zip((0, 2), layers.values()):
+        assert found["percent"] == sorted(found["percent"], reverse=True) and sum(found["percent"]) == pytest.approx(
+            100, abs=0.01
+        )
+        counts = load.runs()[number].sum(0)
+        assert counts[found["heads"][0]] == counts[load.layers[number]["shared"] : -1].max()
+    with pytest.raises(ValueError, match="no layer chose among heads"):
+        draw(load, "curves", layer=1)
+
+
+def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
+    """1,000 classes and 588 heads, as MoH-TransNeXt-B on ImageNet."""
+    layers = [(heads, 1, heads // 2) for heads in [4] * 5 + [8] * 5 + [16] * 23 + [32] * 5]
+    load = HeadLoad(
+        [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
+        {"class": [f"class {i} with a long name" for i in range(1000)]},
+    )
+    for runs in load.runs():
+        runs[:, -1] = 10
+    load.runs()[20][::2, 1:-1] = 10  # every other class runs all heads of this layer, and no head anywhere else
+    path = tmp_path / "usage.png"
+    draw_usage(load, str(path))
+    assert path.stat().st_size < 3e6
+    with Image.open(path) as figure:
+        assert 2000 < figure.width <= 2600 and 2000 < figure.height <= 2080
+        lit = (np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8] == (253, 231, 36)).all(-1)
+    assert 850 < 2 * lit.any(1).sum() < 1150 * 2 and lit.any(0).sum() > 15 * 3
+    rows = np.flatnonzero(lit.any(1))
+    assert rows[-1] - rows[0] + 1 == len(rows)  # similar classes are side by side
+
+
+def test_timesteps_stay_in_order():
+    numbers = draw(made(300, by="timestep"), "map", by="timestep")[1]
+    assert numbers["groups"] == [str(i) for i in range(300)]
+    assert draw(made(300), "map")[1]["groups"] != [str(i) for i in range(300)]
+
+
+def test_names_of_layers():
+    names = [f"encoder.layers.{i}.self_attn" for i in range(2)]
+    assert short_names(names, [4, 5]) == ["4", "5"]
+    names += ["decoder.layers.0.self_attn", "decoder.layers.0.cross_attn"]
+    assert short_names(names, range(4))[1:] == ["encoder 1 self_attn", "decoder 0 self_attn", "decoder 0 cross_attn"]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["{}/none", "--output", "{}/a.png"], "none: no such file; a run writes it at its end"),
+        (["{}/empty", "--output", "{}/a.png"], "empty/head_load.json: no such file"),
+        (["{}/head_load.json", "--output", "{}/a.jpg"], "a.jpg: expected a name that ends in .png or .svg"),
+        (["{}", "--output", "{}/none/a.png"], "none/a.png: no such folder"),
+        (["{}", "--output", "{}/a.png", "--by", "timestep"], "--by timestep: only class"),
+        (
+            ["{}", "--output", "{}/a.png", "--groups", "1", "dog"],
+            "--groups dog: no class has this name; there are 4, such as",
+        ),
+        (["{}", "--output", "{}/a.png", "--layer", "2"], "--layer 2: expected 0 to 1"),
+        (["{}", "--output", "{}/a.png", "--kind", "pie"], "invalid choice: 'pie'"),
+        (["{}/dense.json", "--output", "{}/a.png"], "dense.json: every token ran every head"),
+        (["{}/bad.json", "--output", "{}/a.png"], "bad.json: not a file of head loads"),
+    ],
+)
+def test_mistakes(tmp_path, capsys, argv, words):
+    made().save(tmp_path / "head_load.json")
+    made(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    assert main([a.format(tmp_path) for a in argv]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and not list(tmp_path.glob("a.*"))
+
+
+def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, capsys):
+    made().save(tmp_path / "load.json")
+    before = (tmp_path / "load.json").read_bytes()
+    assert main([str(tmp_path / "load.json"), "--output", str(tmp_path / "load.png")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/load.png, {tmp_path}/load.png.json: map by class\n"
+    assert json.loads((tmp_path / "load.png.json").read_text())["by"] == "class"
+    assert (tmp_path / "load.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tree: tree["by"]["class"]["counts"].pop(),
+        lambda tree: tree["by"]["class"]["counts"][0].pop(),
+        lambda tree: tree["by"]["class"]["counts"][0].__setitem__(0, 101),
+        lambda tree: tree["by"]["class"]["counts"][0].__setitem__(0, -1),
+        lambda tree: tree["by"]["class"]["counts"][0].__setitem__(0, "many"),
+        lambda tree: tree["by"]["class"]["tokens"][0].__setitem__(0, float("nan")),
+        lambda tree: tree["by"]["class"].pop("tokens"),
+        lambda tree: tree["by"].clear(),
+        lambda tree: tree["layers"][0].__setitem__("shared", 9),
+        lambda tree: tree["layers"][0].__setitem__("heads", "8"),
+        lambda tree: tree["layers"][0].__setitem__("routed", None),
+        lambda tree: tree.__setitem__("layers", 3),
+        lambda tree: tree.pop("of"),
+    ],
+)
+def test_damaged_files(tmp_path, damage):
+    made().save(tmp_path / "load.json")
+    tree = json.loads((tmp_path / "load.json").read_text())
+    damage(tree)
+    (tmp_path / "load.json").write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="load.json: not a file of head loads"):
+        HeadLoad.read(tmp_path / "load.json")

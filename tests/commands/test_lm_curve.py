@@ -1,0 +1,127 @@
+"""Scores of the weights that a run has kept, over tokens. The harness' suites are stood in for: it may not be installed."""
+
+import json
+import shutil
+from statistics import mean, stdev
+
+import pytest
+import yaml
+from processes import on_two_ranks
+from small_text import write_plain
+
+from moh_vision.commands.lm_curve import main
+from moh_vision.language import train as train_text
+from moh_vision.language.evaluation import lm
+from moh_vision.language.evaluation.lm_suites import SUITES
+
+TINY = (
+    "--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
+    "--model.kwargs.num_hidden_layers 1 --data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 --optim.lr 1e-2 "
+    "--optim.warmup_steps 1 --save-every 5 --keep-weights-every 2 --max-steps 4"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curve")
+    write_plain(folder / "plain", train=60, val=10)
+    for seed in (0, 1):
+        argv = [*TINY.split(), "--data.root", folder / "plain", "--output", folder / f"run{seed}", "--seed", seed]
+        train_text.main([str(a) for a in argv])
+    return folder
+
+
+def command(capsys, *argv):
+    capsys.readouterr()
+    return (main([str(a) for a in argv]), *capsys.readouterr())
+
+
+def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
+    text, output = runs / "plain" / "valid.txt", tmp_path / "curve.png"
+    ask = [runs / "run0", runs / "run1", "--perplexity", text, "--context", 8]
+    assert command(capsys, *ask, "--output", output)[0] == 0
+    assert output.read_bytes()[:4] == b"\x89PNG"
+    (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
+    assert line["x"] == [2 * 4 * 16, 4 * 4 * 16] and line["runs"] == [2, 2]
+    alone = []
+    for step in (2, 4):
+        alone.append([])
+        for seed in (0, 1):
+            out = tmp_path / f"{step}{seed}.json"
+            folder = runs / f"run{seed}" / "weights" / f"step_{step}"
+            assert lm.main(["--model", str(folder), *map(str, ask[2:]), "--out", str(out)]) == 0
+            alone[-1].append(json.loads(out.read_text())["perplexity"])
+    assert line["mean"] == pytest.approx([mean(v) for v in alone]) and line["mean"][1] < line["mean"][0]
+    assert line["std"] == pytest.approx([stdev(v) for v in alone])
+    # The last weights kept are the run's last ones, and what is scored already is not scored again.
+    last = runs / "run0" / "weights" / "step_4" / "model.safetensors"
+    assert last.stat().st_size > 1000 and (last.parent / "tokenizer.json").is_file()
+    code, out, _ = command(capsys, *ask, "--output", tmp_path / "again.png")
+    assert code == 0 and "step_" not in out
+    assert (tmp_path / "again.json").read_text() == output.with_suffix(".json").read_text()
+
+
+def on_a_rank(rank, argv):
+    assert main(argv) == 0
+
+
+def test_two_processes_share_every_kept_step(runs, tmp_path):
+    run, output = tmp_path / "run", tmp_path / "curve.png"
+    shutil.copytree(runs / "run0", run, ignore=shutil.ignore_patterns("lm-*.json"))
+    ask = [run, "--perplexity", runs / "plain" / "valid.txt", "--context", 7, "--output", output]
+    on_two_ranks(on_a_rank, [str(a) for a in ask])
+    records = [json.loads(file.read_text()) for file in sorted(run.glob("weights/step_*/lm-*.json"))]
+    assert [record["processes"] for record in records] == [2, 2]
+    (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
+    assert line["mean"] == [record["perplexity"] for record in records]
+
+
+def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, capsys, monkeypatch):
+    rows = len(SUITES["moh-llm"].rows)
+    calls = []
+
+    def score(options, accelerator):
+        calls.append((options.tasks, options.limit))
+        step = int(options.model.rpartition("_")[2])
+        values = [step + row for row in range(rows)]
+        record = dict(suites={"moh-llm": dict(average=mean(values), values=values)})
+        with open(options.out, "w") as file:
+            json.dump(record, file)
+
+    monkeypatch.setattr(lm, "score", score)
+    output = tmp_path / "curve.svg"
+    argv = [runs / "run0", "--tasks", "moh-llm", "--limit", 5, "--output", output]
+    assert command(capsys, *argv)[0] == 0
+    assert calls == [("moh-llm", 5)] * 2
+    scores = json.loads(output.with_suffix(".json").read_text())["scores"]
+    assert scores["average of moh-llm"][0]["mean"] == [2 + (rows - 1) / 2, 4 + (rows - 1) / 2]
+    assert scores["moh-llm: PIQA"][0]["mean"] == [3, 5] and len(scores) == rows + 1
+    output.unlink()
+    output.with_suffix(".json").unlink()
+    argv[4] = 6  # other options are other scores
+    assert command(capsys, *argv)[0] == 0 and len(calls) == 4
+
+
+def test_mistakes_are_one_line(runs, tmp_path, capsys):
+    run = runs / "run0"
+    text = ["--perplexity", str(runs / "plain" / "valid.txt")]
+
+    def refused(*argv):
+        code, out, error = command(capsys, *argv, "--output", tmp_path / "curve.png")
+        assert code == 2 and not out and error.count("\n") == 1, error
+        return error
+
+    capsys.readouterr()
+    assert main([*text, str(run), "--output", str(tmp_path / "curve.png")]) == 2
+    assert "RUN comes before --perplexity" in capsys.readouterr().err
+    assert "--tasks hellaswag: expected suites, moh-llm" in refused(run, "--tasks", "hellaswag")
+    assert "give one of --tasks NAMES" in refused(run)
+    assert "unknown argument --strid, did you mean --stride?" in refused(run, *text, "--strid", 3)
+    assert "--out: the weights that a run has kept are scored" in refused(run, *text, "--out", "a.json")
+    other = tmp_path / "other"
+    shutil.copytree(run, other, ignore=shutil.ignore_patterns("weights"))
+    assert f"{other} has kept no weights in {other / 'weights'}" in refused(other, *text)
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    config["model"]["name"] = "mlm_base"
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "model.name mlm_base; expected runs of causal language models" in refused(other, *text)

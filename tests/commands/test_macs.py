@@ -1,0 +1,263 @@
+import math
+
+import pytest
+import timm
+import torch
+
+from moh_vision.commands.macs import PAPERS, count, main, report
+from moh_vision.language.models.create import create_text_model
+from moh_vision.models import describe
+from moh_vision.models.counts import count_macs, count_parameters
+
+# Of the masked models, how near linear layers and twice the scores come to the paper's MACs.
+MASKED = {preset: 0.0065 if preset == "mlm_moa_8K8E128D" else 0.0025 for preset in PAPERS if preset.startswith("mlm_")}
+
+
+@pytest.mark.parametrize("preset", [p for p, (_, macs) in PAPERS.items() if p.startswith("mt_") and macs])
+def test_rows_of_the_translation_tables(preset):
+    millions, macs = PAPERS[preset]
+    found = count(preset)
+    assert found.parameters / 1e6 == pytest.approx(millions, rel=0.01)
+    assert found.macs.linears / 1e6 == pytest.approx(macs, rel=0.005)
+
+
+def parameters(preset):
+    with torch.device("meta"):
+        return count_parameters(create_text_model(preset))
+
+
+@pytest.mark.parametrize("preset", MASKED)
+def test_rows_of_the_masked_language_models(preset):
+    millions, macs = PAPERS[preset]
+    found = count(preset)
+    assert found.parameters / 1e6 == pytest.approx(millions, rel=0.0005)
+    if preset == "mlm_base":
+        assert found.macs.linears / 1e6 == pytest.approx(macs, rel=0.005)
+    else:
+        assert (found.macs.linears + 2 * found.macs.scores) / 1e6 == pytest.approx(macs, rel=MASKED[preset])
+        assert -0.12 < found.macs.linears / (macs * 1e6) - 1 < -0.08  # linear layers alone do not
+
+
+@pytest.mark.parametrize("preset", ["mt_mae_7", "mt_mae_6", "mt_uni_mae_7", "mt_uni_mae_6", "mt_nobcd"])
+def test_rows_of_mae(preset):
+    assert parameters(preset) / 1e6 == pytest.approx(PAPERS[preset][0], rel=0.01)
+
+
+def test_gates_of_mae_are_its_difference_to_base():
+    """2.42M: 18 times 512 * 256 + 256 * 8 with biases, and the batch norm."""
+    gate = 512 * 256 + 256 + 256 * 8 + 8 + 2 * 512
+    assert parameters("mt_mae_7") - parameters("mt_transformer_base") == 18 * gate
+    assert 18 * gate / 1e6 == pytest.approx(2.42, abs=0.005)
+
+
+def tiny(attention, **fields):
+    with torch.device("meta"):
+        return create_text_model(
+            "mt_transformer_base", vocab_size=50, hidden_size=24, intermediate_size=40, num_attention_heads=4,
+            encoder_layers=2, decoder_layers=1, attention=attention, **fields,
+        )  # fmt: skip
+
+
+def macs_of(model, sources, targets):
+    ids = [torch.zeros(1, length, dtype=torch.long) for length in (sources, targets)]
+    return count_macs(model, ids[0], decoder_input_ids=ids[1])
+
+
+# Linear layers of one attention by the formulas of the papers, for N queries and M keys of width d = 24.
+FORMULAS = {
+    "dense": (dict(router="dense"), lambda N, M, how: (2 * N + 2 * M) * 24 * 24, 24),
+    "moa": (
+        dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False),
+        lambda N, M, how: 24 * (2 * M * 8 + 2 * N * 3 * 8 + N * 5),  # T d (2D + 2KD + E)
+        3 * 8,
+    ),
+    "moh": (
+        dict(router="moh", head_budget=[[1, 1]] * 2),  # 2 of 4 heads of width 6; 3 candidates and 2 gates
+        lambda N, M, how: 2 * M * 24 * 24 + 2 * N * 24 * 12 + N * 24 * (3 + 2),
+        2 * 6,
+    ),
+    "mae": (
+        dict(router="mae", leave_out=2),  # 6 experts; in the decoder's self-attention one gate a token
+        lambda N, M, how: (2 * N + 2 * M) * 24 * 24 + (N if how == "causal" else 1) * (24 * 256 + 256 * 6),
+        24,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_by_hand_with_texts_of_different_length(kind):
+    attention, formula, width = FORMULAS[kind]
+    fields = {}
+    if kind == "moh":
+        one = dict(attention, head_budget=[[1, 1]])
+        fields = dict(decoder_attention=one, cross_attention=one)
+    model = tiny(attention, **fields)
+    S, T = 7, 5
+    macs = macs_of(model, S, T)
+    layers = [(S, S, "encoder")] * 2 + [(T, T, "causal"), (T, S, "cross")]
+    assert [(layer.queries, layer.keys) for layer in macs.attention] == [(N, M) for N, M, _ in layers]
+    assert [layer.router for layer in macs.attention] == [kind] * 4
+    assert [layer.linears for layer in macs.attention] == [formula(*layer) for layer in layers]
+    assert [layer.scores for layer in macs.attention] == [2 * N * M * width for N, M, _ in layers]
+    assert macs.other == (2 * S + T) * 2 * 24 * 40 + T * 24 * 50
+    assert macs.linears == macs.other + sum(formula(*layer) for layer in layers)
+
+
+def test_nothing_is_left_out_where_every_head_runs():
+    macs = macs_of(tiny(dict(router="dense")), 7, 5)
+    assert macs.linears + macs.scores == macs.every_head
+    macs = macs_of(tiny(dict(router="moa", top_k=5, experts=5, head_dim=8, bias=False)), 7, 5)
+    assert macs.linears + macs.scores == macs.every_head
+    fewer = macs_of(tiny(dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False)), 7, 5)
+    pairs = 2 * 7 * 7 + 5 * 5 + 5 * 7  # of queries and keys
+    queries = 2 * 7 + 5 + 5
+    assert fewer.every_head == macs.every_head
+    assert macs.linears + macs.scores - fewer.linears - fewer.scores == 2 * 8 * (2 * queries * 24 + 2 * pairs)
+
+
+def test_the_model_is_left_as_it_is():
+    model = tiny(dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False)).train()
+    macs_of(model, 4, 4)
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def vit(**kwargs):
+    sizes = dict(img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=2, num_heads=4, num_classes=3)
+    return timm.create_model("moh_vit_tiny_patch16_224", **sizes, **kwargs)
+
+
+def vit_macs(per_layer):
+    """4 patches and a class token, patch embedding, feed-forward of 32, head of 3."""
+    n, c = 5, 8
+    return 4 * 4 * c + sum(per_layer) + 2 * 2 * n * c * 4 * c + c * 3
+
+
+def test_image_models():
+    n, c, D = 5, 8, 2
+    image = torch.zeros(1, 1, 4, 4)
+    token = count_macs(vit(head_budget=[(1, 1), (2, 2)]), image)
+    router = (n * c * (3 + 2), n * c * (2 + 2 + 2))
+    linears = [2 * n * c * c + 2 * n * c * 2 * D + router[0], 4 * n * c * c + router[1]]
+    assert [layer.linears for layer in token.attention] == linears
+    assert token.linears == vit_macs(linears)
+    assert token.scores == 2 * n * n * (2 + 4) * D
+    sample = count_macs(vit(head_budget=[(1, 1), (2, 2)], scope="sample"), image)
+    linears = [4 * n * c * 2 * D + router[0] // n, 4 * n * c * c + router[1] // n]  # keys and values too, one choice
+    assert [layer.linears for layer in sample.attention] == linears
+    norms = count_macs(vit(head_budget=[(1, 1), (2, 2)], router="query_norm"), image)
+    assert norms.attention[0].linears == 3 * n * c * c + n * c * 2 * D  # it looks at all queries
+
+
+def test_describe_says_what_the_budget_spares():
+    image = torch.zeros(1, 1, 4, 4)
+    model = vit(head_budget=[(1, 1), (2, 2)])
+    macs = count_macs(model, image)
+    assert macs.every_head - macs.linears - macs.scores == 2 * 2 * (2 * 5 * 8 + 2 * 5 * 5)  # 2 heads of width 2
+    text = describe("tiny", model, image)
+    assert macs.every_head - macs.dense == 5 * 8 * (3 + 2 + 2 + 2 + 2)  # routers
+    share = 100 * (macs.linears + macs.scores) / macs.dense
+    assert f"MACs:         {macs.dense:,} dense (every head, no router); {share:.1f} % of dense ideal" in text
+    assert "; 100.0 % of dense ideal" in describe("dense", vit(router="dense"), image)
+
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    named = dict(decoder_input_ids=torch.zeros(1, 4, dtype=torch.long))
+    assert "input [1, 3] decoder_input_ids [1, 4]" in describe("text", tiny(dict(router="dense")), ids, **named)
+
+
+def test_an_adaptive_vocabulary():
+    """Words read count as frequent ones (C x C); every word is weighed in the output, rare ones in their own width."""
+    with torch.device("meta"):
+        model = create_text_model(
+            "clm_wt103_base", vocab_size=100, adaptive_cutoffs=[20, 60], hidden_size=32, intermediate_size=40,
+            num_attention_heads=4, num_hidden_layers=1,
+        )  # fmt: skip
+    macs = count_macs(model, torch.zeros(1, 6, dtype=torch.long))
+    softmax = 32 * (20 + 2) + (32 * 8 + 8 * 40) + (32 * 2 + 2 * 40)
+    assert macs.other == 6 * (32 * 32 + 2 * 32 * 40 + softmax)
+
+
+def test_dit_spares_what_its_budget_leaves_out():
+    found = count("moh_dit_small_patch2_75")
+    T, d, D = 256, 384, 64
+    idle = sum(6 - active for active in [3] * 2 + [4] * 4 + [5] * 4 + [6] * 2)
+    spared = idle * (2 * T * d * D + 2 * T * T * D)
+    assert found.macs.every_head - found.macs.linears - found.macs.scores == spared
+    assert "4 x moh, 5 of 6 heads of width 64" in report("moh_dit_small_patch2_75", found)
+
+
+@pytest.mark.slow
+def test_transnext():
+    """10.3 G for the small one (Shi 2024, table 1); 9.7 G were it to skip heads everywhere."""
+    macs = count("moh_transnext_small_80").macs
+    assert macs.every_head / 1e9 == pytest.approx(10.3, rel=0.02)
+    idle = [(layer, layer.budget.heads - layer.budget.active) for layer in macs.attention]
+    # A head's queries, its part of the output, its scores, and its queries times the tokens of the 3 x 3 window.
+    window = lambda layer: 0 if layer.queries == layer.keys else 9  # noqa: E731
+    spared = sum(24 * n * layer.queries * (2 * layer.dim + 2 * layer.keys + window(layer)) for layer, n in idle)
+    assert macs.every_head - macs.ideal == spared > 0
+    assert "stages.2.blocks.0-21.attn scores       22 x" in report(
+        "moh_transnext_small_80", count("moh_transnext_small_80")
+    )
+
+
+def run(capsys, *argv):
+    code = main(list(argv))
+    return code, *capsys.readouterr()
+
+
+def test_command(capsys):
+    code, out, err = run(capsys, "mt_moa_8K32E128D")
+    assert code == 0 and err == ""
+    lines = {line.strip().split("  ")[0]: line.split() for line in out.splitlines() if line}
+    row = lines["MACs of linear layers, 32,000 words"]
+    total = 12 * 10 * 2 * 512 * 2048 + 18 * 10 * 512 * (2 * 128 + 2 * 8 * 128 + 32) + 10 * 512 * 32_000
+    assert row[-5:] == [f"{total:,}", "631", "M", f"{100 * (total / 631e6 - 1):+.2f}", "%"]
+    size = 37_000 * 512 + 25_227_264 + 18 * (66 * 128 * 512 + 512 * 32)
+    assert lines["parameters, 37,000 words"][3] == f"{size:,}"
+    # 18 layers; eq. 18: one product k T^2 D and 2 (k + 1) T D d; eq. 20: (2E + 2) D d
+    assert lines["18 x moa, 8 of 32 heads of width 128"][-1] == f"{66 * 128 * 512 + 512 * 32:,}"
+    want = (2 * 9 * 10 * 128 * 512, 8 * 100 * 128, 66 * 128 * 512)
+    assert lines["MoA by eq. 18 and 20"][-3:] == [f"{n:,}" for n in want]
+    want = (4 * 10 * 512**2, 100 * 512, 4 * 512**2)
+    assert lines["multi-head attention of 512 by eq. 19 and 20"][-3:] == [f"{n:,}" for n in want]
+    assert "routers and biases" in out
+    ends = [line.index(word) + len(word) for line, word in zip(out.splitlines()[2:5], ("paper", "123 M", "631 M"))]
+    assert len(set(ends)) == 1  # columns are aligned
+
+
+def test_command_with_other_lengths_and_words(capsys):
+    code, out, _ = run(capsys, "mlm_moa_8K8E128D", "--tokens", "64", "--vocab", "1000")
+    assert code == 0 and "64 tokens" in out and "parameters, 1,000 words" in out
+    assert "linear layers and twice the scores for MoA" in out
+    smaller, larger = count("mlm_moa_8K8E128D", 64, 1000), count("mlm_moa_8K8E128D", 64, 2000)
+    assert larger.parameters - smaller.parameters == 1000 * (512 + 1)
+    assert larger.macs.linears - smaller.macs.linears == 64 * 1000 * 512
+    assert math.isclose(count("mlm_moa_8K8E128D", 32, 1000).macs.linears * 2, smaller.macs.linears)
+
+
+MISTAKES = {
+    ("mt_moa_8K8E128",): "did you mean mt_moa_8K8E128D",
+    ("resnet50",): "there is no text model 'resnet50'",
+    ("mlm_base", "--tokens", "0"): "--tokens 0: expected 1 or more",
+    ("mlm_base", "--tokens", "500"): "a text of 500 tokens is too long: max_position_embeddings=130",
+    ("mlm_base", "--tokens", "many"): "argument --tokens: invalid int value: 'many'",
+    ("mt_mae_7", "--vocab", "-1"): "--vocab -1: expected 1 or more",
+    ("moh_vit_tiny_patch16_224", "--tokens", "3"): "are for text models, moh_vit_tiny_patch16_224 reads images",
+    ("mt_mae_7", "--token", "3"): "unknown argument --token, did you mean --tokens?",
+    (): "the following arguments are required: PRESET",
+}
+
+
+@pytest.mark.parametrize("argv", MISTAKES)
+def test_mistakes_are_one_line(argv, capsys):
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == ""
+    assert err.startswith("macs: error: ") and err.count("\n") == 1
+    assert MISTAKES[argv] in err
+
+
+def test_parameters_that_are_used_twice_count_once():
+    model = create_text_model("mlm_base", vocab_size=100, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    distinct = {p.data_ptr(): p.numel() for p in model.state_dict().values() if p.dtype.is_floating_point}
+    assert count_parameters(model) == sum(distinct.values())

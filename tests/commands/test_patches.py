@@ -1,0 +1,197 @@
+"""Figures of one image: which heads each patch runs, and what each head attends to."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from small_runs import arguments
+
+from moh_vision import load_run
+from moh_vision.attention import attention_layers
+from moh_vision.classification import train as train_cls
+from moh_vision.commands import attention_maps, patches
+from moh_vision.engine.io import write_tensors
+
+SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)  # 4 x 6 patches
+
+
+def vit(**kwargs):
+    return timm.create_model("moh_vit_tiny_patch16_224", **{**SIZES, "head_budget": [(2, 2), (1, 2)], **kwargs}).eval()
+
+
+def pyramid():
+    sizes = dict(embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 4, 4), depths=(1, 1, 1, 2), img_size=(64, 96))
+    return timm.create_model("moh_transnext_base_50", **sizes, head_budget=[(1, 1), (1, 1), (1, 2), (2, 1)]).eval()
+
+
+@pytest.mark.parametrize("tokens", [{}, dict(reg_tokens=3), dict(class_token=False, global_pool="avg")])
+@pytest.mark.parametrize("row, column", [(0, 5), (2, 1)])
+def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
+    """In the first layer the gates of a token depend on its own patch alone."""
+    model = vit(**tokens)
+    image = torch.randn(3, 16, 24)
+    other = image.clone()
+    other[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+    one, two = (patches.patch_heads(model, x)[0] for x in (image, other))
+    changed = (one.gates != two.gates).any(0)
+    assert changed.shape == (4, 6) and changed.nonzero().tolist() == [[row, column]]
+    assert one.shared == 2 and one.active.sum(0).unique().tolist() == [4] and not one.gates[~one.active].any()
+
+
+def test_stages_have_grids_of_their_own():
+    model, image = pyramid(), torch.randn(3, 64, 96)
+    found = patches.patch_heads(model, image)
+    assert [tuple(heads.gates.shape) for heads in found] == [(2, 16, 24), (2, 8, 12), (4, 4, 6), (4, 2, 3), (4, 2, 3)]
+    other = image.clone()
+    other[:, :8, 88:] += 1  # in the first stage two patches a side, and those that its convolution reaches from there
+    changed = (found[0].gates != patches.patch_heads(model, other)[0].gates).any(0).nonzero()
+    assert len(changed) and changed[:, 0].max() <= 2 and changed[:, 1].min() >= 21
+
+
+@pytest.mark.parametrize("token", [None, (3, 4)])
+def test_attention_is_softmaxed_and_of_that_token(token):
+    model, image, inputs = vit(reg_tokens=2), torch.randn(3, 16, 24), []
+    layer = attention_layers(model)[1]
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model(image[None])
+    handle.remove()
+    q, k, _ = layer.qkv(inputs[0][0]).unflatten(-1, (3, 6, 8)).unbind(1)  # [N, H, D]
+    index = 0 if token is None else 3 + 3 * 6 + 4
+    expected = (torch.einsum("hd,nhd->hn", q[index], k) / 8**0.5).softmax(-1)[:, 3:]  # behind class and registers
+    maps = attention_maps.attention_maps(model, image, 1, token)
+    torch.testing.assert_close(maps.attention.flatten(1), expected)
+    routing = layer.router(inputs[0])
+    assert torch.equal(maps.gates, routing.weights[0, index]) and torch.equal(maps.active, routing.active[0, index])
+    assert maps.token == (token or "cls") and maps.shared == 1 and layer.fused_attn
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_attention_of_a_pyramid_is_that_of_its_last_stage():
+    model, image = pyramid(), torch.randn(3, 64, 96)
+    maps = attention_maps.attention_maps(model, image, 4)
+    assert maps.token == (1, 1) and maps.attention.shape == (4, 2, 3)
+    torch.testing.assert_close(maps.attention.sum((1, 2)), torch.ones(4))
+    with pytest.raises(ValueError, match="layer 2: expected 3 to 4"):
+        attention_maps.attention_maps(model, image, 2)
+    with pytest.raises(ValueError, match="token cls: the model has none; expected rows 0 to 1 and columns 0 to 2"):
+        attention_maps.attention_maps(model, image, 4, "cls")
+
+
+def test_figures_have_a_map_per_head_and_mark_what_is_off():
+    """Where heads run the map has colour; the image is grey there and elsewhere."""
+    model, image, seen = vit(), torch.randn(3, 16, 24), np.full((16, 24, 3), 0.5)
+    heads = patches.patch_heads(model, image)[0]
+    figure = patches.draw_patch_heads([(0, heads)], seen, "title")
+    cells = [axes for axes in figure.axes if axes.get_title()]
+    assert [cell.get_title().partition(":")[0] for cell in cells] == ["image", *(f"head {i}" for i in range(6))]
+    figure.canvas.draw()
+    for cell, active in zip(cells[1:], heads.active):
+        shown = cell.images[1].to_rgba(cell.images[1].get_array())  # [4, 6, 4]
+        assert np.array_equal(shown[..., :3].any(-1), active.numpy())
+    maps = attention_maps.attention_maps(model, image, 0, (1, 2))
+    figure = attention_maps.draw_attention_maps(maps, seen, "title")
+    for cell, active in zip(figure.axes[1:], maps.active):
+        assert ("off" in cell.get_title()) == (cell.images[1].get_cmap().name == "gray") == (not active)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of one step on digits, 4 x 4 patches; an image; and what tells a run of a language model."""
+    folder = tmp_path_factory.mktemp("patches")
+    train_cls.main(arguments("cls", folder / "run", 1, 1, "--model.head_budget", "uniform:0.5"))
+    (folder / "0").mkdir()  # a class
+    for name in ("zero.png", "0/zero.png"):
+        Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
+    train_cls.main(arguments("cls", folder / "dense", 1, 1, "--model.head_budget", "null", "--model.router", "dense"))
+    (folder / "text").mkdir()
+    write_tensors(folder / "text" / "model.safetensors", {}, dict(vocabularies={}))
+    return folder
+
+
+def test_the_commands(run, capsys):
+    argv = [str(run / "run"), "--image", str(run / "zero.png")]
+    assert patches.main([*argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
+    assert attention_maps.main([*argv, "--output", str(run / "maps.svg"), "--token", "3,0"]) == 0
+    said = capsys.readouterr().out
+    file = next(file for name in ("ema", "model") if (file := run / "run" / f"{name}.safetensors").exists())
+    assert f"heads of 1 of 2 layers, weights of {file}\n" in said
+    assert f"attention of patch 3,0 in 8 heads of layer 1, weights of {file}\n" in said
+    assert Image.open(run / "heads.png").size[0] > 600 and (run / "maps.svg").read_text().startswith("<?xml")
+    heads, maps = (json.loads((run / name).read_text()) for name in ("heads.json", "maps.json"))
+    (layer,) = heads["layers"]
+    gates = np.array(layer["gates"], dtype=float)  # null where a head does not run
+    assert gates.shape == (8, 4, 4) and np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
+    np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
+    gates = gates[:, 3, 0]  # the same layer and patch
+    np.testing.assert_allclose(np.array(maps["gates"], dtype=float), gates)
+    assert np.array(maps["attention"]).shape == (8, 4, 4) and maps["token"] == [3, 0]
+
+
+def test_layers_that_leave_heads_out_are_drawn(run, tmp_path, capsys):
+    pairs = ["--model.head_budget", "[[1, 3], [8, 0]]"]
+    train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *pairs))
+    argv = [str(tmp_path / "run"), "--image", str(run / "zero.png"), "--output", str(tmp_path / "heads.png")]
+    assert patches.main(argv) == 0
+    assert [layer["layer"] for layer in json.loads((tmp_path / "heads.json").read_text())["layers"]] == [0]
+
+
+def test_a_title_says_what_the_model_takes_the_image_for(run):
+    opened = patches.open_with_image(str(run / "run"), str(run / "0" / "zero.png"), [], "patches")
+    likely = load_run(run / "run").eval()(opened.image[None])[0].softmax(-1)
+    predicted = f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %)"
+    assert opened.title() == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
+    assert patches.open_with_image(str(run / "run"), str(run / "zero.png"), [], "patches").about["true"] is None
+
+
+@pytest.mark.parametrize(
+    "module, argv, words",
+    [
+        (
+            patches,
+            ["TEXT", "--image", "IMAGE"],
+            "text is a text model; expected a classifier",
+        ),
+        (patches, ["DENSE", "--image", "IMAGE"], "dense: every patch runs every head with gate 1, so there is nothing"),
+        (patches, ["RUN", "--image", "none.png"], "none.png: No such file or directory"),
+        (patches, ["RUN", "--image", "RUN/config.yaml"], "config.yaml: cannot identify the image format"),
+        (patches, ["RUN", "--image", "IMAGE", "--layer", "0", "2"], "--layer 2: expected 0 to 1"),
+        (
+            patches,
+            ["RUN", "--image", "IMAGE", "--output", "a.gif"],
+            "--output a.gif: expected a name that ends in .png or",
+        ),
+        (patches, ["RUN", "--image", "IMAGE", "--output", "IMAGE"], "zero.png exists; give another path"),
+        (patches, ["--image", "IMAGE", "RUN"], "RUN comes before --image"),
+        (patches, ["RUN", "--image", "IMAGE", "--model.depth", "3"], "model.depth has no effect"),
+        (
+            patches,
+            ["x", "--model.name", "dit_small_patch2", "--image", "IMAGE"],
+            "x is a diffusion model; expected a class",
+        ),
+        (patches, ["no_such", "--image", "IMAGE"], "no_such: neither a run, a file of weights, nor a registered model"),
+        (attention_maps, ["RUN", "--image", "IMAGE", "--layer", "2"], "layer 2: expected 0 to 1"),
+        (
+            attention_maps,
+            ["RUN", "--image", "IMAGE", "--token", "4,0"],
+            "token 4,0: expected rows 0 to 3 and columns 0 to",
+        ),
+        (
+            attention_maps,
+            ["RUN", "--image", "IMAGE", "--token", "4"],
+            "--token 4: expected cls, or ROW,COLUMN of a patch",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(run, capsys, module, argv, words):
+    before = sorted(run.iterdir())
+    capsys.readouterr()
+    argv = [a.replace("RUN/", f"{run}/run/").replace("IMAGE", f"{run}/zero.png") for a in argv]
+    argv = [dict(RUN=f"{run}/run", DENSE=f"{run}/dense", TEXT=f"{run}/text").get(a, a) for a in argv]
+    argv += [] if "--output" in argv else ["--output", str(run / "new.png")]
+    assert module.main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and sorted(run.iterdir()) == before

@@ -1,0 +1,338 @@
+"""Runs of each kind as a folder that their libraries load, its model card, and the upload to a stand-in for the hub."""
+
+import base64
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+
+import huggingface_hub
+import pytest
+import small_runs
+import timm
+import torch
+import yaml
+from conftest import ROOT
+from huggingface_hub import constants
+from PIL import Image
+
+from moh_vision import load_run
+from moh_vision.attention import head_budget
+from moh_vision.classification import train as train_cls
+from moh_vision.commands.publish import data_of, datasets_of, main, without_paths
+from moh_vision.commands.table import TEXT, ScoredRun
+from moh_vision.diffusion import sample
+from moh_vision.diffusion import train as train_dit
+from moh_vision.language import train as train_text
+
+# Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
+# last bits of a product depend on where a file's tensors lie in memory.
+ROUND_TRIP = """
+import re, sys, torch
+import moh_vision
+from diffusers import DiffusionPipeline
+from moh_vision.classification.config import ClsConfig
+from moh_vision.data.imagenet import classification_transforms
+from moh_vision.engine.command_line import parse_config
+from PIL import Image
+
+def of_card(name):
+    space = {}
+    exec(re.search(r"```python\\n(.*?)```", open(f"{name}/README.md").read(), re.S)[1], space)
+    return space
+
+def same(published, run, **inputs):
+    original = moh_vision.load_run(run)
+    assert published.state_dict().keys() == original.state_dict().keys() and not published.training
+    outputs = []
+    for model in (original, published):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        with torch.no_grad():
+            found = model(**inputs)
+        outputs.append(found if torch.is_tensor(found) else found[0])
+    assert torch.equal(*outputs)
+
+runs = sys.argv[1]
+space = of_card("cls")
+same(space["model"], f"{runs}/cls", x=torch.randn(3, 1, 8, 8))
+config = parse_config(ClsConfig, ["--config", f"{runs}/cls/config.yaml"], "")
+own = classification_transforms(config.data, space["model"].pretrained_cfg, 8, 1)[1]
+image = Image.open("image.png")
+assert torch.equal(own(image), space["transform"](image.convert("L")))
+
+space = of_card("dit")
+inputs = dict(hidden_states=torch.randn(2, 1, 8, 8), timestep=torch.tensor([5, 900]), class_labels=torch.tensor([1, 10]))
+again = DiffusionPipeline.from_pretrained("dit", custom_pipeline="dit", trust_remote_code=True)
+for pipe in (space["pipe"], again):
+    assert pipe.labels == {str(i): i for i in range(10)} and len(space["images"]) == 2
+    same(pipe.transformer, f"{runs}/dit", **inputs)
+
+space = of_card("text")
+from moh_vision.language.data.vocabulary import EOS, Vocabulary
+text = "eins neun null sieben"
+ids = space["tokenizer"](text).input_ids
+assert ids == [*Vocabulary.load(f"{runs}/text/tokenizer.json").encode([text])[0], EOS]
+assert space["tokenizer"].decode(ids, skip_special_tokens=True) == text
+example = {}
+exec(open("example.py").read(), example)
+assert example["inputs"].input_ids[1, -1] == 0 and len(example["ids"]) == 2  # padded
+ids = torch.tensor([ids])
+same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder_input_ids=ids)
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    train_cls.main(small_runs.arguments("cls", folder / "cls", 4, 4, "--eval_every", "2"))
+    train_dit.main(small_runs.arguments("dit", folder / "dit", 2, 100))
+    draw = f"--checkpoint {folder}/dit --num-images 8 --batch-size 8 --steps 2 --sampler ddim"
+    sample.main([*draw.split(), *f"--score digits --extractor {folder}/cls".split()])
+    train_text.main(small_runs.arguments("text", folder / "text", 2, 1, "--average", "2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(runs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    for kind in ("cls", "dit", "text"):
+        assert main([str(runs / kind), "--output", str(folder / kind)]) == 0
+    return folder
+
+
+def head_and_text(folder):
+    _, head, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), text
+
+
+def test_round_trip_in_a_new_process(runs, published):
+    guide = (ROOT / "docs/guides/text.md").read_text().partition("## Translate a sentence")[2]
+    example = re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", "text")
+    (published / "example.py").write_text(example)
+    Image.effect_noise((20, 30), 60).save(published / "image.png")
+    files = sorted(p.relative_to(published).as_posix() for p in published.rglob("*") if p.is_file())
+    assert not [file for file in files if file.endswith((".bin", ".pt", ".pth", ".pkl", ".tmp"))]
+    env = dict(os.environ, PYTHONPATH=str(ROOT), HF_HOME=str(published / ".hub"), HF_HUB_OFFLINE="1")
+    command = [sys.executable, "-c", ROUND_TRIP, str(runs)]
+    done = subprocess.run(command, cwd=published, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_card(runs, published):
+    head, text = head_and_text(published / "cls")
+    assert head == dict(library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"])
+    assert "\n# moh_vit_tiny_patch16_224\n" in text, "the name of the folder says nothing of the model"
+    results = small_runs.results(runs / "cls")
+    assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
+    for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
+        row = (
+            number,
+            layer["heads"],
+            layer["head_dim"],
+            layer["shared"],
+            layer["routed"],
+            layer["active"],
+            layer["name"],
+        )
+        assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
+    assert "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
+    start = json.loads((runs / "cls" / "environment.jsonl").read_text())
+    for part in (
+        without_paths(start["command"]),
+        start["date"],
+        start["device"],
+        f"torch {start['versions']['torch']}",
+    ):
+        assert part in text
+    head, text = head_and_text(published / "dit")
+    scores = json.loads((runs / "dit" / "scores.json").read_text())
+    assert head["library_name"] == "diffusers" and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
+    assert "8 images against 355 of digits, val split" in text and "sampler ddim, steps 2" in text
+    sampler = json.loads((published / "dit" / "scheduler" / "scheduler_config.json").read_text())["_class_name"]
+    assert sampler == "DDIMScheduler" and "num_inference_steps=2)" in text
+    head, text = head_and_text(published / "text")
+    assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "translation")
+    assert "averaged.safetensors, mean of steps 1, 2" in text and "| BLEU |" in text and "nrefs:1|case:mixed" in text
+    assert f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text  # tied ones once
+    for kind in ("cls", "dit", "text"):  # folders of this machine are nobody's business
+        assert str(runs.parent) not in (published / kind / "README.md").read_text()
+
+
+def test_data_of_a_language_model():
+    """Of the hub's data the name is a link; a folder of a hub data set's name is something else."""
+    sources = [dict(root="hfds/anna/books:de", weight=3), dict(root="wikitext", weight=1.5)]
+    config = {
+        "data.root": "all",
+        "data.train": "train",
+        "data.mixture": sources,
+        "data.source": "en",
+        "data.target": "de",
+    }
+    run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
+    assert datasets_of(run) == ["anna/books"]
+    assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
+
+
+def test_a_dense_run_is_published_as_timms_own(tmp_path):
+    run, dense = tmp_path / "run", ["--model.router", "dense", "--model.head_budget", "null"]
+    train_cls.main(small_runs.arguments("cls", run, 1, 1, *dense))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["init_from"] is None
+    config["init_from"] = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main([str(run), "--output", str(tmp_path / "card")]) == 0
+    model, x = timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(), torch.randn(3, 1, 8, 8)
+    assert type(model) is timm.models.VisionTransformer and model.pretrained_cfg["label_names"][9] == "9"
+    torch.testing.assert_close(model(x), load_run(run)(x))
+    head, text = head_and_text(tmp_path / "card")
+    assert head["license"] == "apache-2.0"  # of timm's weights
+    assert "\n# vit_tiny_patch16_224\n" in text and "import moh_vision" not in text and "is needed" not in text
+
+
+def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
+    def scores(place, name):
+        assert main([str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
+        head, text = head_and_text(tmp_path / name)
+        assert head["license"] == "mit"
+        return text.partition("## Scores")[2].partition("##")[0]
+
+    best = json.loads((runs / "cls" / "results.json").read_text())["best_top1"]
+    found = scores(runs / "cls" / "best.safetensors", "best")
+    assert f"| top-1, % | {best:.2f} |" in found and "the highest of the validations" in found
+    assert "No scores of these weights" in scores(runs / "cls" / "model.safetensors", "model")
+    assert "No scores of these weights" in scores(runs / "cls" / "checkpoints" / "step_4", "step")
+    assert "No scores of these weights" in scores(runs / "dit" / "model.safetensors", "dit")
+    worse = "--eval_every 1 --patience 1 --optim.lr 0.5 --optim.warmup_steps 1".split()
+    train_text.main(small_runs.arguments("text", tmp_path / "patient", 4, 1, *worse))
+    assert small_runs.results(tmp_path / "patient")["best_step"] < small_runs.results(tmp_path / "patient")["step"]
+    assert "| BLEU |" in scores(tmp_path / "patient", "early")
+    (tmp_path / "patient" / "results.json").unlink()
+    capsys.readouterr()
+    assert "No scores of these weights" in scores(tmp_path / "patient", "unscored")
+    assert "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Answers as the hub does where a repository is made and a commit uploaded.
+
+    Attributes:
+        created: bodies of requests for new repositories.
+        files: what was uploaded, by path in the repository.
+        there: repositories that exist.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.created, self.files, self.there, self.fails = [], {}, {"anna/there"}, False
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def answer(self, content, status=200, **headers):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in dict(headers, Content_Length=len(data), Content_Type="application/json").items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        if self.path == "/api/whoami-v2":
+            return self.answer(dict(type="user", name="anna", orgs=[dict(name="lab")]))
+        name = self.path.removeprefix("/api/models/").partition("?")[0]
+        if name in self.server.there:
+            return self.answer(dict(id=name, siblings=[], tags=[], private=False))
+        self.answer(dict(error="Repository not found"), 404, X_Error_Code="RepoNotFound")
+
+    def do_POST(self):
+        size = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(size) if size else b"".join(self.chunks())
+        if self.path == "/api/validate-yaml":
+            wrong = "license: nobody knows" in json.loads(body)["content"]
+            return self.answer(dict(errors=[], warnings=[]), 400 if wrong else 200)
+        if self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body))
+            return self.answer(dict(url="https://huggingface.co/anna/digits", name="anna/digits", id="anna/digits"))
+        if "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            return self.answer(
+                dict(files=[dict(path=f["path"], uploadMode="regular", shouldIgnore=False) for f in asked])
+            )
+        if self.server.fails:
+            return self.answer(dict(error="the disk of the hub is full"), 507)
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        self.answer(dict(commitUrl="https://huggingface.co/anna/digits/commit/1", commitOid="1" * 40, success=True))
+
+    def chunks(self):
+        while size := int(self.rfile.readline(), 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    if int(huggingface_hub.__version__.partition(".")[0]) < 2:
+        pytest.skip("huggingface_hub before 2.0 has cards checked by the public hub alone")
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_push(runs, hub, tmp_path, capsys):
+    folder = tmp_path / "cls"
+    assert main([str(runs / "cls"), "--output", str(folder), "--push", "anna/digits", "--private"]) == 0
+    assert "uploaded: " in capsys.readouterr().out
+    assert [(made["name"], made.get("organization")) for made in hub.created] == [("digits", "anna")]
+    assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private"
+    written = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert hub.files == written and {"README.md", "config.json", "model.safetensors"} == set(written)
+    assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in (folder / "README.md").read_text()
+
+
+def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
+    def refused(*argv, run=runs / "cls", output=tmp_path / "out"):
+        capsys.readouterr()
+        assert main([str(run), "--output", str(output), *argv]) == 2
+        out, error = capsys.readouterr()
+        assert error.count("\n") == 1 and not out.count("uploaded"), error
+        return error
+
+    assert "none: no such file or folder" in refused(run=tmp_path / "none")
+    assert "is no run: it has no config.yaml" in refused(run=tmp_path)
+    (tmp_path / "there").mkdir()
+    assert "there exists; give another path" in refused(output=tmp_path / "there")
+    assert "--private has no effect without --push" in refused("--private")
+    assert "expected OWNER/NAME" in refused("--push", "digits")
+    assert "--push anna/a b" in refused("--push", "anna/a b")
+    assert "allowed owners are anna, lab" in refused("--push", "nobody/digits")
+    assert "--push anna/there: exists" in refused("--push", "anna/there")
+    damaged = shutil.copytree(runs / "cls", tmp_path / "damaged")
+    (damaged / "data.json").write_text('{"train": 3}')
+    assert "data.json: not the record of a run's data" in refused(run=damaged)
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    assert "no token of the hub; `hf auth login`" in refused("--push", "anna/digits")
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    assert not (tmp_path / "out").exists()
+    assert "is whole: " in refused("--push", "anna/digits", "--license", "nobody knows", output=tmp_path / "license")
+    assert not hub.created
+    hub.fails = True  # after the folder is written, which stays
+    assert "is whole: hf upload anna/digits" in refused("--push", "anna/digits")
+    assert (tmp_path / "out" / "README.md").is_file()
+    hub.shutdown()
+    hub.server_close()
+    assert "does not answer or refuses" in refused("--push", "anna/digits", output=tmp_path / "other")
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]

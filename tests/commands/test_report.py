@@ -1,0 +1,233 @@
+"""The HTML page about runs: real small runs of each kind, read again by an HTML parser."""
+
+import gzip
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_runs
+from PIL import Image
+
+from moh_vision.classification import train as train_cls
+from moh_vision.commands import report
+from moh_vision.commands.report_figures import POINTS, draw_curves, embed, svg_settings
+from moh_vision.commands.table import make_table
+from moh_vision.diffusion import train as train_dit
+from moh_vision.language import train as train_text
+
+VOID = {"meta", "img", "br"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    drawn = "--preview.every 1 --preview.images 4 --preview.steps 2".split()
+    train_cls.main(small_runs.arguments("cls", folder / "cls", 4, 100, "--eval_every", "2"))
+    train_dit.main(small_runs.arguments("dit", folder / "dit", 4, 100, *drawn))
+    train_text.main(small_runs.arguments("text", folder / "text", 2, 100))
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags that are balanced, what they load, and the text.
+
+    Attributes:
+        loads: values of src and href.
+        ids: of elements.
+        tags: names of all elements.
+        text: of the page, with one space for spaces and line ends.
+    """
+
+    def __init__(self, markup):
+        super().__init__()
+        self.open, self.loads, self.ids, self.tags, self.words = [], [], [], [], []
+        self.feed(markup)
+        self.close()
+        assert not self.open, self.open
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href"):
+                self.loads.append(value)
+            elif name == "id":
+                self.ids.append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+def made(folder, *runs):
+    """The page that the command writes, after what every page must be."""
+    output = folder / "report.html"
+    output.unlink(missing_ok=True)
+    assert report.main([*map(str, runs), "--output", str(output)]) == 0
+    markup = output.read_text(encoding="utf-8")
+    page = Page(markup)
+    assert page.tags.count("html") == page.tags.count("body") == 1 and "script" not in page.tags
+    referred = [load[1:] for load in page.loads if load.startswith("#")] + re.findall(r"url\(#([^)]*)\)", markup)
+    assert len(set(page.ids)) == len(page.ids) and set(referred) <= set(page.ids) and referred
+    assert all(load.startswith(("#", "data:image/")) for load in page.loads)
+    assert not re.search(r"@import|url\((?!#)", markup)
+    return page
+
+
+def test_runs_of_each_kind(runs, tmp_path, capsys):
+    page = made(tmp_path, runs / "cls", runs / "dit", runs / "text")
+    for kind in ("cls", "text"):  # the table is that of moh_vision.commands.table
+        table = make_table([runs / kind])
+        for text in (*table.titles, *table.rows[0], *table.notes):
+            assert text in page.text
+    assert f"{runs / 'dit'} has no scores yet: python sample.py" in page.text
+    for title in ("training loss", "validation loss", "validation: top-1, %", "balance loss", "learning rate"):
+        assert title in page.text
+    # Samples: the first, the middle and the last of four.
+    assert page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
+    assert "images of each class by what they were taken for" in page.text and "cls: heads of each layer" in page.text
+    assert "text: load of the gates" in page.text
+    assert "cls: share of tokens that run each head, by class" in page.text and "dit has no head_load.json" in page.text
+    # A translation stands below its source and its reference.
+    lines = (runs / "text" / "translations.txt").read_text().splitlines()
+    source = Path(small_runs.pairs(), "val.de").read_text().splitlines()
+    target = gzip.open(f"{small_runs.pairs()}/val.en.gz", "rt").read().splitlines()
+    first = f"de (source) {source[0]} en (reference) {target[0]} text {lines[0]}"
+    assert " ".join(first.split()) in page.text
+    assert "input [1, 1, 8, 8]" in page.text
+    for kind, script in dict(cls=train_cls, dit=train_dit).items():  # parameters and MACs are those of --dry-run
+        capsys.readouterr()
+        script.main([*small_runs.arguments(kind, runs / kind, 4, 100), "--dry-run"])
+        _, _, described = capsys.readouterr().out.partition("parameters: ")
+        assert "of dense ideal" in " ".join(described.split()) in page.text
+    command = json.loads((runs / "cls" / "environment.jsonl").read_text())["command"]
+    assert command in page.text and "max_steps: 4" in page.text
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_what_is_missing_is_said(runs, tmp_path):
+    for kind in ("cls", "dit", "text"):
+        shutil.copytree(runs / kind, tmp_path / kind)
+        for (
+            file
+        ) in "environment.jsonl results.json confusion.json translations.txt head_load.json head_usage.png".split():
+            (tmp_path / kind / file).unlink(missing_ok=True)
+    shutil.rmtree(tmp_path / "dit" / "previews")
+    for file in (tmp_path / "cls").glob("*.safetensors"):
+        file.unlink()
+    metrics = tmp_path / "cls" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 4, "lo')  # a line that is being written
+    page = made(tmp_path, *(tmp_path / kind for kind in ("cls", "dit", "text")))
+    for line in (
+        f"{tmp_path / 'cls'} has no results.json: the run has not ended yet",
+        "cls has no confusion.json: a run writes it at its end",
+        f"{tmp_path / 'cls'} holds no ema.safetensors",
+        "cls has no head_load.json: training of classifiers",
+        "dit has no samples: --preview.every N draws",
+        "text has no translations.txt",
+        "dit has no environment.jsonl: every start of a run adds a line to it",
+    ):
+        assert line in page.text, line
+    assert page.text.count("training loss") == 3
+
+
+def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_path):
+    shutil.copytree(runs / "text", tmp_path / "text")
+    with open(tmp_path / "text" / "translations.txt", "a") as file:
+        file.write("one more than there are pairs\n")
+    page = made(tmp_path, tmp_path / "text")
+    assert "(reference)" in made(tmp_path, runs / "text").text and "(reference)" not in page.text
+    assert (tmp_path / "text" / "translations.txt").read_text().splitlines()[0] in page.text
+
+
+def test_names_are_escaped(runs, tmp_path):
+    """Of folders and classes, in text, in figures and in attributes."""
+    run, name = tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _', '</text><script>alert("2")</script> $x^'
+    shutil.copytree(runs / "cls", run)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    confusion = json.loads((run / "confusion.json").read_text())
+    confusion["classes"][0] = name
+    (run / "confusion.json").write_text(json.dumps(confusion))
+    (run / "environment.jsonl").write_text(json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n")
+    page = made(tmp_path, run, runs / "cls")
+    assert "img" not in page.tags
+    assert run.name in page.text and name[:21] in page.text and "<script>3</script>" in page.text
+
+
+def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
+    shutil.copytree(runs / "cls", tmp_path / "run")
+    counts = [[n, n, 50] for n in range(1000)] + [[n, (n + 1) % 1000, n % 7] for n in range(1000)] + [[3, 900, 30]]
+    file = tmp_path / "run" / "confusion.json"
+    file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
+    (tmp_path / "run" / "head_load.json").unlink()  # as sample.py --head-usage alone leaves a run
+    page = made(tmp_path, tmp_path / "run")
+    assert page.tags.count("img") == 1 and "run: share of tokens that run each head" in page.text  # head_usage.png
+    titles = "class taken for images % of the class"
+    assert f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7" in page.text
+    assert page.text.count("class 9") < 10  # 20 pairs of 1,000
+
+
+def test_a_long_curve_has_few_points_and_keeps_its_mean():
+    steps, values = list(range(1, 100_001)), np.random.default_rng(0).random(100_000)
+    with svg_settings():
+        picture = draw_curves("loss", {"run": (steps, values)}, {"run": "#123456"})
+    (path,) = re.findall(r'd="([^"]*)"[^>]*stroke: #123456', picture.markup)
+    heights = [float(line.split()[-1]) for line in path.strip().splitlines()]
+    assert 0.5 * POINTS < len(heights) <= POINTS and len(picture.markup) < 50_000
+
+
+def test_large_pictures_are_made_smaller(runs, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (1500, 2000, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "large.png")
+    picture = embed(tmp_path / "large.png", 400, "a & b")
+    assert picture.width == 400 and len(picture.markup) < 300_000 and 'alt="a &amp; b"' in picture.markup
+    (tmp_path / "large.png").write_text("no picture")
+    with pytest.raises(ValueError, match="large.png is no picture that can be read"):
+        embed(tmp_path / "large.png", 400)
+    small = embed(runs / "dit" / "previews" / "step_4.png", 400)
+    assert small.markup.startswith('<img src="data:image/png;base64,')
+
+
+def test_mistakes_are_one_line(runs, tmp_path, capsys):
+    def refused(*argv):
+        capsys.readouterr()
+        assert report.main([str(a) for a in argv]) == 2
+        out, error = capsys.readouterr()
+        assert not out and error.count("\n") == 1, error
+        return error
+
+    output = ("--output", tmp_path / "report.html")
+    assert "none: no such folder" in refused(tmp_path / "none", *output)
+    assert "is no run: it has no config.yaml" in refused(tmp_path, *output)
+    assert f"{runs / 'cls'}/../cls is given twice" in refused(f"{runs / 'cls'}/../cls", runs / "cls", *output)
+    assert "expected a name that ends in .html" in refused(runs / "cls", "--output", tmp_path / "report.pdf")
+    assert "report.html: no such folder" in refused(runs / "cls", "--output", tmp_path / "none" / "report.html")
+    assert "required: --output" in refused(runs / "cls")
+    (tmp_path / "there.html").write_text("")
+    assert "there.html exists" in refused(runs / "cls", "--output", tmp_path / "there.html")
+    shutil.copytree(runs / "cls", tmp_path / "run")
+    for file, text, words in (
+        ("confusion.json", '{"classes": ["a"], "counts": [[0, 1, 2]]}', "expected classes, and counts"),
+        ("confusion.json", '{"classes": ["a"], "counts": "x"}', "expected classes, and counts"),
+        ("environment.jsonl", "[]\n", "environment.jsonl: expected keys and values, found list"),
+        ("metrics.jsonl", '{"step": 0, "loss": "x"}\n', "metrics.jsonl: loss 'x'; expected a number"),
+        ("head_load.json", "x", "head_load.json: not a file of head loads"),
+    ):
+        kept = (tmp_path / "run" / file).read_bytes()
+        (tmp_path / "run" / file).write_text(text)
+        assert words in refused(tmp_path / "run", *output), file
+        (tmp_path / "run" / file).write_bytes(kept)
+    assert not (tmp_path / "report.html").exists()

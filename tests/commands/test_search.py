@@ -1,0 +1,263 @@
+"""The budget search: exact where layers act apart, and its file is a budget like any other."""
+
+import itertools
+import random
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from refusals import unread
+from small_runs import arguments, same
+from small_text import write_plain
+
+import moh_vision
+from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
+from moh_vision.attention.budget import change_routed, spread
+from moh_vision.classification import train as train_cls
+from moh_vision.commands.search import cheapest, compare, losses_without_heads, main, search_budget
+from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.command_line import parse_config
+from moh_vision.language import train as train_text
+from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.inputs import INPUTS
+from moh_vision.models.head_budgets import budget_pairs
+from moh_vision.models.weights import from_run
+
+SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
+VIT = "moh_vit_tiny_patch16_224"
+
+
+def vit(**kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
+
+
+def greedy(costs, total):
+    """Heads are removed one by one, each where the loss rises least."""
+    chosen = [max(layer) for layer in costs]
+    while sum(chosen) > total:
+        rises = [
+            (costs[i][k - 1] - costs[i][k], i) if k - 1 in costs[i] else (float("inf"), i) for i, k in enumerate(chosen)
+        ]
+        chosen[min(rises)[1]] -= 1
+    return chosen
+
+
+def cost(costs, chosen):
+    return sum(layer[k] for layer, k in zip(costs, chosen))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("convex", [True, False])
+def test_no_budget_costs_less(seed, convex):
+    """Against every budget there is; greedy removal ends there too where each layer's losses are convex."""
+    draw = random.Random(seed)
+    costs = []
+    for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4)):
+        drops = [draw.random() for _ in range(least, heads)]
+        drops = sorted(drops, reverse=True) if convex else drops
+        values = list(itertools.accumulate((-d for d in drops), initial=3.0))
+        costs.append({least + i: v for i, v in enumerate(values)})
+    for total in range(8, 20):
+        best = min(cost(costs, c) for c in itertools.product(*costs) if sum(c) == total)
+        found = cheapest(costs, total)
+        assert sum(found) == total and cost(costs, found) == pytest.approx(best, abs=1e-12)
+        if convex:
+            assert cost(costs, greedy(costs, total)) == pytest.approx(best, abs=1e-12)
+
+
+def test_greedy_removal_misses_what_a_later_head_would_save():
+    costs = [{1: 0.0, 2: 9.0, 3: 8.0}, {1: 3.0, 2: 2.5, 3: 2.0}]
+    assert (cheapest(costs, 4), greedy(costs, 4)) == ([1, 3], [3, 1])
+
+
+def test_heads_that_are_chosen_together_may_leave_a_head_unused():
+    assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
+
+
+def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
+    model = vit()
+    before, layers = budget_pairs(model), attention_layers(model)
+    table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
+    found = search_budget(model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7)
+    assert budget_pairs(model) == before and [min(losses) for losses in found.losses] == [3, 2, 1]
+    every = (c for c in itertools.product(*found.losses) if sum(c) == 13)
+    assert tuple(found.active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
+
+
+def test_losses_are_those_of_the_budgets_they_name():
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+
+    @torch.no_grad()
+    def loss_of(m):
+        return m(images).square().mean().item()
+
+    found = search_budget(model, loss_of, 0.75)
+    moh_vision.set_head_budget(model, [(2, 4), (1, 2), (0, 6)])
+    assert found.losses[1][3] == loss_of(model) != found.all_heads
+    compared = compare(model, found.active, loss_of)
+    assert {sum(budget["active"]) for budget in compared.values()} == {14}
+    moh_vision.set_head_budget(model, [(2, found.active[0] - 2), (1, found.active[1] - 1), (0, found.active[2])])
+    assert compared["searched"]["loss"] == loss_of(model)
+
+
+def test_a_head_that_is_left_out_adds_nothing_and_the_model_stays():
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+    before, budgets = {name: tensor.clone() for name, tensor in model.state_dict().items()}, budget_pairs(model)
+
+    @torch.no_grad()
+    def loss_of(m):
+        return m(images).square().mean().item()
+
+    found = losses_without_heads(model, loss_of)
+    assert same(model, before) and budget_pairs(model) == budgets
+    assert [list(losses) for losses in found] == [[2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    moh_vision.set_head_budget(model, [(2, 4), (1, 5), (0, 6)])
+    all_heads = loss_of(model)
+
+    def leave_out(module, args):  # head 3 of layer 1, as the output projection reads it
+        return (args[0].unflatten(-1, (6, 8)) * (torch.arange(6) != 3)[:, None]).flatten(-2)
+
+    model.blocks[1].attn.proj.register_forward_pre_hook(leave_out)
+    assert found[1][3] == pytest.approx(loss_of(model), rel=1e-5) != pytest.approx(all_heads, rel=1e-5)
+
+
+def test_spread_is_the_ramp_and_keeps_shared_heads():
+    ramp = resolve_budget("ramp:0.75", 12, 12, 64)
+    assert spread("ramp", 108, ramp) == [b.active for b in change_routed("ramp:0.75", ramp)]
+    assert spread("uniform", 54, resolve_budget("uniform:0.75:0", 12, 6, 64)) == [4] * 6 + [5] * 6
+    fixed = resolve_budget([(6, 0), (3, 2), (1, 2)], 3, 6, 64)
+    assert spread("uniform", 12, fixed) == [6, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "share, kwargs, words",
+    [
+        (0.3, {}, "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already"),
+        (1.5, {}, "share 1.5 is out of range: above 0, up to 1"),
+        (0.5, dict(router="dense", head_budget=None), "has no routed heads"),
+        (0.5, dict(router="mae", head_budget=None), "has no routed heads"),
+    ],
+)
+def test_what_cannot_be_searched(share, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        search_budget(vit(**kwargs), lambda model: 0.0, share)
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    model = vit()
+    first = attention_layers(model)[0]
+    with pytest.raises(ValueError, match="the loss with 3 of 6 heads in layer 0 is nan"):
+        search_budget(model, lambda m: float("nan") if first.budget.active == 3 else 1.0, 0.7)
+    assert budget_pairs(model) == [[2, 2], [1, 3], [0, 4]]
+
+
+def test_heads_of_llama_are_searched_in_whole_groups():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=48, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=6,
+    )  # fmt: skip
+    pairs = [[2, 1], [1, 4], [0, 6]]
+    model = moh_vision.convert(transformers.LlamaForCausalLM(config), pairs)
+    assert model.config.moh["head_budget"] == pairs
+    tokens = torch.arange(20)[None]
+    found = search_budget(model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(found.active) == 14 and len(set(found.losses[0].values())) > 1
+    config.num_key_value_heads = 3
+    pairs = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
+    found = search_budget(pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(found.active) in (12, 14) and all(k % 2 == 0 for losses in found.losses for k in losses)
+    assert all(sum(b["active"]) == sum(found.active) for b in compare(pairs, found.active, lambda m: 0.0).values())
+
+
+def test_a_run_takes_what_the_search_of_another_wrote(tmp_path, capsys, monkeypatch):
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "budget.yaml"
+    train_cls.main(arguments("cls", first, 2, 2))
+    with unread(monkeypatch):
+        assert main([str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
+    text, pairs = file.read_text(), yaml.safe_load(file.read_text())
+    assert sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
+    assert re.search(
+        r"# cross-entropy of all heads .*; on others of digits: searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n", text
+    )
+    train_cls.main(arguments("cls", second, 2, 2, "--model.head_budget", text))  # as "$(cat budget.yaml)" gives it
+    model, about = from_run(str(second), "classifier")
+    assert budget_pairs(model) == about["arguments"]["head_budget"] == about["config"]["model"]["head_budget"] == pairs
+    assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
+    capsys.readouterr()
+    assert main([str(first), "--share", "1", "--output", str(tmp_path / "x.yaml"), "--model.head_budget", "0.5"]) == 2
+    assert "model.head_budget has no effect" in capsys.readouterr().err
+
+
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
+    run, files = tmp_path / "run", [tmp_path / "1.yaml", tmp_path / "2.yaml"]
+    train_dit.main(arguments("dit", run, 2, 2, "--model.router", "dense"))
+    for file in files:
+        assert main([str(run), "--share", "0.8", "--images", "8", "--output", str(file)]) == 0
+    found, again = (file.read_text() for file in files)
+    assert found == again and "converted with its strongest" in found and sum(map(sum, yaml.safe_load(found))) == 13
+    out = capsys.readouterr().out
+    assert "converted with its strongest heads shared: diffusion loss" in out
+    count = out.partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
+    assert f"search: {count} of {count} measurements, 00:00 left" in out
+    assert main([str(run), "--share", "0.8", "--output", str(tmp_path / "3.yaml"), "--model.depth", "3"]) == 2
+    assert "unknown key 'model.depth'" in capsys.readouterr().err
+
+
+def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
+    text, names = write_plain(tmp_path / "plain", train=60, val=10), ("clm_small", "clm_moh_small_75")
+    tiny = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 8 "
+    tiny += "--model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 --data.val valid --data.merges 20 "
+    tiny += "--data.block 16 --optim.batch_size 4 --optim.warmup_steps 1 --max-steps 2"
+    for name in names:
+        run, file = tmp_path / name, tmp_path / f"{name}.yaml"
+        train_text.main([*tiny.split(), "--data.root", str(text), "--output", str(run), "--model.name", name])
+        capsys.readouterr()
+        assert main([str(run), "--share", "0.625", "--images", "4", "--output", str(file)]) == 0
+        assert "nats per token of 4 blocks" in capsys.readouterr().out
+        pairs = yaml.safe_load(file.read_text())
+        assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(map(sum, pairs)) == 10
+        model = moh_vision.load_run(run)
+        (moh_vision.convert if name == "clm_small" else moh_vision.set_head_budget)(model, pairs)
+        assert [layer["active"] for layer in head_budget(model)["layers"]] == list(map(sum, pairs))
+    # The loss of all heads is the mean over the tokens of those blocks.
+    inputs = INPUTS["clm"](
+        parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t").data, str(tmp_path), 0, str(run)
+    )
+    blocks = [inputs.train[0, i * len(inputs.train) // 8] for i in range(0, 8, 2)]
+    ids, labels = (torch.tensor(np.stack(side)) for side in zip(*blocks))
+    full = [HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates) for layer in attention_layers(model)]
+    with torch.no_grad(), running(model, full):
+        logits = model(input_ids=ids).logits
+    kept = labels != -100
+    loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
+    assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(loss.item(), rel=1e-5)
+    for more, words in (
+        (["--max-steps", "3"], "max_steps has no effect"),
+        (["--images", "99"], "--images 99: these and"),
+    ):
+        assert main([str(run), "--share", "0.75", "--output", str(tmp_path / "x.json"), *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["nowhere", "--share", "0.5", "--output", "b.json"], "nowhere"),
+        (["--data.root", "digits", "RUN", "--share", "0.5", "--output", "b.json"], "RUN comes before --data.root"),
+        (["RUN", "--share", "0", "--output", "b.json"], "--share 0: expected above 0, up to 1"),
+        (["RUN", "--share", "0.5", "--output", "b.json", "--images", "0"], "--images 0: expected 1 or more"),
+        (["RUN", "--share", "0.5", "--output", "none/b.json"], "--output none/b.json: no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
