@@ -7,16 +7,15 @@ Installed: accelerate launch -m moh_vision.classification.train --config cls/NAM
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
 from moh_vision.attention import settings
-from moh_vision.classification import validate as validation
-from moh_vision.classification.best import Best
 from moh_vision.classification.config import ClsConfig
+from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate, write_confusion
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, check_images_fit, training_batches
@@ -24,34 +23,20 @@ from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
 from moh_vision.data.stream import open_stream
-from moh_vision.engine.commands import BadData
+from moh_vision.engine.best import BEST
+from moh_vision.engine.commands import BadData, message_of
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
-from moh_vision.models.describe import describe, in_short
-from moh_vision.models.elastic import elastic_budget
-from moh_vision.models.head_budgets import budget_pairs
-from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.head_load import FILE, HeadLoad
+from moh_vision.models.mae import mae_routers
+from moh_vision.models.pretrained import described
+from moh_vision.models.set_up import set_up_model
 from moh_vision.models.teachers import Teacher
-from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 NAME = "train_cls.py"
-
-
-def new_model(config: ClsConfig, source, name: str, arguments: dict) -> Tuple[nn.Module, dict]:
-    """Return a model for the classes and the size of these images, and its arguments."""
-    decided = dict(in_chans=source.channels, num_classes=len(source.classes))
-    if config.data.img_size or source.img_size:
-        decided["img_size"] = config.data.img_size or source.img_size
-    arguments = {**arguments, **config.model.decided(**decided)}
-    model = create(name, "classifier", **arguments)
-    check_side(model, arguments.get("img_size"))
-    arguments.setdefault("img_size", model.pretrained_cfg["input_size"][-1])
-    return model, arguments
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
@@ -77,39 +62,31 @@ def train(run: Run) -> None:
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
-
-    # ---------------------------------------------------------------- model
     check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
-    torch.manual_seed(config.seed)
-    model, arguments = new_model(config, source, name, arguments)
+
+    # ---------------------------------------------------------------- model, and the teacher it may have
+    decided = dict(in_chans=source.channels, num_classes=len(source.classes))
+    if d.img_size or source.img_size:
+        decided["img_size"] = d.img_size or source.img_size
+    arguments |= config.model.decided(**decided)
+    made = set_up_model(run, "classifier", name, arguments, source.classes, stop)
+    if made is None:
+        return
+    model, elastic = made
     img_size = arguments["img_size"]
-    checkpoint = run.take_up(stop)
-    if checkpoint:
-        keep_shared_heads(model, checkpoint)
-    elif config.init_from or not config.dry_run:  # weights of model.pretrained fit, and may have to be fetched
-        load_source(model, config, source.classes, say)
-    if config.dry_run:
-        elastic_budget(model, config)  # the largest share is shown
-        return say(describe(name, model, torch.zeros(1, source.channels, img_size, img_size)))
-    train_only(model, config.train_only)
-    model.set_grad_checkpointing(config.checkpointing)
-    elastic = elastic_budget(model, config)
-    if elastic:
-        arguments["head_budget"] = budget_pairs(model)
-    say(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
-    if config.calibrate_images and not checkpoint:
+    if config.calibrate_images and not run.checkpoint:
         share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
     teacher = None
     if config.distill.teacher:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
     run.open(record)
-    with run.errors():
-        best = Best(run.folder)
+    if config.eval_every:  # else the only validation is that of model.safetensors
+        run.keep_best("top1")
 
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
@@ -118,29 +95,12 @@ def train(run: Run) -> None:
         **config.moa_weights(),
     )  # fmt: skip
     teacher = teacher and teacher.to(accelerator.device, memory_format=form)
-    optimizer = make_optimizer(model, o)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
     options = dict(schedule=schedule, ema=config.ema, unreadable=unreadable)
-    run.prepare(task, optimizer, metadata, title="classification", **options)
-
-    def validate() -> Tuple[dict, HeadLoad, torch.Tensor]:
-        """Validate the EMA weights where there are any, else the model."""
-        judged = ClassificationTask(run.ema.module, 0.0) if run.ema else run.task
-        with run.errors((BadData,), every_rank=True):
-            return validation.validate(judged, val, val_to_tensor, d, accelerator, run.log.progress)
-
-    def evaluate() -> Tuple[dict, HeadLoad, torch.Tensor]:
-        scores, load, predictions = validate()
-        show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
-        run.event({"validation": scores, "weights": weights}, show)
-        if config.eval_every:  # else the only validation is that of model.safetensors
-            judged = run.ema.module if run.ema else run.model
-            problem = best(run.done, scores["top1"], judged, run.metadata, accelerator.is_main_process)
-            if problem:
-                run.log.say(problem)
-        return scores, load, validation.confusion_of(predictions)
+    run.prepare(task, make_optimizer(model, o), metadata, title="classification", **options)
+    evaluation = Evaluation(run, val, val_to_tensor)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
@@ -154,7 +114,6 @@ def train(run: Run) -> None:
     mixing = BatchMixing(config.seed, len(source.classes), **asdict(config.mix)) if config.mix.on else None
     dataset = LabelledImages(source, to_tensor, config.seed)
     stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable, mixing))
-    weights = "ema" if run.ema else "model"
     for step in run.steps():
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
@@ -162,25 +121,60 @@ def train(run: Run) -> None:
             run.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")
         # Before the save, so that a run that goes on from there has its validation.
         if run.due(config.eval_every) and run.done < run.stop:
-            evaluate()
+            evaluation.judge()
         run.save()
     if not run.stopped:
-        scores, load, confusion = evaluate()
-        if elastic:
-            found = elastic.by_share(run.ema.module if run.ema else run.model, lambda: validate()[0], scores)
+        evaluation.finish(name)
+
+
+class Evaluation:
+    """The validations of a run: of the EMA weights where there are any, else of the model."""
+
+    def __init__(self, run: Run, val, transform: Callable):
+        self.run, self.val, self.transform = run, val, transform
+        self.weights = "ema" if run.ema else "model"
+        self.model = run.ema.module if run.ema else run.model
+
+    def validate(self) -> Tuple[dict, HeadLoad, torch.Tensor]:
+        """See `scores.validate`."""
+        run, data = self.run, self.run.config.data
+        task = ClassificationTask(self.model, 0.0) if run.ema else run.task
+        with run.errors((BadData,), every_rank=True):
+            return validate(task, self.val, self.transform, data, run.accelerator, run.log.progress)
+
+    def judge(self) -> Tuple[dict, HeadLoad, torch.Tensor]:
+        """Validate, and log the scores and keep the weights if they are the best."""
+        run, (scores, load, predictions) = self.run, self.validate()
+        if run.best:
+            run.judge(scores, self.model)
+        show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
+        run.event({"validation": scores, "weights": self.weights}, show)
+        return scores, load, predictions
+
+    def finish(self, name: str) -> None:
+        """Validate the last weights, and write results.json, confusion.json and head_load.json."""
+        run, classes = self.run, self.val.classes
+        scores, load, predictions = self.judge()
+        if run.elastic:
+            found = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
             run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
-            scores["by_share"] = {
-                share: {k: found[share][k] for k in ("top1", "top5", "loss", "active_share")} for share in found
-            }
-        scores["top1_by_class"] = validation.class_accuracy(confusion, val.classes)
-        run.write_results(dict(scores, weights=weights, **best.about()))
-        run.log.say(validation.class_table(scores["top1_by_class"]))
-        if best.step:
-            run.log.say(f"best of the validations: top-1 {best.top1:.2f} % after {best.step} steps, {best.file}")
-        if accelerator.is_main_process:
-            validation.write_confusion(confusion, val.classes, run.folder / "confusion.json")
-            load.of = dict(model=name, data=d.root, split="val", weights=weights, step=run.done)
-            validation.write_usage(load, run.folder, run.log.say)
+            kept = ("top1", "top5", "loss", "active_share")
+            scores["by_share"] = {share: {k: found[share][k] for k in kept} for share in found}
+        confusion = confusion_of(predictions)
+        scores["top1_by_class"] = class_accuracy(confusion, classes)
+        best = run.best.about() if run.best else {}
+        run.write_results(dict(scores, weights=self.weights, **best))
+        run.log.say(class_table(scores["top1_by_class"]))
+        if best:
+            told = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
+            run.log.say(f"best of the validations: {told}, {run.folder / BEST}")
+        if run.accelerator.is_main_process:
+            write_confusion(confusion, classes, run.folder / "confusion.json")
+            load.of = dict(model=name, data=run.config.data.root, split="val", weights=self.weights, step=run.done)
+            try:
+                load.save(run.folder / FILE)
+            except OSError as error:
+                run.log.say(f"{run.folder / FILE} could not be written: {message_of(error)}")
 
 
 def main(argv: Optional[List[str]] = None) -> None:

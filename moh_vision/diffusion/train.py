@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
-import torch
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
@@ -31,14 +30,11 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.models.convert import share_strongest_heads
-from moh_vision.models.describe import describe, in_short
-from moh_vision.models.elastic import elastic_budget
-from moh_vision.models.head_budgets import budget_pairs
-from moh_vision.models.mae import mae_routers, train_only
-from moh_vision.models.pretrained import described, load_source
+from moh_vision.models.mae import mae_routers
+from moh_vision.models.pretrained import described
+from moh_vision.models.set_up import set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
-from moh_vision.models.weights import create, keep_shared_heads
 
 
 def train(run: Run) -> None:
@@ -59,62 +55,28 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- objective and model
     objective = make_objective(config.tree())
-    decided = config.model.decided(
-        img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes),
-        learn_sigma=config.learn_sigma and objective.name == "noise",
-    )  # fmt: skip
-    arguments = {**arguments, **decided}
-    torch.manual_seed(config.seed)
-    model = create(name, "diffusion", **arguments)
-    checkpoint = run.take_up(config.max_steps)
-    if checkpoint:
-        keep_shared_heads(model, checkpoint)
-    elif config.init_from or not config.dry_run:  # weights of model.pretrained fit, and may have to be fetched
-        load_source(model, config, classes, say)
-        origin = config.model.pretrained or config.init_from
-        before = trained_objective(origin) if origin else objective.name
-        if before != objective.name:
-            say(f"{origin} was trained with objective {before}, this run with {objective.name}")
-    if config.dry_run:
-        elastic_budget(model, config)  # the largest share is shown
-        zeros = torch.zeros(1, dtype=torch.long)
-        example = torch.zeros(1, inputs.channels, inputs.img_size, inputs.img_size)
-        text = describe(name, model, example, zeros, zeros)
-        return say(f"{text}\n{inputs.describe_vae()}".rstrip())
-    train_only(model, config.train_only)
-    if config.checkpointing:
-        model.enable_gradient_checkpointing()
-    elastic = elastic_budget(model, config)
-    if elastic:
-        arguments["head_budget"] = budget_pairs(model)
+    decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
+    decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
+    arguments |= config.model.decided(**decided)
+    made = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
+    if made is None:
+        return inputs.describe_vae() and say(inputs.describe_vae().rstrip())
+    model, elastic = made
+    origin = config.model.pretrained or config.init_from
+    if origin and not run.checkpoint and trained_objective(origin) != objective.name:
+        before = trained_objective(origin)
+        say(f"{origin} was trained with objective {before}, this run with {objective.name}")
     teacher, alignment = None, None
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
-    say(in_short(name, model))
     run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- what else the run needs, opened before its first step
-    previewing, scoring = (0 < c.every <= config.max_steps for c in (config.preview, config.score))
-    for c in (config.preview, config.score):
-        if c.every > config.max_steps:
-            accelerator.print(
-                f"{c.section}.every {c.every}: none in {config.max_steps} steps; --{c.section}.every {config.max_steps} asks for it"
-            )
-    if (previewing or scoring) and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
-    with accelerator.main_process_first():
-        decode = inputs.decoder(accelerator.device) if previewing or scoring else None
-    previews, scored = (
-        Samples(c, classes, arguments["learn_sigma"], inputs.space is None, objective, decode)
-        for c in (config.preview, config.score)
-    )
-    with accelerator.main_process_first():
-        where = dict(index_dir=run.index_dir, channels=(inputs.vae or model).config.in_channels)
-        scorer = make_scorer(**config.score.scoring(d.root), **where) if scoring else None
+    drawing = Drawing(run, inputs, model, objective, arguments["learn_sigma"])
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    if config.calibrate_images and not checkpoint:
+    if config.calibrate_images and not run.checkpoint:
         share_strongest_heads(
             model, inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
         )
@@ -138,24 +100,52 @@ def train(run: Run) -> None:
 
     dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
     stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
-    drawn = run.ema.module if run.ema else run.model
     for step in run.steps():
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
-            run.metrics(
-                v,
-                f"loss {v['loss']:.4f}, mse {v['mse']:.4f}",
-                failed_previews=previews.failed,
-                failed_scores=scored.failed,
-            )
+            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **drawing.failed())
         run.save()
+        drawing.after_step()
+
+
+class Drawing:
+    """The previews and scores of a run, always of the same noise; of the EMA weights where there are any."""
+
+    def __init__(self, run: Run, inputs, model: nn.Module, objective: nn.Module, learned_variance: bool):
+        config, accelerator = run.config, run.accelerator
+        self.run, every = run, {c.section: c.every for c in (config.preview, config.score)}
+        for section, steps in every.items():
+            if steps > config.max_steps:
+                hint = f"--{section}.every {config.max_steps} asks for it"
+                accelerator.print(f"{section}.every {steps}: none in {config.max_steps} steps; {hint}")
+        draws = any(0 < steps <= config.max_steps for steps in every.values())
+        if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+        with accelerator.main_process_first():
+            decode = inputs.decoder(accelerator.device) if draws else None
+        how = (inputs.source.classes, learned_variance, inputs.space is None, objective, decode)
+        self.previews, self.scored = Samples(config.preview, *how), Samples(config.score, *how)
+        self.scorer = None
+        if 0 < config.score.every <= config.max_steps:
+            where = dict(index_dir=run.index_dir, channels=(inputs.vae or model).config.in_channels)
+            with accelerator.main_process_first():
+                self.scorer = make_scorer(**config.score.scoring(config.data.root), **where)
+
+    def failed(self) -> Dict[str, int]:
+        """Count what could not be drawn or scored."""
+        return dict(failed_previews=self.previews.failed, failed_scores=self.scored.failed)
+
+    def after_step(self) -> None:
+        """Draw and score where it is time."""
+        run, config = self.run, self.run.config
+        drawn = run.ema.module if run.ema else run.model
         if run.due(config.preview.every, at_end=True):
             picture = run.folder / "previews" / f"step_{run.done}.png"
-            previews.draw(drawn, picture, run.log, run.done, ema=bool(run.ema))
+            self.previews.draw(drawn, picture, run.log, run.done, ema=bool(run.ema))
             run.log.pause()
         if run.due(config.score.every, at_end=True):
-            scores, text = scored.score(drawn, scorer, run.folder, run.log, run.done, accelerator)
+            scores, text = self.scored.score(drawn, self.scorer, run.folder, run.log, run.done, run.accelerator)
             run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
 
 

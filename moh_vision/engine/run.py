@@ -20,8 +20,9 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
+from moh_vision.engine.best import BEST, Best, earlier_scores
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import load_training, resume_point
+from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, user_errors
 from moh_vision.engine.ema import make_ema
@@ -29,7 +30,7 @@ from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import RunLog, ending, record_start, write_json
 from moh_vision.engine.optimizers import check_sharded
-from moh_vision.engine.ranks import by_main, say
+from moh_vision.engine.ranks import attempt, by_main, from_first, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
@@ -87,6 +88,7 @@ class Run:
                 self.settings = self._take_settings(held)
             self._held = held.pop_all()
         self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
+        self.best: Optional[Best] = None
         self._earlier_stop: Optional[int] = None  # max_steps of the config.yaml that is resumed
         return self
 
@@ -117,6 +119,10 @@ class Run:
         self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
+
+    def say(self, text: str) -> None:
+        """Print a line, on one process of each machine."""
+        say(text)
 
     def portion(self) -> dict:
         """Arguments of a `StepBatches` that say which samples this process takes."""
@@ -224,7 +230,7 @@ class Run:
             self.descent.announce(self.log, self.start)
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps to do: until the last one, a signal, or `end_early`."""
+        """Numbers of the steps to do: until the last one, a signal, or no patience."""
         self.signals.begin()
         while self.done < self.stop and not self._step.updater.stop and not self._ends:
             yield self.done
@@ -273,10 +279,6 @@ class Run:
             return False
         return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
-    def end_early(self) -> None:
-        """Make the step just done the last one; call it before `save`."""
-        self._ends = True
-
     def save(self) -> None:
         """Save a checkpoint where it is time or this step is the last one; raises SaveError as `Saver` does."""
         last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
@@ -288,6 +290,28 @@ class Run:
         """Log an evaluation after the step just done, and leave its time out of the rate; see `RunLog.event`."""
         self.log.event(self.done, values, show)
         self.log.pause()
+
+    def keep_best(self, key: str, patience: int = 0, write: bool = True) -> None:
+        """Keep the weights with the best score `key` in OUTPUT/best.safetensors, if `write`; see `Best`."""
+
+        def replay() -> Best:
+            there = not write or (self.folder / BEST).exists()
+            return Best(key, patience, earlier_scores(self.folder / "metrics.jsonl", key, self.start if there else -1))
+
+        self.best = from_first(replay)
+        self._writes_best, self._ends = write, self.best.exhausted
+
+    def judge(self, scores: dict, model: nn.Module) -> None:
+        """Take the scores of a validation of `model`, unwrapped, before they are logged: a log has no better weights than
+        the file. Where patience is exhausted, the step just done is the last one."""
+        better = self.best.take(self.done, scores[self.best.key])
+        self._ends = self._ends or self.best.exhausted
+        if better and self._writes_best:
+            file, about = self.folder / BEST, dict(self.metadata, step=self.done, **self.best.about())
+            write = self.accelerator.is_main_process
+            problem = attempt(lambda: export_weights(model, file, about, write=write))
+            if problem:
+                self.log.say(f"{file} could not be written: {problem}")
 
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 
 from moh_vision.attention import settings
+from moh_vision.engine.best import earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.optimizers import make_optimizer
@@ -25,7 +26,6 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.language.config import LanguageConfig
-from moh_vision.language.early_stop import Patience, earlier_losses
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, in_short
 from moh_vision.models.elastic import elastic_budget
@@ -37,7 +37,7 @@ NAME = "train_text.py"
 with user_errors(NAME):
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.evaluation.perplexity import summary
-    from moh_vision.language.evaluation.scores import BEST, evaluation_of, final_scores, final_weights
+    from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
     from moh_vision.language.models.build import build_model, save_configs, task_for
     from moh_vision.language.models.weights import init_text
@@ -90,15 +90,13 @@ def train(run: Run) -> None:
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
     undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
     optimizer = make_optimizer(model, o, undecayed)
-    patience = Patience(config.patience, earlier_losses(run.folder / "metrics.jsonl", run.start))
+    run.keep_best("loss", config.patience, write=config.patience > 0)
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
     run.prepare(task, optimizer, metadata, title=config.model.name, unit="tokens", ends_with_validation=False)
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
     stream = text.stream(batches)
-    if patience.exhausted:
-        run.end_early()
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():
@@ -117,18 +115,14 @@ def train(run: Run) -> None:
         if config.eval_every and run.done % config.eval_every == 0:
             with run.errors(code=1):  # a loss that is not finite
                 scores = evaluate(text.val, "validation")
+            run.judge(scores, run.model)
             run.event({"validation": scores}, f"validation after {run.done} steps: {summary(scores)}")
-            if patience(run.done, scores["loss"]) and config.patience:
-                about = dict(run.metadata, step=run.done)
-                export_weights(run.model, run.folder / BEST, about, write=accelerator.is_main_process)
-            if patience.exhausted:
-                run.end_early()
         if config.keep_weights_every and run.done % config.keep_weights_every == 0:
             keep_weights(run)
         run.save()
 
     if not run.stopped:
-        final_evaluation(run, text, patience, evaluate)
+        final_evaluation(run, text, evaluate)
 
 
 def keep_weights(run: Run) -> None:
@@ -143,10 +137,10 @@ def keep_weights(run: Run) -> None:
     run.log.pause()
 
 
-def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
+def final_evaluation(run: Run, text, evaluate) -> None:
     """Score the weights that the configuration means, and write results.json; every process calls it."""
-    if patience.exhausted:
-        looks = f"{patience.waited} validations without a lower loss than {patience.best:.4f}"
+    if run.best.exhausted:
+        looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")
     with run.errors():
         results = final_weights(run)
@@ -158,11 +152,11 @@ def final_evaluation(run: Run, text, patience: Patience, evaluate) -> None:
                 run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
                 scores["by_share"] = found
     results.update(scores)
-    for step, loss in earlier_losses(run.folder / "metrics.jsonl", run.done)[-1:]:
+    for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
         if step == run.done and results["weights"] != "model.safetensors":
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             run.log.say(f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights")
-    run.write_results(dict(results, **patience.about()))
+    run.write_results(dict(results, **run.best.about()))
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 
 

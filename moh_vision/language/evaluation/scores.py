@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.attention import RoutingStats, head_budget
+from moh_vision.engine.best import BEST
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.manifest import damage
@@ -30,7 +31,7 @@ from moh_vision.models.head_load import FILE, HeadLoad
 
 # The state of the training task in a checkpoint: its name is of accelerate, the prefix of the model in the task.
 STATE, PREFIX = "model.safetensors", "model."
-AVERAGED, BEST = "averaged.safetensors", "best.safetensors"
+AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
