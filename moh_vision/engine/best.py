@@ -5,34 +5,52 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
+
+from safetensors import safe_open
+
+from moh_vision.engine.commands import reason_of
 
 BEST = "best.safetensors"
 
 
 class Best:
-    """The best validation so far; of equal ones the first.
+    """The best validation of a run so far; of equal ones the first.
 
     `key` names the score: of "loss" the lowest is the best, of any other the highest. `patience` is how many validations
-    in a row without a better one end the run; 0: it never ends. `earlier` are (step, score) of the run until now.
+    in a row without a better one end the run; 0: it never ends.
     """
 
-    def __init__(self, key: str, patience: int = 0, earlier: Iterable[Tuple[int, float]] = ()):
+    def __init__(self, key: str, patience: int = 0):
         self.key, self.patience = key, patience
         self.value: Optional[float] = None
         self.step, self.waited = 0, 0
-        for step, value in earlier:
-            self.take(step, value)
 
-    def take(self, step: int, value: float) -> bool:
-        """Note the score after `step` steps, and return whether it is the best."""
+    def better(self, value: float) -> bool:
+        """Return whether a score is better than all until now."""
         sign = -1 if self.key == "loss" else 1
-        best = not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
-        if best:
+        return not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
+
+    def take(self, step: int, value: float, better: bool) -> None:
+        """Note the score after `step` steps, as the best or as one more that is not better."""
+        if better:
             self.value, self.step, self.waited = value, step, 0
         else:
             self.waited += 1
-        return best
+
+    def replay(self, run: Path, start: int, from_file: bool) -> None:
+        """Go on from what a run has until step `start`: its log, and with `from_file` the score of its best.safetensors."""
+        file = run / BEST
+        if from_file and file.exists():
+            try:
+                with safe_open(file, "pt") as opened:
+                    about = opened.metadata()
+                self.value, self.step = json.loads(about[f"best_{self.key}"]), json.loads(about["step"])
+            except Exception as error:  # damaged headers make many kinds
+                raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
+        for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
+            if step > self.step:
+                self.take(step, value, not from_file and self.better(value))
 
     @property
     def exhausted(self) -> bool:

@@ -20,7 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
-from moh_vision.engine.best import BEST, Best, earlier_scores
+from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
 from moh_vision.engine.command_line import dump, load, parse_config
@@ -292,26 +292,32 @@ class Run:
         self.log.pause()
 
     def keep_best(self, key: str, patience: int = 0, write: bool = True) -> None:
-        """Keep the weights with the best score `key` in OUTPUT/best.safetensors, if `write`; see `Best`."""
+        """Find the validation with the best score `key`, see `Best`, and `write` its weights to OUTPUT/best.safetensors."""
 
         def replay() -> Best:
-            there = not write or (self.folder / BEST).exists()
-            return Best(key, patience, earlier_scores(self.folder / "metrics.jsonl", key, self.start if there else -1))
+            best = Best(key, patience)
+            best.replay(self.folder, self.start, from_file=write)
+            return best
 
-        self.best = from_first(replay)
+        with self.errors():
+            self.best = from_first(replay)
         self._writes_best, self._ends = write, self.best.exhausted
 
     def judge(self, scores: dict, model: nn.Module) -> None:
         """Take the scores of a validation of `model`, unwrapped, before they are logged: a log has no better weights than
-        the file. Where patience is exhausted, the step just done is the last one."""
-        better = self.best.take(self.done, scores[self.best.key])
-        self._ends = self._ends or self.best.exhausted
+        the file. Where patience is exhausted, the step just done is the last one.
+        """
+        best, value = self.best, scores[self.best.key]
+        better = best.better(value)
         if better and self._writes_best:
-            file, about = self.folder / BEST, dict(self.metadata, step=self.done, **self.best.about())
-            write = self.accelerator.is_main_process
+            file, about = self.folder / BEST, dict(self.metadata, step=self.done)
+            about[f"best_{best.key}"], write = value, self.accelerator.is_main_process
             problem = attempt(lambda: export_weights(model, file, about, write=write))
             if problem:
                 self.log.say(f"{file} could not be written: {problem}")
+            better = not problem
+        best.take(self.done, value, better)
+        self._ends = self._ends or best.exhausted
 
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""

@@ -165,7 +165,7 @@ def test_guidance_options(tmp_path, capsys):
         ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
         ("--sampler dpm", "dpm-solver++"),
         ("--out {}/x.zip", "x.zip' is out of range: a path that ends in"),
-        ("--grid {0}/g.png --head-usage {0}/g.png", "--grid {0}/g.png is given for two outputs"),
+        ("--grid {0}/g.png --head-load {0}/g.png", "--grid {0}/g.png is given for two outputs"),
         ("--out {}", "--out {0} exists; give another path"),
         (
             "--out {}/ema.safetensors/images",
@@ -300,19 +300,19 @@ def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(tmp_path, 
 def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, monkeypatch):
     """By class and by timestep; also if the interrupted command did not count: its batches are drawn again."""
     run, loads, add = run_of(tmp_path, 3), [], ImageParts.add
-    monkeypatch.setattr(sample, "draw_usage", lambda load, _: loads.append(load))
 
     def stop(self, number, *more):
         add(self, number, *more)
         raise KeyboardInterrupt
 
-    for first in (None, ["--head-usage"], ["--grid"]):
+    for first in (None, ["--head-load"], ["--grid"]):
         if first:
             monkeypatch.setattr(ImageParts, "add", stop)
             with pytest.raises(KeyboardInterrupt):
                 call(run, *first, tmp_path / "a.png")
             monkeypatch.setattr(ImageParts, "add", add)
-        call(run, "--head-usage", tmp_path / "a.png")
+        call(run, "--head-load", tmp_path / "load.json", "--overwrite")
+        loads.append(HeadLoad.read(tmp_path / "load.json"))
     share = torch.cat(loads[0].share(), dim=1)
     assert share[:, 0].tolist() == [1] * 4 and 0 < share[:, 1].min()  # the shared head; the routed one
     assert len(loads) == 3 and all(torch.equal(load.sums, loads[0].sums) for load in loads)
@@ -420,8 +420,7 @@ def call_on_a_rank(rank, run, *more):
 def test_two_processes_draw_the_images_of_one(tmp_path):
     run = run_of(tmp_path, 3)
     call(run, "--out", tmp_path / "one.npz", "--num-images", "11", "--head-load", tmp_path / "one.json")
-    more = ["--out", tmp_path / "two.npz", "--num-images", "11", "--head-usage", tmp_path / "two.png"]
-    more += ["--head-load", tmp_path / "two.json"]
+    more = ["--out", tmp_path / "two.npz", "--num-images", "11", "--head-load", tmp_path / "two.json"]
     on_two_ranks(call_on_a_rank, run, *more)
     said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
     assert "11 images, ddpm 4 steps" in said[0] and said[1] == ""
@@ -567,19 +566,19 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     assert error.count("allow_biased") == 1
 
 
-def test_a_figure_that_fails_costs_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
-    run, judge, draw = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), sample.draw_usage
+def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
+    run, judge, save = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), HeadLoad.save
     call(run, "--out", tmp_path / "ref.npz", "--seed", "7", "--num-images", "12")
     argv = ["--num-images", "12", "--extractor", judge, "--score", tmp_path / "ref.npz", "--score-file"]
-    argv += [tmp_path / "s.json", "--head-usage", tmp_path / "h.png"]
-    monkeypatch.setattr(sample, "draw_usage", lambda *_: open(tmp_path))
+    argv += [tmp_path / "s.json", "--head-load", tmp_path / "h.json"]
+    monkeypatch.setattr(HeadLoad, "save", lambda *_: open(tmp_path))
     with pytest.raises(IsADirectoryError):
         call(run, *argv)
     assert json.loads((tmp_path / "s.json").read_text())["num_generated"] == 12
-    monkeypatch.setattr(sample, "draw_usage", draw)
+    monkeypatch.setattr(HeadLoad, "save", save)
     call(run, *argv, "--overwrite")
     assert "4 of 4 batches of this process are there already" in capsys.readouterr().out
-    assert (tmp_path / "h.png").exists()
+    assert (tmp_path / "h.json").exists()
 
 
 def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):

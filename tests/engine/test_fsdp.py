@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import moh_vision  # noqa: F401
-from moh_vision.classification import validate as validation
+from moh_vision.classification import scores as scoring
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import UnreadableImage
@@ -110,7 +110,7 @@ def validate_sharded(rank):
         fully_shard(task, mesh=mesh)
         transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
         for _ in range(2):
-            scores, load, predictions = validation.validate(task, HalfUnreadable(), transform, data, accelerator)
+            scores, load, predictions = scoring.validate(task, HalfUnreadable(), transform, data, accelerator)
             assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[:, -1].sum() == 6 * 17
             assert predictions[:, 0].tolist() == sorted(set(predictions[:, 0].tolist())) and len(predictions) == 6
             assert set(predictions[:, 1].tolist()) == {0, 1, 2, 3, 4}

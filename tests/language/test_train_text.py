@@ -1,5 +1,6 @@
 """train_text.py as a user runs it, on text that the test writes."""
 
+import json
 import math
 import os
 import re
@@ -98,9 +99,10 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
     made, _, following = said.partition("run has ")[2].partition("\nnext\n")
     named = set(made.split(", "))
-    assert {"averaged.safetensors", "tokenizer.json", "gates.md"} <= named and "analysis.gates" in following
+    assert {"averaged.safetensors", "tokenizer.json", "gates.md"} <= named and "moh_vision gates" in following
     assert (kind == "mt") == ("translations.txt" in named) == ("val, as the papers count: BLEU" in said)
-    assert (run / "gate_load.png").read_bytes()[:4] == b"\x89PNG"
+    gates = json.loads((run / "gates.json").read_text())
+    assert gates["split"] == "val" and all(sum(layer["load"]) == pytest.approx(1) for layer in gates["layers"])
     assert (run / "head_load.json").exists() == (kind == "mlm")  # MAE runs every head
     if kind == "mlm":
         load = HeadLoad.read(run / "head_load.json")

@@ -6,12 +6,12 @@ import torch
 
 torch.set_default_dtype(torch.float64)
 
+from moh_vision.classification import scores  # noqa: E402
 from moh_vision.classification import train as train_cls  # noqa: E402
-from moh_vision.classification import validate  # noqa: E402
 from moh_vision.diffusion import train as train_dit  # noqa: E402
 
 script = dict(cls=train_cls, dit=train_dit)[sys.argv[1]]
-batches, evaluate = script.training_batches, validate.evaluate
+batches, evaluate = script.training_batches, scores.evaluate
 
 
 def in_float64(*args, **kwargs):
@@ -20,5 +20,5 @@ def in_float64(*args, **kwargs):
 
 
 script.training_batches = in_float64
-validate.evaluate = lambda predict, *more: evaluate(lambda images, labels: predict(images.double(), labels), *more)
+scores.evaluate = lambda predict, *more: evaluate(lambda images, labels: predict(images.double(), labels), *more)
 script.main(sys.argv[2:])
