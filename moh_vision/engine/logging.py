@@ -26,21 +26,19 @@ from moh_vision.engine.tracking import numbers
 
 UNITS = dict(images="img", tokens="tok")  # as shown
 PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers", "torch-fidelity")
+VALIDATE = "python -m moh_vision.classification.validate --checkpoint {run}"
+SAMPLE = "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png"
+COMMAND = "python -m moh_vision"
 NEXT = {  # what to type after a run, by script
-    "train_cls.py": (
-        "python -m moh_vision.classification.validate --checkpoint {run}",
-        "python -m moh_vision predict --checkpoint {run} IMAGES",
-    ),
-    "train_dit.py": (
-        "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
-    ),
-    "train_text.py": (
-        "python -m moh_vision publish {run} --output FOLDER",
-        "python -m moh_vision table {run}",
-    ),
+    "train_cls.py": (VALIDATE, f"{COMMAND} predict {{run}} IMAGES"),
+    "train_dit.py": (SAMPLE,),
+    "train_text.py": (f"{COMMAND} publish {{run}} --output FOLDER", f"{COMMAND} table {{run}}"),
 }
-REPORT = "python -m moh_vision report {run} --output report.html"
-GATES = "python -m moh_vision gates {run} --output gates.png"  # of a run with gates.md
+OF_FILES = {  # and where the run has such a file
+    "config.yaml": f"{COMMAND} report {{run}} --output report.html",
+    "head_load.json": f"{COMMAND} head-load {{run}} --output heads.png",
+    "gates.md": f"{COMMAND} gates {{run}} --output gates.png",
+}
 FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")  # by objective
 
 
@@ -192,7 +190,7 @@ def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
     """What a run prints at its end: its files, and what to type next; `objective` is that of a diffusion run."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
-    commands = [*NEXT.get(script, ()), REPORT] + [GATES] * (run / "gates.md").exists()
+    commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
     return "\n".join([f"{run} has {files}", "next", *(f"  {command.format(**names)}" for command in commands)])
 
 

@@ -12,11 +12,11 @@ from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision import head_budget
 from moh_vision.classification import train as train_cls
-from moh_vision.classification import validate
+from moh_vision.classification import scores, validate
 from moh_vision.engine import run as run_module
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import from_run
+from moh_vision.models.weights import create, from_run
 
 MODEL = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "
@@ -152,11 +152,11 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
 
 def test_classes_without_images_and_many_classes_on_the_console():
     confusion = torch.tensor([[0, 0, 3], [0, 1, 1], [2, 1, 2]])  # class, predicted, images
-    found = train_cls.validation.class_accuracy(confusion, ["ant", "bee", "cow"])
+    found = scores.class_accuracy(confusion, ["ant", "bee", "cow"])
     assert found == [("ant", 75), ("bee", None), ("cow", 0)]
-    table = train_cls.validation.class_table(found).splitlines()
+    table = scores.class_table(found).splitlines()
     assert table[1:] == ["  ant   75.00 %", "  bee  no images", "  cow    0.00 %"]
-    many = train_cls.validation.class_table(found, most=2)
+    many = scores.class_table(found, most=2)
     assert many == "top-1 by class: 0.00 % (cow) to 75.00 % (ant)"
 
 
@@ -179,7 +179,7 @@ def test_layers_learn_at_their_own_rate(tmp_path):
     train(root, run, *argv)
     torch.manual_seed(0)
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=2, in_chans=3)
-    before = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs).state_dict()
+    before = create("moh_vit_tiny_patch16_224", "classifier", **kwargs).state_dict()
     after = load_file(run / "model.safetensors")
 
     names = ("patch_embed.proj.weight", "blocks.0.mlp.fc2.weight", "blocks.1.mlp.fc2.weight", "head.bias")
@@ -240,7 +240,7 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
 
     root = write_folder(tmp_path / "d")
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
-    model = train_cls.create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
+    model = create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
     export_weights(model, tmp_path / "other.safetensors", {})
     data = ["--data.root", root]
     error = not_validated(capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL)

@@ -11,14 +11,17 @@ from small_runs import arguments
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.logging import GATES, NEXT, REPORT, ending
+from moh_vision.engine.logging import NEXT, OF_FILES, ending
 
 
-@pytest.mark.parametrize("command", [command for commands in NEXT.values() for command in commands] + [REPORT, GATES])
+@pytest.mark.parametrize(
+    "command", [*(command for commands in NEXT.values() for command in commands), *OF_FILES.values()]
+)
 def test_what_comes_next_is_a_command(command, capsys):
     module, *words = shlex.split(command)[2:]
+    module, name = ("moh_vision.__main__", words[:1]) if module == "moh_vision" else (module, [])
     with contextlib.suppress(SystemExit):
-        importlib.import_module(module).main(["--help"])
+        importlib.import_module(module).main([*name, "--help"])
     taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
     assert {w for w in words if w.startswith("--")} <= {option.replace("_", "-") for option in taken}
 
