@@ -28,7 +28,10 @@ from moh_vision.models.vit import MoHVisionTransformer
 
 PUBLIC = (
     "moh_vision",
-    "moh_vision.analysis",
+    "moh_vision.models.counts",
+    "moh_vision.models.describe",
+    "moh_vision.models.head_load",
+    "moh_vision.opening",
     "moh_vision.attention",
     "moh_vision.classification.config",
     "moh_vision.diffusion",

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision import head_budget
-from moh_vision.classification import train as train_cls
 from moh_vision.classification import scores, validate
+from moh_vision.classification import train as train_cls
 from moh_vision.engine import run as run_module
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors

@@ -10,15 +10,15 @@ import refusals
 from refusals import one_line
 
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig, ValidateConfig
-from moh_vision.diffusion.config import CalibrationConfig, DitConfig, SampleConfig
+from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
 from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, value_at
 from moh_vision.language.config import LanguageConfig
 
-KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, CalibrationConfig]
+KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, OpenedDitConfig]
 NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}
-NEEDED.update(dict.fromkeys((ValidateConfig, CalibrationConfig), ["--checkpoint", "run"]))
+NEEDED.update(dict.fromkeys((ValidateConfig, OpenedDitConfig), ["--checkpoint", "run"]))
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -202,7 +202,7 @@ def test_a_key_has_no_effect_without_what_it_needs(kind):
                     other,
                 )
             tried += 1
-    assert tried > 40 or kind in (ValidateConfig, CalibrationConfig, SampleConfig)
+    assert tried > 40 or kind in (ValidateConfig, OpenedDitConfig, SampleConfig)
 
 
 MODEL = "model.head_budget budget_range"

@@ -17,7 +17,7 @@ from small_runs import entries, logged, results, same
 from small_text import write_pairs, write_plain
 
 import moh_vision
-from moh_vision.commands.table import read_run
+from moh_vision.commands.runs import read_run
 from moh_vision.engine import commands
 from moh_vision.language import train as train_text
 from moh_vision.language.config import TextDataConfig

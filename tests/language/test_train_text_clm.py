@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import moh_vision
-from moh_vision import publish
+from moh_vision.__main__ import main as command
 from moh_vision.language import train as train_text
 from moh_vision.language.data import tokenise
 from moh_vision.language.evaluation import lm
@@ -160,7 +160,7 @@ def test_from_scratch(place, tmp_path, preset):
     assert tokenizer.bos_token == "</s>" and model.config.bos_token_id == model.generation_config.bos_token_id == 2
 
     # The guide's code continues a text from the published folder, whose tokenizer puts eos there.
-    assert publish.main([str(tmp_path / "run"), "--output", str(tmp_path / "folder")]) == 0
+    assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "folder")]) == 0
     guide = (ROOT / "docs/guides/text.md").read_text().partition("## Continue a text")[2]
     found = {}
     exec(re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", str(tmp_path / "folder")), found)

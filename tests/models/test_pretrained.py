@@ -12,10 +12,10 @@ from PIL import Image
 from refusals import refused
 
 import moh_vision
-from moh_vision import publish
+from moh_vision.__main__ import main as command
 from moh_vision.attention import attention_layers
-from moh_vision.classification import predict, validate
 from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.io import write_tensors
 from moh_vision.models.weight_files import read_safetensors
@@ -73,7 +73,7 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
 
     # timm's tag of a folder of one's own is that of its default weights, which these are not.
     assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(".")
-    assert publish.main([str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
+    assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
     saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
     assert (
         saved["base"] == "vit_small_patch16_224"
@@ -160,8 +160,8 @@ def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
     model = timm.create_model("vit_so400m_patch14_siglip_384", num_classes=5, **small)
     timm.models.save_for_hf(model, tmp_path / "siglip", model_args=small, safe_serialization=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    argv = [str(tmp_path / "a.png"), "--checkpoint", str(tmp_path / "siglip"), "--data.img_size"]
-    assert (predict.main([*argv, "384"]), predict.main([*argv, "385"])) == (0, 2)
+    argv = ["predict", str(tmp_path / "siglip"), str(tmp_path / "a.png"), "--data.img_size"]
+    assert (command([*argv, "384"]), command([*argv, "385"])) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224"])
@@ -213,7 +213,7 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     argv = f"--data.root digits --data.workers 0 --optim.batch_size 8 --max-steps 1 --output {tmp_path}/dense --model.name {name}"
     argv += " --model.embed_dim 32 --model.num_heads 4 --model.depth 1 --model.patch_size 4 --model.router dense"
     main(argv.split())
-    assert publish.main([f"{tmp_path}/dense", "--output", f"{tmp_path}/card"]) == 0
+    assert command(["publish", f"{tmp_path}/dense", "--output", f"{tmp_path}/card"]) == 0
     dense = moh_vision.load_run(tmp_path / "dense")
     options = "--model.convert.head_budget 1.0 --model.convert.scope sample --calibrate-images 16 --optim.lr 1e-12 --optim.weight-decay 0"
     for i, source in enumerate(("dense", "dense/model.safetensors", "card")):
