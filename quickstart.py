@@ -1,6 +1,6 @@
 """The whole product on real images in a few minutes: `make quickstart`.
 
-Runs the three commands a user would type, then prints what came out. Run again, it takes up what is there; a finished
+Runs the commands a user would type, then prints what came out. Run again, it takes up what is there; a finished
 training is not repeated (`rm -r runs/quickstart` starts over).
 """
 
@@ -13,19 +13,23 @@ from pathlib import Path
 
 OUT = Path("runs/quickstart")
 STAGES = [
-    ("1/3  train a MoH-ViT on digits", "train_cls.py --config configs/quickstart/cls.yaml"),
-    ("2/3  train a MoH-DiT on digits", "train_dit.py --config configs/quickstart/dit.yaml"),
+    ("1/4  train a MoH-ViT on digits", "train_cls.py --config configs/quickstart/cls.yaml"),
+    ("2/4  train a MoH-DiT on digits", "train_dit.py --config configs/quickstart/dit.yaml"),
     (
-        "3/3  sample with guidance and score with the classifier",
+        "3/4  sample with guidance and score with the classifier",
         f"sample.py --checkpoint {OUT}/dit --num-images 500 --batch-size 250 --sampler ddpm --steps 50 --cfg-scale 1.5 "
-        f"--grid {OUT}/grid.png --out {OUT}/samples.npz --head-usage {OUT}/dit/head_usage.png "
+        f"--grid {OUT}/grid.png --out {OUT}/samples.npz --head-load {OUT}/dit/head_load.json "
         f"--score digits --extractor {OUT}/cls --overwrite true",
     ),
+    ("4/4  draw which heads ran, of the classifier", f"-m moh_vision head-load {OUT}/cls --output {OUT}/cls/heads.png"),
+    ("     and of the samples", f"-m moh_vision head-load {OUT}/dit --output {OUT}/dit/heads.png"),
 ]
 
 
 def main() -> int:
     seconds = []
+    for earlier in OUT.glob("*/heads.*"):  # commands replace no file
+        earlier.unlink()
     for title, command in STAGES:
         print(f"\n=== {title}\n$ python {command}", flush=True)
         start = time.monotonic()
@@ -48,8 +52,8 @@ def main() -> int:
     )
     for name, path in (
         ("grid, one class a row", OUT / "grid.png"),
-        ("head usage, classifier", OUT / "cls" / "head_usage.png"),
-        ("head usage, diffusion", OUT / "dit" / "head_usage.png"),
+        ("heads by class, classifier", OUT / "cls" / "heads.png"),
+        ("heads by class, diffusion", OUT / "dit" / "heads.png"),
         ("samples", OUT / "samples.npz"),
         ("logs", OUT / "*" / "metrics.jsonl"),
         ("weights", OUT / "*" / "ema.safetensors"),

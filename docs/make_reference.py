@@ -3,19 +3,16 @@
 tests/test_docs.py compares the first two with what this makes, and the names in the third with the registry.
 """
 
-import contextlib
-import importlib
-import io
-import os
 import sys
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict
 
 import timm
 import torch
 import yaml
 
 import moh_vision
+from moh_vision.__main__ import COMMANDS
 from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.commands.macs import PAPERS, _image_models, count
 from moh_vision.diffusion.config import DitConfig, SampleConfig
@@ -65,36 +62,19 @@ def config_page() -> str:
     return "\n".join(parts)
 
 
-def commands() -> List[str]:
-    """The modules that are commands, as `python -m` takes them."""
-    scripts = {module for module, *_ in SCRIPTS.values()}
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
-        text = path.read_text(encoding="utf-8")
-        if '__name__ == "__main__"' in text and "def main(" in text and name not in scripts:
-            found.append(name)
-    return found
-
-
 def commands_page() -> str:
-    """What every command says with --help."""
+    """Write the list of scripts and commands; what each takes, it says itself."""
+    scripts = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, _) in SCRIPTS.items()]
+    lines = [f"| `python -m moh_vision {name}` | {line} |" for name, line in COMMANDS.items()]
     parts = [
         HEAD,
         "# Commands\n",
         "The scripts; each is a module too. Their options are [configuration keys](config.md).\n",
+        "\n".join(["| script | module |", "|---|---|", *scripts]) + "\n",
+        "What people do with finished runs, data and models. `python -m moh_vision COMMAND --help` says what each takes; "
+        "[analysis](../guides/analysis.md) has examples.\n",
+        "\n".join(["| command | |", "|---|---|", *lines]) + "\n",
     ]
-    rows = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, _) in SCRIPTS.items()]
-    parts.append("\n".join(["| script | module |", "|---|---|", *rows]) + "\n")
-    for name in commands():
-        module = importlib.import_module(f"moh_vision.{name}")
-        module = importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module
-        text, columns = io.StringIO(), os.environ.get("COLUMNS")
-        os.environ["COLUMNS"] = "110"
-        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-            module.main(["--help"])
-        os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-        parts.append(f"## python -m moh_vision.{name}\n\n```text\n{text.getvalue().strip()}\n```\n")
     return "\n".join(parts)
 
 
@@ -106,7 +86,7 @@ def models_page() -> str:
         "that run),\ncounted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
         "are in [results](../README.md).\n"
     )
-    papers = yaml.safe_load((PACKAGE / "analysis" / "paper_rows.yaml").read_text(encoding="utf-8"))
+    papers = yaml.safe_load((PACKAGE / "commands" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (
         ("Image models: `timm.create_model(name)`", _image_models(), 1e9),
         ("Text models: `moh_vision.language.create_text_model(name)`", list(PAPERS), 1e6),

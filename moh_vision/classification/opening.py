@@ -100,13 +100,15 @@ def open_run(
     device: Optional[torch.device] = None,
     options: Sequence[str] = (),
     *,
+    name: Optional[str] = None,
     split: Optional[str] = None,
     command: str = "open_run",
     **_,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
     file = str(weights_file(path, weights)) if weights else path
-    opened = open_with(parse_config(OpenedClsConfig, ["--checkpoint", file, *options], command), split)
+    asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
+    opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
     opened.model.to(device or "cpu")
     return opened
 

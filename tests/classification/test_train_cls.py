@@ -65,10 +65,10 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     assert [e["step"] for e in steps] == list(range(1, 10)) and all(math.isfinite(e["loss"]) for e in steps)
     assert steps[-1]["unreadable"] == 1
     assert len(validations) == 2
-    for scores in validations:
-        assert (scores["images"], scores["unreadable"]) == (17, 1)
-        assert scores["images_per_s"] > 0 and scores["peak_memory_mib"] > 100
-        assert scores["active_heads"] == [2, 3] and scores["active_share"] == pytest.approx(5 / 6, abs=1e-4)
+    for found in validations:
+        assert (found["images"], found["unreadable"]) == (17, 1)
+        assert found["images_per_s"] > 0 and found["peak_memory_mib"] > 100
+        assert found["active_heads"] == [2, 3] and found["active_share"] == pytest.approx(5 / 6, abs=1e-4)
     found = results(run)
     confusion = json.loads((run / "confusion.json").read_text())
     assert confusion["classes"] == ["cat", "dog"] and sum(images for *_, images in confusion["counts"]) == 17
