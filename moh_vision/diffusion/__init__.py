@@ -9,14 +9,8 @@ if TYPE_CHECKING:
     from moh_vision.diffusion.pipeline import MoHDiTPipeline
 
 __all__ = [
-    "SAMPLERS",
-    "FlowMatchingLoss",
-    "Guidance",
-    "HybridLoss",
-    "MoHDiTPipeline",
-    "make_scheduler",
-    "sample_images",
-]
+    "SAMPLERS", "FlowMatchingLoss", "Guidance", "HybridLoss", "MoHDiTPipeline", "make_scheduler", "sample_images"
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

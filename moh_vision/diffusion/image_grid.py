@@ -25,12 +25,7 @@ LINE_GAP = 2  # pixels between the lines of a name
 def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
     """Write images batch by batch: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
 
-    What is there before is replaced only when all is written.
-
-    Args:
-        batches: uint8 [B, C, h, w] each.
-        labels: [N], arr_1 of the .npz; arr_0 is uint8 [N, h, w, C].
-        out: path of the folder or .npz file.
+    Batches are uint8 [B, C, h, w], labels [N]. What is there before is replaced only when all is written.
     """
     if out.suffix == ".npz":
         with whole_file(out) as file:
@@ -70,26 +65,10 @@ def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None
             np.lib.format.write_array(file, labels.numpy())
 
 
-def draw_image_grid(
-    images: Tensor,
-    columns: int,
-    path: str,
-    cell: int = 48,
-    gap: int = 2,
-    names: Optional[Sequence[str]] = None,
-    above: Optional[Sequence[str]] = None,
-) -> None:
-    """Write a PNG of images [N, C, h, w] (uint8, C = 1 or 3), row by row; small ones are enlarged (bicubic).
-
-    Args:
-        images, columns, path: see above.
-        cell: pixels that a small image is enlarged to, about.
-        gap: white pixels between images.
-        names: one a row, such as its class, to the left of it; long ones take several lines.
-        above: one a column, short.
-    """
+def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
+    """Write `image_grid` as a PNG, and make its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    image_grid(images, columns, cell, gap, names, above).save(path, format="PNG")
+    image_grid(images, columns, **look).save(path, format="PNG")
 
 
 def image_grid(
@@ -100,7 +79,10 @@ def image_grid(
     names: Optional[Sequence[str]] = None,
     above: Optional[Sequence[str]] = None,
 ) -> Image.Image:
-    """The picture that `draw_image_grid` writes."""
+    """Lay images [N, C, h, w] (uint8, C = 1 or 3) out row by row; small ones are enlarged to about `cell` pixels (bicubic).
+
+    `names` stand to the left of the rows, long ones in several lines; `above` stand over the columns.
+    """
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
     rows = -(-n // columns)

@@ -16,11 +16,10 @@ from moh_vision.engine.io import whole_file, write_whole
 
 
 class ImageParts:
-    """Batches of uint8 images, one file each, in a hidden folder named after all that determines the images.
+    """Batches of uint8 images, one file each, in a hidden folder named after all that determines the images (`settings`).
 
-    That is `settings`, JSON. Batch k holds images k * batch_size to (k + 1) * batch_size - 1,
-    whatever process makes it. With `counted` a batch also has sums over its images, as of a
-    `HeadLoad`, and is missing without them.
+    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whatever process makes it. With `counted` a batch is
+    missing without sums over its images, as of a `HeadLoad`.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):

@@ -32,10 +32,9 @@ def open_inputs(
     stream: Optional[ShardStream] = None,
     split: str = "train",
 ):
-    """Open a split of `root`, images or latents, as PixelInputs, CachedInputs or EncodedInputs.
+    """Open a split of `root`, images or latents; `stream` has the images, if they are not read from `root`.
 
-    `vae` is "none" for pixels; latents only compare the VAE, if it is at hand. `img_size` None means the
-    size of the images, or 256 with a VAE. `stream` has the images, if they are not read from `root`.
+    Latents only compare the VAE, if it is at hand. `img_size` None means that of the images, or 256 with a VAE.
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.data.imagenet import unnamed_classes
+from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import PixelInputs, open_inputs
@@ -89,7 +90,7 @@ class OpenedDiffusion(Opened):
             return task(**send_to_device(batch, device))["task_loss"]
 
     @cached_property
-    def _judge(self) -> Tuple[SampleConfig, Any, Tensor, Callable]:
+    def _judge(self) -> Tuple[SampleConfig, MoHDiTPipeline, Tensor, Callable]:
         """What draws and scores: the configuration of sample.py, a pipeline with our model, labels, and the scorer."""
         config = self.config
         if isinstance(config, OpenedDitConfig):  # as the run itself is scored
@@ -97,7 +98,7 @@ class OpenedDiffusion(Opened):
             asked = ["--checkpoint", config.checkpoint, "--score", score["reference"] or config.data.root]
             asked += ["--num-images", str(score["images"]), "--extractor", score["extractor"]]
             config = parse_config(SampleConfig, asked, "open_run")
-        pipe, about = open_pipeline(config)
+        pipe, about = self.splits.get("pipeline") or open_pipeline(config)
         chosen, _ = settle(config, about)
         scorer = open_scorer(config, pipe, about, about["run"] or "samples")
         pipe.register_modules(transformer=self.model)
@@ -149,10 +150,12 @@ def open_run(
     """See `moh_vision.open_run`; options are those of `OpenedDitConfig`, with `scores` those of sample.py."""
     if scores:
         config = parse_scored(path, options, command)
-    elif Path(path, "config.yaml").is_file() or not name and not Path(path, "model_index.json").is_file():
+        pipe, about = open_pipeline(config)
+        said = dict(about, weights=weights_said(about["weights"], config.weights))
+        return OpenedDiffusion(config, pipe.transformer.to(device or "cpu").eval(), said, dict(pipeline=(pipe, about)))
+    config = OpenedDitConfig(checkpoint=path)
+    if not name and not Path(path, "model_index.json").is_file():
         config = parse_config(OpenedDitConfig, ["--checkpoint", path, *options], command)
-    else:
-        config = OpenedDitConfig(checkpoint=path)
     model, about = open_transformer(path, name, weights or "ema")
     return OpenedDiffusion(config, model.to(device or "cpu"), about)
 

@@ -96,14 +96,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
-        """Look up classes.
-
-        Args:
-            label: names of classes, words of ImageNet's names, or numbers as texts; or one of them.
-
-        Returns:
-            their numbers
-        """
+        """Return the numbers of classes: by name, by a word of ImageNet's names, or by number as text; one or several."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
             raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")

@@ -25,11 +25,9 @@ ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a ro
 
 
 class Samples:
-    """Samples of the same noise and labels at every step of training, and with any number of processes.
+    """Samples of the same noise and labels at every step of training, with any number of processes.
 
-    Image i has class i modulo the number of `config.classes`, or of all `names`. `clip` is for
-    predicted pixels. `decode` turns samples [B, C, h, w] into images in [-1, 1]; None: they are images.
-    `failed` counts drawings and scores that failed.
+    `clip` is for predicted pixels; `decode` turns samples into images in [-1, 1], None: they are images. `failed` counts.
     """
 
     def __init__(
@@ -92,11 +90,7 @@ class Samples:
         return on_step
 
     def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
-        """Write a PNG grid, and hand its images to the log. Every process may call this; the log's own process writes.
-
-        A failure is counted and logged, and training goes on. `step` is the step of the weights; `ema` is for the
-        log.
-        """
+        """Write a PNG grid on the log's process, and hand its images to the log; a failure is counted, and training goes on."""
         c = self.config
         starts = range(0, c.images, BATCH)
         on_step = self.announce(log, len(starts))
@@ -119,8 +113,7 @@ class Samples:
     def score(self, model: nn.Module, scorer: Callable, run: Path, log, step: int, accelerator) -> Tuple[dict, str]:
         """Return scores and their text for `images` samples that the processes share; every process calls it.
 
-        A failure is counted and returned as dict(error=...). The samples stay in the folder
-        .scoring of the run meanwhile.
+        A failure is counted and returned as dict(error=...). The samples are in RUN/.scoring meanwhile.
         """
         folder, count = run / ".scoring", self.config.images
         labels, found = self.labels(range(count)), []

@@ -150,9 +150,8 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
     """Return the scheduler, without settings that `from_config` took over from another class and that break it.
 
-    From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts
-    the prediction to three channels. It and others that have thresholding in place of clip_sample lose
-    the clipping. DDIM inherits a spacing that does not meet its own strides.
+    DPM-Solver inherits a variance_type of a DDPM with a learned variance, with which diffusers cuts the prediction to
+    three channels; others lose the clipping; DDIM inherits a spacing that does not meet its own strides.
     """
     from diffusers import DDIMScheduler, DDPMScheduler
 
@@ -233,7 +232,7 @@ def sample_images(
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
     on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
 ) -> Tensor:
-    """Sample one image per label, from any function that predicts noise or a velocity.
+    """Sample one image per label [B, C, h, w], from any function that predicts noise or a velocity.
 
     The noise of an image, at the start and at every step, comes from its own seed: it does not depend on the images
     beside it.
@@ -242,18 +241,8 @@ def sample_images(
         predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes it, or
             [n, 2C, h, w] with the learned variance.
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
-        labels: [B] classes.
-        shape: (C, h, w).
-        seeds: B whole numbers.
         null_label: the label that means "no class".
-        guidance: see `Guidance`.
         on_step: (step, t, x) after every step; what it returns, if anything, takes the place of x.
-
-    Returns:
-        [B, C, h, w]
-
-    Raises:
-        FloatingPointError: naming the step, as soon as images hold NaN or infinity.
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)

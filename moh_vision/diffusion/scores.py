@@ -115,10 +115,9 @@ def make_scorer(
     index_dir: str,
     classes: Optional[list] = None,
 ):
-    """Open all that scores need; return a function of (parts, labels, device, batch size).
+    """Open all that scores need, and return a function of (parts, labels, device, batch size).
 
-    With the `classes` of a diffusion run, a classification run as extractor and a data set as reference the
-    result is a `ClassifierScores`, otherwise a `FidelityScores`. `key` names the reference in messages.
+    With the `classes` of a run, a classifier as extractor and a data set it is a `ClassifierScores`. `key` is for messages.
     """
     source = open_set(key, reference, split, default_split, index_dir)
     if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():

@@ -25,9 +25,10 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.batches import NoisedLatents, posterior_draw
-from moh_vision.diffusion.latents import LatentCache, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.latents import writer as writing
 from moh_vision.diffusion.latents.__main__ import main
+from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.vae import encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.objectives import draw_step
 
 

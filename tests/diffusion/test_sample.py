@@ -56,7 +56,12 @@ def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more)
         for p in model.parameters():
             if p.requires_grad:
                 p.add_(0.2 * torch.randn_like(p))
-    about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=dict(label_drop=label_drop))
+    about = dict(
+        architecture=NAME,
+        arguments=arguments,
+        classes=["a", "b", "c"],
+        config=dict(kind="diffusion", label_drop=label_drop),
+    )
     about["config"].update(vae="none" if pixels else "some")
     export_weights(model, folder / "ema.safetensors", {**about, **more})
     return folder

@@ -19,8 +19,8 @@ from tiny_vae import coarse_vae, save_tiny_vae
 from moh_vision.commands.search import main as search
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
-from moh_vision.diffusion.latents import load_vae
 from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.objectives import draw_step
 from moh_vision.models.weights import from_run
 

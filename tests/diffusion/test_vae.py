@@ -10,8 +10,14 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from refusals import one_line
 from tiny_vae import save_tiny_vae, tiny_vae
 
-from moh_vision.diffusion.latents import LatentSpace, decode, encode_moments, load_vae, sample_posterior
-from moh_vision.diffusion.latents.vae import vae_fingerprint
+from moh_vision.diffusion.latents.vae import (
+    LatentSpace,
+    decode,
+    encode_moments,
+    load_vae,
+    sample_posterior,
+    vae_fingerprint,
+)
 
 SPACE = LatentSpace("x", "", 0.5, None, 2, 4)
 

@@ -17,8 +17,9 @@ from tiny_vae import layout, save_tiny_vae, tiny_vae
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import open_inputs
-from moh_vision.diffusion.latents import LatentCache, LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.objectives import draw_step
 
 CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32}

@@ -267,7 +267,7 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
 
 
 def test_the_whole_text_of_a_key_and_of_a_section(capsys):
-    assert "as moh_vision.commands.search writes it" in helped(ClsConfig, ["--help", "model.head-budget"], capsys)
+    assert "as `python -m moh_vision search` writes it" in helped(ClsConfig, ["--help", "model.head-budget"], capsys)
     text = helped(ClsConfig, ["--help", "ema"], capsys)
     assert (
         "--ema.decay 0.0\n  float, at least 0 and below 1\n" in text

@@ -270,7 +270,12 @@ def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):
 
     arguments = dict(img_size=8, in_chans=3, num_classes=12, embed_dim=16, depth=1, num_heads=2, head_budget=1.0)
     name = "moh_dit_small_patch2_75"
-    about = dict(architecture=name, arguments=arguments, classes=[str(c) for c in range(12)], config=dict(label_drop=0))
+    about = dict(
+        architecture=name,
+        arguments=arguments,
+        classes=[str(c) for c in range(12)],
+        config=dict(kind="diffusion", label_drop=0),
+    )
     export_weights(create(name, "diffusion", **arguments), tmp_path / "model.safetensors", about)
     argv = f"--checkpoint {tmp_path} --sampler ddim --steps 1 --num-images 30 --grid {tmp_path}/grid.png".split()
     sample.main(argv)

@@ -29,8 +29,9 @@ from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.image_parts import ImageParts
-from moh_vision.diffusion.latents import LatentCache, load_vae
 from moh_vision.diffusion.latents.__main__ import main as write_latents
+from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
 from moh_vision.engine.command_line import parse_config

@@ -8,8 +8,9 @@ from repeat import cases
 from tiny_vae import save_tiny_vae
 
 from moh_vision.data.shards import convert
-from moh_vision.diffusion.latents import LatentCache, load_vae
+from moh_vision.diffusion.latents.cache import LatentCache
 from moh_vision.diffusion.latents.conversion import write_latents
+from moh_vision.diffusion.latents.vae import load_vae
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from moh_vision.models.weights import create, from_run, init_from, to_validate
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
 DIT = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3, in_chans=4, head_budget=[(1, 1)])
-ABOUT = dict(architecture=NAME, arguments=SMALL, classes=["a", "b", "c"], step=3, config=dict(label_drop=0.1))
+ABOUT = dict(
+    architecture=NAME, arguments=SMALL, classes=["a", "b", "c"], step=3, config=dict(kind="diffusion", label_drop=0.1)
+)
 
 
 @pytest.fixture(scope="module")

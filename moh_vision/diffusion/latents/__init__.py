@@ -17,25 +17,3 @@ DIR is then on a disk that all see. A batch never reaches into the next shard, s
 number. A shard is written under a hidden name, flushed, recorded and only then renamed, so the same command goes on
 after a kill at any moment. Another VAE, other arguments or changed images are refused.
 """
-
-from moh_vision.data.splits import is_latent_cache
-from moh_vision.diffusion.latents.cache import LatentCache
-from moh_vision.diffusion.latents.vae import (
-    DEFAULT_VAE,
-    LatentSpace,
-    decode,
-    encode_moments,
-    load_vae,
-    sample_posterior,
-)
-
-__all__ = [
-    "DEFAULT_VAE",
-    "LatentCache",
-    "LatentSpace",
-    "decode",
-    "encode_moments",
-    "is_latent_cache",
-    "load_vae",
-    "sample_posterior",
-]

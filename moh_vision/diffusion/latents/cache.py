@@ -48,13 +48,7 @@ def _shape(space: LatentSpace, size: int) -> List[int]:
 class LatentCache(TarSamples):
     """Posterior moments of images and of their mirror images, as `python -m moh_vision latents` writes them.
 
-    Args:
-        root, split, index_dir: see `TarSamples`.
-
-    Attributes:
-        space: a `LatentSpace`.
-        size: of the images, in pixels.
-        img_size, channels: side and C of the latents.
+    `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are those of the latents.
     """
 
     what = "latents"
@@ -85,11 +79,7 @@ class LatentCache(TarSamples):
         return manifest_path(folder, split), {entry["shard"]: entry for entry in self.manifest["shards"]}
 
     def moments(self, index: int) -> Tensor:
-        """Return `encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32.
-
-        Raises:
-            UnreadableImage: naming shard and byte.
-        """
+        """Return `encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         data = self.read(index)
         if len(data) != self.bytes[index] or not data.startswith(self.header):
             raise UnreadableImage(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")

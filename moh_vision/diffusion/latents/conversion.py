@@ -36,21 +36,8 @@ def write_latents(
 ) -> None:
     """Encode the images of a split and their mirror images, together with all processes of accelerate's PartialState.
 
-    Args:
-        root, split: see `splits.open_source`.
-        out: folder, made if missing; the same for all ranks.
-        vae: see `load_vae`.
-        size: pixels of the center crop.
-        batch_size: images at a time; a batch does not reach into the next shard.
-        samples_per_shard: at most; the samples are spread evenly.
-        dtype: of the moments on disk, "float16" or "float32".
-        seed: of the shuffle.
-        workers: reading processes of each rank.
-        max_bad_fraction: share of the images that may be unreadable and left out.
-        say: takes the lines about what was done, on rank 0.
-
-    Raises:
-        MistakeElsewhere: after a mistake on rank 0.
+    `size` is the side of the center crop, `samples_per_shard` the most (samples are spread evenly), `seed` that of the
+    shuffle, `workers` the reading processes of each rank. After a mistake on rank 0 the others raise MistakeElsewhere.
     """
     from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
     index_dir = str(Path(out).resolve().with_name(".index"))

@@ -44,17 +44,9 @@ STATISTICS = ("latents_mean", "latents_std")
 class LatentSpace:
     """What identifies the latents of a VAE, and scales them for a diffusion model.
 
-    The input is (draw - shift_factor) * scaling_factor, or with statistics, as diffusers' pipelines have it,
-    (draw - latents_mean) * scaling_factor / latents_std.
-
-    Args:
-        name: of the VAE, as it was given.
-        sha256: see `vae_fingerprint`.
-        scaling_factor, shift_factor: of all channels; None: no shift.
-        downsampling: pixels to the side of a latent.
-        latent_channels: C.
-        latents_mean, latents_std: C numbers each; None: no statistics.
-        deterministic: the VAE has no posterior, and encodes an image to one latent.
+    The input is (draw - shift_factor) * scaling_factor, or with statistics of C numbers each, as diffusers' pipelines have
+    it, (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels to the side of a latent; a
+    `deterministic` VAE has no posterior, and encodes an image to one latent.
     """
 
     name: str
@@ -177,13 +169,8 @@ class NotAtHand(ValueError):
 def load_vae(name: str, fetch: bool = True):
     """Load AutoencoderKL, AutoencoderKLFlux2 or AutoencoderDC of diffusers: float32, eval mode, without gradients.
 
-    Args:
-        name: of a model on the Hugging Face hub, or a local folder; a pipeline with the VAE in `vae/` does too. Weights
-            are read from safetensors only.
-        fetch: ask the hub, if its local cache does not hold the VAE.
-
-    Raises:
-        NotAtHand: without fetch, where the hub would have to be asked.
+    `name` is of the Hugging Face hub, or a folder; a pipeline with the VAE in `vae/` does too. Without `fetch`, raise
+    NotAtHand where the hub would have to be asked. Weights are read from safetensors only.
     """
     try:
         return _load(name, local=True)
@@ -300,15 +287,9 @@ def encode_moments(vae, images: Tensor) -> Tensor:
 
 
 def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tensor:
-    """Draw from posteriors, and scale the draw for diffusion.
+    """Draw from posteriors with standard normal noise [..., C, h, w], and scale the draw for diffusion.
 
-    Args:
-        moments: [..., 2C, h, w], or without posteriors [..., C, h, w], as from `encode_moments`.
-        noise: [..., C, h, w], standard normal; without posteriors it has no effect.
-        space: of the VAE.
-
-    Returns:
-        latents [..., C, h, w].
+    moments: [..., 2C, h, w], or of a VAE without posteriors [..., C, h, w] -> latents [..., C, h, w].
     """
     if space.deterministic:
         return space.scale(moments)
