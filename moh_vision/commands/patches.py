@@ -2,16 +2,15 @@
 
 python -m moh_vision patches RUN --image FILE --output heads.png
 
-RUN comes first: a run of a classifier, or weights with --model.NAME as validate.py takes them; other options of validate.py
-are taken too. The figure shows the image as the model sees it, and for each head where it runs, coloured by its gate; it
-is dark where the head does not run. NAME.json beside the figure has all gates as numbers.
+RUN comes first: a run of a classifier, or weights with --model.NAME; other options of validate.py are taken too. The
+figure shows the image as the model sees it, and each head coloured by its gate, dark where it does not run.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -95,14 +94,14 @@ class PatchHeads(NamedTuple):
     gates: Tensor  # [H, rows, columns] weights; 0 where the head does not run
 
 
-def patch_grid(model: nn.Module, layer: str, size: Tuple[int, int]) -> Tuple[int, int, int]:
+def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
     """Return the class and register tokens before the patches, and rows and columns of the patches, in a layer."""
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
 
 
-def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
+def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     """Find which heads each patch of an image [C, h, w] runs in every layer of a classifier, and with what gate."""
     found = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
@@ -112,13 +111,13 @@ def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
     return found
 
 
-def cell_grid(heads: int) -> Tuple[int, int]:
+def cell_grid(heads: int) -> tuple[int, int]:
     """Return rows and columns of cells for an image and one map per head."""
     rows = math.ceil((heads + 1) / MOST_COLUMNS)
     return rows, math.ceil((heads + 1) / rows)
 
 
-def draw_maps(figure, grid: Tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
+def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
     """Draw an image, and over its grey form the maps: values [rows, columns], their top, colours and title.
 
     Cells have no axes. What a colour bar needs is returned.
@@ -135,7 +134,7 @@ def draw_maps(figure, grid: Tuple[int, int], seen: np.ndarray, maps: Sequence[tu
     return drawn
 
 
-def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray, title: str):
+def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw for each (number, heads) of a layer the image and one map per head."""
     grids = [cell_grid(len(heads.active)) for _, heads in layers]
     sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
@@ -158,7 +157,7 @@ def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Optional[Sequence[int]], found: Sequence[PatchHeads]) -> List[int]:
+def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> list[int]:
     """Return the numbers of --layer, or a middle and the last layer of those that leave heads out, if any do."""
     for number in layers or ():
         if not 0 <= number < len(found):
