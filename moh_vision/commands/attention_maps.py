@@ -113,7 +113,7 @@ def figure(options):
     layer = len(attention_layers(opened.model)) - 1 if options.layer is None else options.layer
     maps = attention_maps(opened.model, opened.image, layer, token)
     of = "the class token" if maps.token == "cls" else f"patch {maps.token[0]},{maps.token[1]}"
-    title = f"{opened.title()}\nlayer {layer}, attention of {of}"
+    title = f"{opened.title}\nlayer {layer}, attention of {of}"
     numbers = dict(
         opened.about,
         layer=layer,

@@ -39,14 +39,7 @@ class OneImage(NamedTuple):
     image: Tensor  # [C, h, w] as the model takes it
     seen: np.ndarray  # [h, w, 3] the same to look at, 0 to 1
     about: dict  # run, weights, model, image, img_size; predicted class, its probability, true class or None
-
-    def title(self) -> str:
-        """Say in two lines: run, active heads and image; what the model takes it for, and what it is."""
-        a, share = self.about, head_budget(self.model)["share"]
-        predicted = f"predicted class {shortened(a['predicted'])} ({100 * a['probability']:.1f} %)"
-        true = f", true class {shortened(a['true'])}" if a["true"] is not None else ""
-        title = f"{a['run']}, {100 * share:.3g} % of the heads: {Path(a['image']).name}\n{predicted}{true}"
-        return title.replace("$", r"\$")  # no formulas
+    title: str  # two lines: run, active heads and image; what the model takes it for, and what it is
 
 
 def image_options(add) -> None:
@@ -57,13 +50,12 @@ def image_options(add) -> None:
 
 def open_image(options, command: str) -> OneImage:
     """Open a classifier and an image as validation sees it; a folder with the name of a class tells its true class."""
-    kind, file = kind_of(options.run, options.rest), options.image
+    run, file = options.run, options.image
+    kind = kind_of(run, options.rest)
     if kind != "classification":
-        raise ValueError(
-            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
-        )
+        raise ValueError(f"{run} is a {kind} model; expected a classifier, whose tokens are patches of an image")
     picture = decode_image(Path(file).read_bytes(), file)
-    opened = open_run(options.run, options=options.rest, command=command)
+    opened = open_run(run, options=options.rest, command=command)
     model, of = opened.model, opened.metadata
     cfg, weights = model.pretrained_cfg, of["weights"]
     image = validation_transform(cfg)(picture)  # [C, h, w]
@@ -82,7 +74,10 @@ def open_image(options, command: str) -> OneImage:
         probability=probability.item(),
         true=dict(zip(of["classes"] or (), names)).get(folder),
     )
-    return OneImage(model, image, seen, about)
+    title = f"{about['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
+    title += f"predicted class {shortened(about['predicted'])} ({100 * probability:.1f} %)"
+    title += f", true class {shortened(about['true'])}" if about["true"] is not None else ""
+    return OneImage(model, image, seen, about, title.replace("$", r"\$"))  # no formulas
 
 
 class PatchHeads(NamedTuple):
@@ -189,4 +184,4 @@ def figure(options):
         for number, heads in layers
     ]
     text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
-    return draw_patch_heads(layers, opened.seen, opened.title()), dict(opened.about, layers=numbers), text
+    return draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, head_budget, running
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, running
 from moh_vision.attention.budget import spread
 from moh_vision.engine.commands import Progress, refuse_output, say
 from moh_vision.engine.io import write_whole
@@ -187,9 +188,8 @@ def work(options) -> None:
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
         what += ", converted with its strongest heads shared"
     model = opened.model
-    layers = head_budget(model)["layers"]
-    routed = [layer["heads"] - layer["shared"] for layer in layers]
-    runs = 1 + sum(2 * r - 1 for r in routed if r)
+    full = all_heads_of(model)
+    runs = 1 + sum(2 * b.candidates - 1 for b in full if b.candidates)
     say(f"{what}: {opened.loss_name} of {options.images} {unit}, about {runs} times")
     say("layer  loss above that of all heads, by the heads that run")
 
@@ -199,27 +199,24 @@ def work(options) -> None:
 
     with Progress("search", runs + 6, "measurement") as progress:  # three budgets are compared, on both halves
 
-        def loss_on(batches: list[dict]) -> LossOf:
-            def loss(model: nn.Module) -> float:
-                found = opened.mean_loss(batches)
-                progress.add()
-                return found
-
+        def measured(batches: list[dict], _: nn.Module) -> float:
+            loss = opened.mean_loss(batches)
+            progress.add()
             return loss
 
-        loss_of = loss_on(searched)
+        loss_of = partial(measured, searched)
         found = search_budget(model, loss_of, options.share, show)
         without = losses_without_heads(model, loss_of)
         compared = compare(model, found.active, loss_of)
-        elsewhere = compare(model, found.active, loss_on(others))
+        elsewhere = compare(model, found.active, partial(measured, others))
     say("layer  loss above that of all heads, without one routed head")
     for number, losses in enumerate(without):
         say_above(number, {head: loss - found.all_heads for head, loss in losses.items()})
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer")
-    total = sum(layer["heads"] for layer in layers)
+    heads = sum(b.heads for b in full)
     for name, budget in compared.items():
         active, there = budget["active"], elsewhere[name]["loss"]
-        row = f"{name:10}{sum(active):6d}{100 * sum(active) / total:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
+        row = f"{name:10}{sum(active):6d}{100 * sum(active) / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
         say(f"{row}  {' '.join(map(str, active))}")
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
@@ -228,7 +225,7 @@ def work(options) -> None:
     lines = [
         f"# {sum(found.active)} heads by python -m moh_vision search: {what}",
         f"# {opened.loss_name} of all heads {found.all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
-        *(f"- {[layer['shared'], k - layer['shared']]}" for layer, k in zip(layers, found.active)),
+        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, found.active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
     say(f'{options.output}: --model.head_budget "$(cat {options.output})"')
