@@ -15,7 +15,6 @@ from moh_vision.engine.commands import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import kind_of, open_run
 
 # Numbers of a run, and of a row in paper_rows.yaml: title and digits. The order is that of the columns.
@@ -149,11 +148,16 @@ def find_run(folder: Path) -> ScoredRun:
 def read_run(folder: Path) -> ScoredRun:
     """Read what a run is and its scores; raise NoScores if it has none."""
     run = find_run(folder)
-    read = dict(classification=_classification, diffusion=_diffusion).get(run.kind, _text)
+    about = dict(classification=_about_images, diffusion=_about_samples).get(run.kind, _about_text)
     try:
-        return read(run)
+        scores, suites = _suites(folder)
+        found = _scored_samples(folder) if run.kind == "diffusion" else _results(folder, bool(suites))
+        scores |= {key: number_at(found, PLACES.get(key, (key,)), folder) for key in COLUMNS}
+        steps = number_at(found, ("step",), folder) or 0
+        run = about(run._replace(steps=steps, scores=scores), found)
     except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
         raise ValueError(f"{folder}: its scores are not as a run writes them ({reason_of(error)})") from None
+    return run._replace(how="; ".join([run.how, *suites]))
 
 
 def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
@@ -166,63 +170,50 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
     return runs
 
 
-def _results(folder: Path) -> dict:
-    if not (folder / "results.json").is_file():
+def _results(folder: Path, scored: bool) -> dict:
+    file = folder / "results.json"
+    if not file.is_file() and not scored:
         raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
-    return read_json(folder / "results.json")
+    return read_json(file) if file.is_file() else {}
 
 
-def _scores(found: dict, folder: Path) -> dict[str, float | None]:
-    return {key: number_at(found, PLACES.get(key, (key,)), folder) for key in COLUMNS}
+def _scored_samples(folder: Path) -> dict:
+    if (folder / "scores.json").is_file():
+        return read_json(folder / "scores.json")
+    scored = [entry for entry in read_metrics(folder) if "error" not in entry.get("scores", ["error"])]
+    if not scored:
+        raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
+    return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 
 
-def _classification(run: ScoredRun) -> ScoredRun:
-    results = _results(run.folder)
-    scores, images = _scores(results, run.folder), number_at(results, ("images",), run.folder)
+def _about_images(run: ScoredRun, results: dict) -> ScoredRun:
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
-        scores["top5"] = None
-    how, error = f"{images} validation images of {run.config.get('data.root')}", ""
-    top1 = scores["top1"] or 0
+        run.scores["top5"] = None
+    top1, images, error = run.scores["top1"] or 0, results.get("images"), ""
     if images and 0 < top1 < 100:
         deviation = (top1 * (100 - top1) / images) ** 0.5
         error = f"; one standard error of top-1 over these images is {deviation:.2g} points"
-    return run._replace(steps=results.get("step", 0), scores=scores, how=how, error=error)
+    return run._replace(how=f"{images} validation images of {run.config.get('data.root')}", error=error)
 
 
-def _diffusion(run: ScoredRun) -> ScoredRun:
-    file = run.folder / "scores.json"
-    if file.is_file():
-        found = read_json(file)
-        steps = number_at(found, ("step",), run.folder) or 0
-    else:
-        scored = [entry for entry in read_metrics(run.folder) if "error" not in entry.get("scores", ["error"])]
-        if not scored:
-            raise NoScores(
-                f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE"
-            )
-        found, steps = scored[-1]["scores"], scored[-1]["step"]
-    scores, sampling = _scores(found, run.folder), found.get("sampling", {})
-    if scores["recognised"] is not None:
-        scores["recognised"] *= 100
-    by = found.get("label") or found.get("feature_space")
+def _about_samples(run: ScoredRun, found: dict) -> ScoredRun:
+    sampling, by = found.get("sampling", {}), found.get("label") or found.get("feature_space")
+    if run.scores["recognised"] is not None:
+        run.scores["recognised"] *= 100
     if found.get("extractor"):
         by = f"{by} by {found['extractor']}"
     drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
     images = f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}"
-    return run._replace(steps=steps, scores=scores, how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
+    return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
 
 
-def _text(run: ScoredRun) -> ScoredRun:
-    scores, suites = _suites(run.folder)
-    results = {} if suites and not (run.folder / "results.json").exists() else _results(run.folder)
+def _about_text(run: ScoredRun, results: dict) -> ScoredRun:
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
-    how = [f"{run.config.get('data.root')}, splits {' and '.join(splits)}"]
+    how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
-        lowercase = results.get("bleu_lowercase", run.config.get("data.lowercase"))
-        case = ", lower-cased data" if lowercase else ""
-        how.append(f"BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}")
-    scores |= _scores(results, run.folder)
-    return run._replace(steps=results.get("step", 0), scores=scores, how="; ".join([*how, *suites]))
+        case = ", lower-cased data" if results.get("bleu_lowercase") else ""
+        how += f"; BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}"
+    return run._replace(how=how)
 
 
 def suite_titles(name: str) -> list[str]:
@@ -253,7 +244,6 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
 
 def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
     """Open the model of a run on the meta device, with arguments of one forward; FileNotFoundError without weights."""
-    weights_file(str(run.folder))
     opened = open_run(run.folder)
     if run.sampling.get("head_budget") is not None:
         set_head_budget(opened.model, run.sampling["head_budget"])

@@ -12,8 +12,8 @@ import pytest
 import small_runs
 from PIL import Image
 
+from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
-from moh_vision.commands import report
 from moh_vision.commands.report_figures import POINTS, draw_curves, embed, svg_settings
 from moh_vision.commands.table import make_table
 from moh_vision.diffusion import train as train_dit
@@ -76,7 +76,7 @@ def made(folder, *runs):
     """The page that the command writes, after what every page must be."""
     output = folder / "report.html"
     output.unlink(missing_ok=True)
-    assert report.main([*map(str, runs), "--output", str(output)]) == 0
+    assert main(["report", *map(str, runs), "--output", str(output)]) == 0
     markup = output.read_text(encoding="utf-8")
     page = Page(markup)
     assert page.tags.count("html") == page.tags.count("body") == 1 and "script" not in page.tags
@@ -204,7 +204,7 @@ def test_large_pictures_are_made_smaller(runs, tmp_path):
 def test_mistakes_are_one_line(runs, tmp_path, capsys):
     def refused(*argv):
         capsys.readouterr()
-        assert report.main([str(a) for a in argv]) == 2
+        assert main(["report", *map(str, argv)]) == 2
         out, error = capsys.readouterr()
         assert not out and error.count("\n") == 1, error
         return error

@@ -12,6 +12,7 @@ import yaml
 from conftest import ROOT
 
 from moh_vision import load_run
+from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import macs, table
 from moh_vision.diffusion import train as train_dit
@@ -42,7 +43,7 @@ def runs(tmp_path_factory):
 def command(capsys, *argv):
     """(exit code, standard output, standard error) of the command."""
     capsys.readouterr()
-    code = table.main([str(a) for a in argv])
+    code = main(["table", *map(str, argv)])
     return (code, *capsys.readouterr())
 
 
@@ -124,16 +125,12 @@ def test_diffusion(runs, capsys):
 
 def test_steps_are_those_of_the_weights(runs, tmp_path, capsys):
     """Not those of the last line logged, nor of the plan."""
-    for name, said in dict(old={}, new=dict(step=1)).items():
-        folder = shutil.copytree(runs / "dit", tmp_path / name)
-        (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, **said)))
-        first = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
-        (folder / "metrics.jsonl").write_text(first)
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(max_steps=5)))
-        out = command(capsys, folder)[1]
-        steps = said.get("step", 2)
-        assert cells(out)[0]["steps"] == str(steps) and f"(seed 0, {steps} of 5 steps)" in out
+    folder = shutil.copytree(runs / "dit", tmp_path / "run")
+    (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, step=1)))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(max_steps=5)))
+    out = command(capsys, folder)[1]
+    assert cells(out)[0]["steps"] == "1" and "(seed 0, 1 of 5 steps)" in out
 
 
 def test_scores_of_sample_py_come_first(runs, tmp_path, capsys):
@@ -182,7 +179,7 @@ def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, 
 
 def test_suites(runs, tmp_path, capsys):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    config = dict(seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate=dict(beam=5))
+    config = dict(kind="text", seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate=dict(beam=5))
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -230,13 +227,13 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         assert words in refused(capsys, run)
     (run / "results.json").unlink()
     assert f"{run} has no results.json: the run has not ended yet" in refused(capsys, run)
-    (run / "config.yaml").write_text("model: {name: 3}\n")
+    (run / "config.yaml").write_text("kind: text\nmodel: {name: 3}\n")
     assert "config.yaml: model.name 3; expected the name of a model" in refused(capsys, run)
 
 
 def test_rows_of_the_papers():
     """Each is of a model that exists, and its numbers are numbers; sizes are those of the table of MACs."""
-    rows = yaml.safe_load((ROOT / "moh_vision" / "analysis" / "paper_rows.yaml").read_text())
+    rows = yaml.safe_load((ROOT / "moh_vision" / "commands" / "paper_rows.yaml").read_text())
     numbers, names = {*table.SIZES, *table.COLUMNS}, list_text_presets()
     for row in rows:
         model = row["model"]
