@@ -10,7 +10,6 @@ it where most runs of its kind have it.
 from __future__ import annotations
 
 import itertools
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Sequence
@@ -20,21 +19,14 @@ import matplotlib
 import numpy as np
 
 from moh_vision.attention import attention_layers, head_budget
+from moh_vision.commands import report_figures as figures
 from moh_vision.commands.head_load import draw
-from moh_vision.commands.report_figures import (
-    MOST_CLASSES,
-    draw_budget,
-    draw_confusion,
-    draw_curves,
-    embed,
-    inline_svg,
-    svg_settings,
-)
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
     NoScores,
     ScoredRun,
+    as_written,
     find_run,
     having,
     model_of,
@@ -74,10 +66,10 @@ Named = dict[str, ScoredRun]
 
 
 class Section(NamedTuple):
-    """A part of the page: blocks of (form, name, content), as report.html draws them, and lines about what is missing."""
+    """A part of the page; it is left out if its blocks are empty and nothing is missing."""
 
     title: str
-    blocks: list[tuple[str, str, Any]]
+    blocks: list[tuple[str, str, Any]]  # form, as report.html knows it, name and content
     missing: Sequence[str] = ()
 
 
@@ -85,7 +77,7 @@ def make_report(folders: Sequence[Path]) -> str:
     """Make the page, as text."""
     runs = dict(zip(short_names(folders), map(find_run, folders)))
     parts = []
-    with svg_settings():
+    with figures.svg_settings():
         for kind in dict.fromkeys(run.kind for run in runs.values()):
             of_kind = {name: run for name, run in runs.items() if run.kind == kind}
             parts.append((kind.capitalize(), list(sections(kind, of_kind))))
@@ -112,7 +104,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def sections(kind: str, runs: Named) -> Iterator[Section]:
     """Make the sections about runs of one kind."""
-    models, unweighted = open_models(runs)
+    models, unweighted = describe_models(runs)
     yield scores(runs)
     yield training(runs)
     yield heads(runs, models)
@@ -122,27 +114,28 @@ def sections(kind: str, runs: Named) -> Iterator[Section]:
         yield confusions(runs)
     if kind == TEXT["mt"]:
         yield translations(runs)
-    texts = []
-    for names, (model, inputs, named) in models.items():
-        if attention_layers(model):
-            described = describe(runs[names[0]].model, model, *inputs, **named)
-            texts.append(("text", ", ".join(names), described))
+    texts = [("text", ", ".join(names), text) for names, _, text in models if text]
     yield Section("Parameters and multiply-accumulates", texts, unweighted)
 
 
-def open_models(runs: Named) -> tuple[dict[tuple[str, ...], tuple], list[str]]:
-    """Open one model for runs that differ in the seed alone, by their names; and say which runs keep no weights."""
+def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
+    """Return names of runs that differ in the seed alone, heads of layers, and a text; and say which keep no weights."""
     alike: dict[str, Named] = {}
     for name, run in runs.items():
-        alike.setdefault(json.dumps(run.settings(), sort_keys=True, default=str), {})[name] = run
-    models, missing = {}, []
+        alike.setdefault(run.identity(), {})[name] = run
+    models, missing = [], []
     for group in alike.values():
         for run in group.values():
             try:
-                models[tuple(group)] = model_of(run)
-                break
+                model, inputs, named = model_of(run)
             except FileNotFoundError as error:
                 missing.append(message_of(error))
+                continue
+            layers, text = [], ""
+            if attention_layers(model):
+                layers, text = head_budget(model)["layers"], describe(run.model, model, *inputs, **named)
+            models.append((list(group), layers, text))
+            break
     return models, missing
 
 
@@ -154,7 +147,7 @@ def scores(runs: Named) -> Section:
             scored.append(run.folder)
         except NoScores as error:
             unscored.append(str(error))
-    return Section("", [("table", "", make_table(scored))] if scored else [], unscored)
+    return Section("", [("table", "", make_table(scored) if scored else None)], unscored)
 
 
 def training(runs: Named) -> Section:
@@ -171,21 +164,18 @@ def training(runs: Named) -> Section:
                     steps.append(number_at(entry, ("step",), file) or 0)
                     values.append(value)
     drawn = [
-        draw_curves(title, curves, colours, log=title == "training loss")
+        figures.draw_curves(title, curves, colours, log=title == "training loss")
         for title, curves in panels.items()
         if any(value for _, values in curves.values() for value in values)  # dense models have nothing to balance
     ]
-    return Section("Training", [("legend", "", colours), ("pictures", "", drawn)] if drawn else [])
+    return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
 
-def heads(runs: Named, models: dict[tuple[str, ...], tuple]) -> Section:
-    from moh_vision.commands.gates import draw_gate_load
-
+def heads(runs: Named, models: list[tuple]) -> Section:
     budgets, loads, dense, missing = [], [], [], []
-    for names, (model, *_) in models.items():
-        layers = head_budget(model)["layers"] if attention_layers(model) else []
+    for names, layers, _ in models:
         if any(layer["active"] < layer["heads"] for layer in layers):
-            budgets.append(draw_budget(layers, f"{', '.join(names)}: heads of each layer"))
+            budgets.append(figures.draw_budget(layers, f"{', '.join(names)}: heads of each layer"))
         else:
             dense += names
     for name, run in runs.items():
@@ -194,26 +184,29 @@ def heads(runs: Named, models: dict[tuple[str, ...], tuple]) -> Section:
             load = HeadLoad.read(file)
             for by in load.groups if load.choosing() else ():
                 caption = f"{name}: share of tokens that run each head, by {by}"
-                loads.append(inline_svg(draw(load, "map", by)[0], caption))
+                loads.append(figures.inline_svg(draw(load, "map", by)[0], caption))
         elif name not in dense and not gates.is_file():
             missing.append(f"{name} has no {FILE}: {LOAD_MAKER}")
         if gates.is_file():
-            loads.append(inline_svg(draw_gate_load(read_json(gates)), f"{name}: load of the gates"))
-    return Section("Heads", [("pictures", "", drawn) for drawn in (budgets, loads) if drawn], missing)
+            from moh_vision.commands.gates import draw_gate_load
+
+            with as_written(f"{gates}: its numbers are"):
+                figure = draw_gate_load(read_json(gates))
+            loads.append(figures.inline_svg(figure, f"{name}: load of the gates"))
+    return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
 
 
 def samples(runs: Named) -> Section:
     blocks, missing = [], []
     for name, run in runs.items():
         found = {f.stem[5:]: f for f in run.folder.glob("previews/step_*.png")}
-        steps = sorted(int(step) for step in found if step.isdecimal())
-        few = dict.fromkeys(steps[i] for i in (0, len(steps) // 2, -1) if steps)
-        shown = {f"after {step:,} steps": run.folder / f"previews/step_{step}.png" for step in few}
+        steps = sorted((int(step), file) for step, file in found.items() if step.isdecimal())
+        few = dict(steps[i] for i in (0, len(steps) // 2, -1) if steps)
+        shown = {f"after {step:,} steps": file for step, file in few.items()}
         grids = sorted(run.folder.glob("*grid*.png"), key=lambda file: file.stat().st_mtime)
         shown |= {grid.name: grid for grid in grids[-1:]}
-        if shown:
-            blocks.append(("pictures", name, [embed(file, SAMPLES, caption) for caption, file in shown.items()]))
-        else:
+        blocks.append(("pictures", name, [figures.embed(file, SAMPLES, text) for text, file in shown.items()]))
+        if not shown:
             missing.append(f"{name} has no samples: --preview.every N draws some of the same noise while it trains")
     return Section("Samples over training", blocks, missing)
 
@@ -223,10 +216,11 @@ def confusions(runs: Named) -> Section:
     drawn, blocks = [], []
     for name, file in files.items():
         classes, counts = read_confusion(file)
-        if len(classes) <= MOST_CLASSES:
+        if len(classes) <= figures.MOST_CLASSES:
             matrix = np.zeros((len(classes), len(classes)), int)
             matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
-            drawn.append(draw_confusion(matrix, classes, f"{name}: images of each class by what they were taken for"))
+            caption = f"{name}: images of each class by what they were taken for"
+            drawn.append(figures.draw_confusion(matrix, classes, caption))
             continue
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
         wrong = counts[counts[:, 0] != counts[:, 1]]
@@ -234,7 +228,7 @@ def confusions(runs: Named) -> Section:
         rows = [(classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()]
         table = Table(["class", "taken for", "images", "% of the class"], rows, [])
         blocks.append(("table", f"{name}: the most confused pairs of classes", table))
-    return Section("Confusion", [("pictures", "", drawn)] * bool(drawn) + blocks, missing)
+    return Section("Confusion", [("pictures", "", drawn), *blocks], missing)
 
 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
@@ -282,10 +276,8 @@ def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[st
 
 def environment(runs: Named) -> Section:
     starts, missing = starts_of(runs)
-    blocks = [("starts", "", starts)] if starts else []
-    for name, run in runs.items():
-        blocks.append(("text", f"configuration of {name}", text_of(run.folder / "config.yaml")))
-    return Section("", blocks, missing)
+    configs = {f"configuration of {name}": text_of(run.folder / "config.yaml") for name, run in runs.items()}
+    return Section("", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing)
 
 
 def options(add) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import torch
 import yaml
@@ -116,6 +117,15 @@ def number_at(tree: Any, place: Sequence[str], file: Path) -> float | None:
     return tree
 
 
+@contextlib.contextmanager
+def as_written(these: str) -> Iterator[None]:
+    """Raise ValueError, which begins with `these`, where a file does not hold what a run writes into it."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{these} not as a run writes them ({reason_of(error)})") from None
+
+
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
     """Return the file of each run that has it, and a line that says what makes it about each of the others."""
     files = {name: run.folder / file for name, run in runs.items()}
@@ -149,14 +159,12 @@ def read_run(folder: Path) -> ScoredRun:
     """Read what a run is and its scores; raise NoScores if it has none."""
     run = find_run(folder)
     about = dict(classification=_about_images, diffusion=_about_samples).get(run.kind, _about_text)
-    try:
+    with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
         found = _scored_samples(folder) if run.kind == "diffusion" else _results(folder, bool(suites))
         scores |= {key: number_at(found, PLACES.get(key, (key,)), folder) for key in COLUMNS}
         steps = number_at(found, ("step",), folder) or 0
         run = about(run._replace(steps=steps, scores=scores), found)
-    except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
-        raise ValueError(f"{folder}: its scores are not as a run writes them ({reason_of(error)})") from None
     return run._replace(how="; ".join([run.how, *suites]))
 
 

@@ -40,6 +40,12 @@ from moh_vision.models.counts import count_macs, count_parameters
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments of a model that make it another one than the papers'. Their translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
+INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
+INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
+MACS = (
+    "MACs: one forward of {}, active heads alone (ideal in --dry-run), with attention scores; the papers leave these out "
+    "or count them twice (python -m moh_vision macs)."
+)
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
@@ -93,7 +99,9 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
-    rows, notes = [], _general_notes(runs[0].kind, len(groups) < len(runs))
+    rows, notes = [], [MACS.format(INPUTS.get(runs[0].kind, "a block of text"))]
+    if len(groups) < len(runs):
+        notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
     for _, alike in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
         for label, group in alike:
@@ -117,17 +125,6 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
 def _of_all_steps(run: ScoredRun) -> str:
     planned = run.config.get("max_steps")
     return f", {run.steps:,} of {planned:,} steps" if planned and 0 < run.steps < planned else ""
-
-
-def _general_notes(kind: str, averaged: bool) -> list[str]:
-    """Say what holds for all rows."""
-    images = dict.fromkeys(("classification", "diffusion"), "an image")
-    inputs = images | {TEXT["mt"]: f"{WORDS} source and {WORDS} target tokens"}
-    macs = (
-        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone (ideal in --dry-run), "
-        "with attention scores; the papers leave these out or count them twice (python -m moh_vision macs)."
-    )
-    return ["Mean ± standard deviation over runs that differ in nothing but the seed."] * averaged + [macs]
 
 
 def _shown(value: float | None) -> str:
