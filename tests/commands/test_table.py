@@ -225,6 +225,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
     shutil.copytree(runs / "cls0", run)
     for text, words in {
         '{"top1": "x"}': "top1 'x'; expected a number",
+        '{"top1_by_class": 3}': "run: its scores are not as a run writes them",
         "[1]": "results.json: expected keys and values, found list",
         "{": "results.json is not readable",
     }.items():
