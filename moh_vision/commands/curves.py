@@ -1,30 +1,27 @@
 """Learning curves of runs over epochs or steps, and their last scores over a key of the configuration.
 
-python -m moh_vision curves RUN RUN ... --output curves.png
-python -m moh_vision curves RUN RUN ... --over data.share --output share.png
+    python -m moh_vision curves RUN RUN ... --output curves.png
+    python -m moh_vision curves RUN RUN ... --over data.share --output share.png
 
-The first form draws training losses (dotted) and validation losses (solid), as Peng 2020 (MAE), figure 3: of language
-models both in nats a token without smoothed labels. A run need not have ended. Only runs of text log epochs: with
-another, or one in its first epoch, all are drawn over steps. The second form draws the first score of the command
-table that all runs have, as Peng 2020, figure 2. Runs that differ in nothing but the seed make one line, in a band of
-one standard deviation (of n - 1).
+Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); of language models both are nats a
+token without smoothed labels. Only runs of text log epochs, from their second epoch on. --over draws the first score
+of the command table that all runs have (figure 2). Runs that differ in nothing but the seed make one line, in a band
+of one standard deviation.
 """
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
-from moh_vision.commands.figures import add_legend, plt
+from moh_vision.commands.figures import Line, draw_lines
 from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
 from moh_vision.engine.commands import closest
 
-Points = List[Tuple[float, float]]  # (steps done, loss)
+Points = list[tuple[float, float]]  # (steps done, loss)
 
 
 def options(add) -> None:
@@ -35,7 +32,7 @@ def options(add) -> None:
     add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
 
 
-def figure(options) -> Tuple[Figure, dict, str]:
+def figure(options) -> tuple:
     if options.window < 1:
         raise ValueError(f"--window {options.window}: expected 1 or more")
     if options.over:
@@ -50,57 +47,28 @@ def figure(options) -> Tuple[Figure, dict, str]:
     return draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}"
 
 
-class Curves(NamedTuple):
-    """What the log of a run says of its losses, the training's without smoothed labels where the log has it so."""
-
-    training: Points
-    validation: Points
-    steps_an_epoch: Optional[float]  # None before the second epoch, and of images, whose runs log no epochs
-
-
-class Line(NamedTuple):
-    """A line of a figure: at each x the values of the runs that have one there."""
-
-    name: str
-    values: Dict[float, List[float]]
-    dotted: bool = False
-
-    def numbers(self) -> dict:
-        """Return the line as JSON has it; std is None where there is one value."""
-        found = list(self.values.values())
-        return dict(
-            name=self.name,
-            x=list(self.values),
-            mean=[statistics.mean(values) for values in found],
-            std=[statistics.stdev(values) if len(values) > 1 else None for values in found],
-            runs=[len(values) for values in found],
-        )
-
-
-def read_curves(folder: Path) -> Curves:
-    """Read the losses in the metrics.jsonl of a run."""
+def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
+    """Read the losses in the metrics.jsonl of a run, and the steps of an epoch if it has begun a second one."""
     file = folder / "metrics.jsonl"
-    training: Points = []
-    validation: Points = []
+    found: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
     for entry in read_metrics(folder):
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
         if step is None:
             raise ValueError(f"{file}: a line without step")
-        loss = number_at(entry, ("nll" if "nll" in entry else "loss",), file)
-        validated = number_at(entry, ("validation", "loss"), file)
-        if loss is not None:  # a skipped step has null
-            training.append((step, loss))
-        if validated is not None:
-            validation.append((step, validated))
+        trained = ("nll" if "nll" in entry else "loss",)  # without smoothed labels, where the log has it so
+        for kind, place in (("training", trained), ("validation", ("validation", "loss"))):
+            loss = number_at(entry, place, file)
+            if loss is not None:  # a skipped step has null
+                found[kind].append((step, loss))
         if epoch is not None:
             # An epoch began after the last step logged and not after this one: in the middle, on average.
             began.setdefault(epoch, (before + step - 1) / 2)
             before = step
-    if not training:
+    if not found["training"]:
         raise ValueError(f"{file}: no line has a loss")
     last = max(began)
-    return Curves(training, validation, began[last] / last if last else None)
+    return found, began[last] / last if last else None
 
 
 def running_mean(points: Points, window: int) -> Points:
@@ -109,28 +77,23 @@ def running_mean(points: Points, window: int) -> Points:
     return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
 
 
-def learning_curves(groups: Sequence[Tuple[str, Sequence[ScoredRun]]], window: int, first_epoch: float):
-    """Return lines of losses, and the label of x.
-
-    Left out is what lies before first_epoch, so that the high losses at the start do not flatten the rest.
-    """
+def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, first_epoch: float):
+    """Return lines of losses, and the label of x; high losses before first_epoch would flatten the rest."""
     logs = [(name, [read_curves(run.folder) for run in group]) for name, group in groups]
-    over_epochs = all(log.steps_an_epoch for _, group in logs for log in group)
+    over_epochs = all(steps for _, group in logs for _, steps in group)
     if first_epoch and not over_epochs:
         raise ValueError(f"--first-epoch {first_epoch:g}: a run has no second epoch in its log, so steps are drawn")
     lines = []
-    for name, group in logs:
+    for number, (name, group) in enumerate(logs):
         # Seeds have batches of slightly different numbers: one length of an epoch keeps their steps together.
-        unit = statistics.mean(log.steps_an_epoch for log in group) if over_epochs else 1
-        kinds = dict(training=[running_mean(log.training, window) for log in group])
-        kinds["validation"] = [log.validation for log in group]
-        for kind, found in kinds.items():
-            values: Dict[float, List[float]] = {}
-            for step, value in sorted(point for points in found for point in points):
+        unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
+        for kind, length in dict(training=window, validation=1).items():
+            values: dict[float, list[float]] = {}
+            for step, value in sorted(sum((running_mean(losses[kind], length) for losses, _ in group), [])):
                 if step / unit >= first_epoch:
                     values.setdefault(step / unit, []).append(value)
             if values:
-                lines.append(Line(f"{name}, {kind}", values, dotted=kind == "training"))
+                lines.append(Line(f"{name}, {kind}", values, f"C{number % 10}", dotted=kind == "training"))
     if not lines:
         raise ValueError(f"--first-epoch {first_epoch:g}: no run has got so far")
     return lines, "epochs" if over_epochs else "steps"
@@ -147,7 +110,7 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
     return "loss, nats per token" if "text" in kinds else "loss"
 
 
-def scores_over(runs: Sequence[ScoredRun], key: str, names: Optional[Sequence[str]]) -> Tuple[List[Line], str]:
+def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) -> tuple[list[Line], str]:
     """Return lines of the first score that the runs have, over the numbers at a key of theirs, and the label of y."""
     for run in runs:
         if key not in run.config:
@@ -160,29 +123,8 @@ def scores_over(runs: Sequence[ScoredRun], key: str, names: Optional[Sequence[st
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
     lines = []
     for name, group in grouped(runs, key, names):
-        values: Dict[float, List[float]] = {}
+        values: dict[float, list[float]] = {}
         for run in sorted(group, key=lambda run: run.config[key]):
             values.setdefault(run.config[key], []).append(run.scores[score])
         lines.append(Line(name, values))
     return lines, COLUMNS[score][0]
-
-
-def draw_lines(lines: Sequence[Line], x: str, y: str) -> Figure:
-    """Draw lines with bands; a solid line has the colour of the dotted one before it."""
-    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
-    number, paired = -1, False
-    for line in lines:
-        number += line.dotted or not paired
-        paired, colour, found = line.dotted, f"C{number % 10}", line.numbers()
-        look = dict(linewidth=1, linestyle=":") if line.dotted else dict(linewidth=1.6, marker="o", markersize=3)
-        axes.plot(found["x"], found["mean"], color=colour, label=line.name, **look)
-        mean, std = np.array(found["mean"]), np.array([s or 0.0 for s in found["std"]])
-        if std.any() and not line.dotted:  # bands of training losses hide the rest
-            axes.fill_between(found["x"], mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlabel(x)
-    if axes.get_xlim()[1] >= 10_000:  # steps, tokens
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    add_legend(figure, axes, ncols=1 if len(lines) < 7 else 2)
-    return figure

@@ -1,11 +1,9 @@
 """Draw the head load that a training run, validate.py, sample.py or the evaluation of a language model counted.
 
-python -m moh_vision head-load RUN --output load.png
-python -m moh_vision head-load FILE --output load.png --kind bars --groups desk goldfish "ice cream"
+    python -m moh_vision head-load FILE --output load.png --kind bars --groups desk goldfish "ice cream"
 
---kind map: every head of every layer, a row a group (class, timestep, text or task). bars: the heads of one layer
-for a few groups (MoH, figures 3, A and B). curves: the routed heads of each layer from the most to the least
-loaded one (MoA, figures 3 and 4).
+--kind map: every head of every layer, a row a group (class, timestep, text or task). bars: one layer for a few groups
+(MoH, figures 3, A and B). curves: the routed heads of each layer in the order of their loads (MoA, figures 3 and 4).
 """
 
 from __future__ import annotations
@@ -14,21 +12,21 @@ import math
 import re
 import textwrap
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Sequence
 
 import numpy as np
 import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 from torch import Tensor
 
-from moh_vision.commands.figures import plt
+from moh_vision.commands.figures import Line, draw_lines, plt
 from moh_vision.engine.commands import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
 
 SHOWN = 3  # groups of bars, unless they are named
 NAME = 0.15  # inches that a head's number or a group's name needs
 ALWAYS = "0.75"  # colour of heads that every token runs
-Drawn = Tuple[object, dict]  # a figure of matplotlib, and the numbers it shows
+Drawn = tuple[object, dict]  # a figure of matplotlib, and the numbers it shows
 
 
 def options(add) -> None:
@@ -39,7 +37,7 @@ def options(add) -> None:
     add("--layer", type=int, metavar="N", help="only this one, from 0 (all; for bars the last that leaves heads out)")
 
 
-def figure(options) -> Tuple[object, dict, str]:
+def figure(options) -> tuple:
     file = options.load / FILE if options.load.is_dir() else options.load
     if not file.is_file():
         raise ValueError(
@@ -54,13 +52,7 @@ def figure(options) -> Tuple[object, dict, str]:
     return drawn, dict(file=str(file), of=load.of, **numbers), f": {options.kind} by {numbers['by']}"
 
 
-def draw(
-    load: HeadLoad,
-    kind: str,
-    by: Optional[str] = None,
-    names: Optional[Sequence[str]] = None,
-    layer: Optional[int] = None,
-) -> Drawn:
+def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None, layer: int | None = None) -> Drawn:
     """Draw a kind of figure; None: the first kind of groups, and of groups and layers what --help says."""
     by = by or next(iter(load.groups))
     if by not in load.groups:
@@ -90,10 +82,8 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
-    routed_only = bool(choosing) and not numbered
-    layers = choosing if routed_only else layers
-    abouts = [load.layers[layer] for layer in layers]
-    first = [about["shared"] if routed_only else 0 for about in abouts]
+    layers = layers if numbered or not choosing else choosing
+    first = [0 if numbered or not choosing else load.layers[layer]["shared"] for layer in layers]
     every = load.share(by)
     shares = [every[layer][groups, start:] for layer, start in zip(layers, first)]
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
@@ -105,14 +95,17 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         groups = [groups[row] for row in order]
         told = f"{by} (similar ones side by side, 1 of {nth} is named)"
 
-    cells = []
+    cells, heads, shown = [], [], []
     for layer, start, share in zip(layers, first, shares):
-        always = load.layers[layer]["shared" if layer in choosing else "heads"] - start
+        about = load.layers[layer]
+        shown.append(dict(name=about["name"], first_head=start, share_of_tokens=rounded(share, 3)))
+        heads += ["s"] * about["shared"] + [str(head) for head in range(about["shared"], about["heads"])]
+        always = about["shared" if layer in choosing else "heads"] - start
         cell = np.pad(share.numpy(), [(0, 0), (0, 1)], constant_values=np.nan)  # a gap behind each layer
         cell[:, :always] = -1  # below the scale
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
-    titles = short_names([about["name"] for about in abouts], layers)
+    titles = short_names([about["name"] for about in shown], layers)
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
@@ -127,19 +120,14 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     axes.set_xticks([])
     axes.set_xlabel("routed heads of each layer; those that are always on are left out")
     if numbered:
-        heads = ["s" if h < about["shared"] else str(h) for about in abouts for h in range(about["heads"])]
         axes.set_xticks(np.flatnonzero(~np.isnan(grid[0])), heads, fontsize=7)
         axes.set_xlabel("head (grey: runs for every token; s: shared)")
+    widths = np.array([cell.shape[1] for cell in cells])
     above = axes.secondary_xaxis("top")
     above.set_frame_on(False)
     above.set_xlabel("layer")
-    widths = np.array([cell.shape[1] for cell in cells])
     look = dict(rotation=45, ha="left") if wordy else {}
     above.set_xticks(widths.cumsum() - widths / 2 - 1, titles, fontsize=8, **look)
-    shown = [
-        dict(name=about["name"], first_head=start, share_of_tokens=rounded(share, 3))
-        for about, start, share in zip(abouts, first, shares)
-    ]
     return figure, dict(by=by, groups=names, layers=shown)
 
 
@@ -155,8 +143,8 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
     figure, panels = plt.subplots(len(groups), figsize=size, sharex=True, squeeze=False, layout="constrained")
     percents = {}
     for axes, group in zip(panels.flat, groups):
-        name, percent = load.groups[by][group], share[group]
-        percents[name] = rounded(percent, 2)
+        name, percent = load.groups[by][group], share[group].numpy()
+        percents[name] = rounded(share[group], 2)
         axes.bar(range(heads), percent, color=[ALWAYS] * shared + ["C0"] * (heads - shared))
         axes.axhline(percent[shared:].sum() / max(heads - shared, 1), color="black", linestyle="--", linewidth=0.8)
         axes.set_title(shortened(f"{by} {name}", 60), fontsize=9, loc="left")
@@ -182,42 +170,37 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
     if not curves:
         raise ValueError("no layer chose among heads for these groups, so there are no loads to compare")
     names = short_names([load.layers[layer]["name"] for layer in curves], list(curves))
-    columns = math.ceil(len(names) / 20)  # of the legend
-    width = 6.0 + columns * (0.6 + 0.07 * max(map(len, names)))
-    figure, axes = plt.subplots(figsize=(width, 4.2), layout="constrained")
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
-    found = {}
-    for colour, label, (layer, (percent, order)) in zip(colours, names, curves.items()):
-        places, about = range(1, len(percent) + 1), load.layers[layer]
-        axes.plot(places, percent, color=colour, marker="o", markersize=2.5, label=label)
-        axes.plot(places, np.full(len(places), 100 / len(places)), color="grey", linestyle="--", linewidth=1)
+    lines, found = [], {}
+    for colour, name, (layer, (percent, order)) in zip(colours, names, curves.items()):
+        about = load.layers[layer]
+        values = {place: [value] for place, value in enumerate(percent.tolist(), 1)}
+        lines.append(Line(f"layer {name}", values, colour))
         found[about["name"]] = dict(percent=rounded(percent, 3), heads=(about["shared"] + order).tolist())
-    axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("routed heads of a layer, from the most loaded one; dashed: equal loads")
-    axes.set_ylabel("% of the layer's choices")
-    axes.set_title(title_of(load, width), fontsize=10)
-    figure.legend(title="layer", fontsize=8, title_fontsize=8, ncols=columns, loc="outside right upper")
+    for heads in sorted({len(line.values) for line in lines}):
+        equal = [100 / heads]
+        lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
+    figure = draw_lines(lines, "routed heads of a layer, from the most loaded one", "% of the layer's choices")
+    figure.axes[0].set_ylim(bottom=0)
+    figure.axes[0].xaxis.get_major_locator().set_params(integer=True)
+    figure.axes[0].set_title(title_of(load, 7.0), fontsize=10)
     return figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=found)
 
 
-def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> List[int]:
-    """Return groups that differ most: the farthest from the mean, then each time the farthest from all chosen.
-
-    `share` is [groups, H], by whose sum of absolute differences they are far; groups without `tokens` are left out.
-    """
+def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
+    """Return groups with tokens that differ most: the farthest from the mean, then each time from all chosen."""
     there = tokens.nonzero().flatten()
-    share = share[there]
-    far, chosen = (share - share.mean(0)).abs().sum(1), []
+    share, chosen = share[there], []
+    centres = share.mean(0, keepdim=True)
     for _ in range(min(count, len(there))):
-        chosen.append(int(far.argmax()))
-        apart = (share - share[chosen[-1]]).abs().sum(1)
-        far = apart if len(chosen) == 1 else far.minimum(apart)
+        far = torch.cdist(share, centres, p=1).amin(1)
         far[chosen] = -1
+        chosen.append(int(far.argmax()))
+        centres = share[chosen]
     return sorted(there[chosen].tolist())
 
 
-def short_names(names: Sequence[str], numbers: Sequence[int]) -> List[str]:
+def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Return the numbers of layers, or, where names differ in more, what tells the names apart."""
     if len({re.sub(r"\d+", "", name) for name in names}) == 1:
         return [str(number) for number in numbers]

@@ -1,13 +1,11 @@
 """How the scores of causal language models change with the tokens that they have learnt from (Jin 2024, figure 2).
 
-python -m moh_vision lm-curve RUN RUN ... --output curve.png --tasks moh-llama3 --batch-size 8
-python -m moh_vision lm-curve RUN RUN ... --output curve.png --perplexity FILE.txt
+    python -m moh_vision lm-curve RUN RUN ... --output curve.png --tasks moh-llama3 --batch-size 8
 
-RUN comes first, with options of the command lm, as which each RUN/weights/step_N is scored. A record that is there is
-not made again, so that the same command goes on after an interruption, and with a run that has more steps by then.
-`accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or the perplexity,
-over tokens; the JSON also has each task. Runs that differ in nothing but the seed make one line: the mean, in a band
-of one standard deviation.
+RUN comes first, then options of the command lm, with which each RUN/weights/step_N is scored; a record that is there
+is not made again. `accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or
+the perplexity; the JSON also has each task. Runs that differ in nothing but the seed make one line, in a band of one
+standard deviation.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Dict, List, Tuple
 
-from moh_vision.commands.curves import Line, draw_lines
-from moh_vision.commands.figures import check_figure, write_figure
+from moh_vision.commands.figures import Line, check_figure, draw_lines, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, find_run, grouped, read_json
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import finish, make_accelerator
@@ -46,12 +42,12 @@ def work(options) -> None:
     if asked.perplexity is None and strange:
         raise ValueError(f"--tasks {strange[0]}: expected suites, {', '.join(SUITES)}")
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
-    values: Dict[Tuple[str, str], Dict[float, List[float]]] = {}  # title, name of a group -> tokens -> scores
+    values: dict[tuple[str, str], dict[float, list[float]]] = {}  # title, name of a group -> tokens -> scores
     for name, group in grouped(runs):
         for tokens, folder in (weights for run in group for weights in kept[run.folder]):
             for title, value in scores_of(folder, options.rest, accelerator).items():
                 values.setdefault((title, name), {}).setdefault(tokens, []).append(value)
-    lines: Dict[str, List[Line]] = {}
+    lines: dict[str, list[Line]] = {}
     for (title, name), found in values.items():
         lines.setdefault(title, []).append(Line(name, dict(sorted(found.items()))))
     drawn = [title for title in lines if title == "perplexity" or title.startswith("average of ")]
@@ -67,7 +63,7 @@ def work(options) -> None:
     finish(accelerator)
 
 
-def kept_weights(run: ScoredRun) -> List[Tuple[int, Path]]:
+def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
     """Return (tokens learnt from, folder) of the weights that a run has kept, the oldest first."""
     if run.kind != TEXT["clm"]:
         raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
@@ -79,7 +75,7 @@ def kept_weights(run: ScoredRun) -> List[Tuple[int, Path]]:
     return found[::-1]
 
 
-def scores_of(folder: Path, argv: List[str], accelerator) -> Dict[str, float]:
+def scores_of(folder: Path, argv: list[str], accelerator) -> dict[str, float]:
     """Score the model of a folder with options of `lm`, whose record stays there; every process calls it.
 
     Return scores by title: the average and the tasks of each suite, or "perplexity".

@@ -64,8 +64,8 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
-    found = read_curves(tmp_path)
-    assert found.steps_an_epoch == 7 and found.validation == [] and found.training[-1] == (30, 1.0)
+    found, steps = read_curves(tmp_path)
+    assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
 def test_window_and_first_epoch(tmp_path, capsys):

@@ -63,15 +63,16 @@ def test_entropy_figure(tmp_path):
         numbers["runs"].append(dict(name=name, layers=layers))
     figure = draw_gate_entropy(numbers)
     axes = figure.axes[0]
-    (mae, _, (bars,)), (other, _, none) = (container.lines for container in axes.containers)
-    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8]) and not none  # one seed has no bars
-    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right
-    assert np.diff(bars.get_segments()[0][:, 1]) == pytest.approx(2 * np.std([1.9, 1.7], ddof=1))
-    assert np.diff(bars.get_segments()[1][:, 1]) == pytest.approx(0)
-    assert [round(place) for place in other.get_xdata()] == [0, 1]  # the layers' places, not the model's order
+    mae, other, *uniform = axes.get_lines()
+    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8])
+    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right: the layers' places, not the model's order
+    (band,) = axes.collections  # one seed has none
+    (outline,) = band.get_paths()
+    assert np.ptp(outline.vertices[:, 1]) == pytest.approx(2 * stdev([1.9, 1.7]))
     assert [t.get_text() for t in axes.get_xticklabels()] == ["encoder 0 self", "decoder 0 cross"]
     labels = {t.get_text() for t in axes.get_legend().get_texts()}
     assert labels == {"MAE-7", "NoBCD", "uniform (ln 4 = 1.39)", "uniform (ln 8 = 2.08)"}
+    assert [line.get_ydata()[0] for line in uniform] == [math.log(4), math.log(8)]
     write_figure(figure, tmp_path / "entropy.png", {})
     written(tmp_path / "entropy.png")
 
@@ -139,6 +140,9 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs
     assert found["val"] != found["test"]
     (run / "config.yaml").write_text(config.replace("test: test", "test: null"))
     assert f"--split test: {run} has no data.test" in refused(capsys, run, "--split", "test")
+    assert command(capsys, run, "--kind", "load", "--output", tmp_path / "load.png")[0] == 0
+    told = json.loads((tmp_path / "load.json").read_text())
+    assert told == json.loads((run / "gates.json").read_text())  # as at the run's end
 
 
 def refused(capsys, *argv):
@@ -152,6 +156,7 @@ def test_mistakes_of_the_command_are_one_line(runs, tmp_path, capsys, monkeypatc
     assert "none has a gate" in refused(capsys, runs / "dense")
     assert "nowhere: no such folder" in refused(capsys, tmp_path / "nowhere")
     assert "are the same run with the same seed" in refused(capsys, runs / "mae0", runs / "mae0")
+    assert "--kind load: 2 runs; expected one" in refused(capsys, runs / "mae0", runs / "mae1", "--kind", "load")
     assert "invalid choice: 'train'" in refused(capsys, runs / "mae0", "--split", "train")
     (tmp_path / "gates.json").touch()
     (tmp_path / "gates.png.json").touch()

@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterable, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,14 @@ from moh_vision.language.data.vocabulary import Vocabulary
 
 
 class GateStatistics:
-    """Add up what the gates of some layers did with the tokens that they all read; its memory does not grow.
+    """Add up what the gates of some layers did with the tokens that they all read, such as an encoder's.
 
-    A gate is a distribution over experts, for a token or for a whole sequence with all its tokens (MAE, unless causal). It
-    attributes what it was made for to its k most probable experts, as the router does; MAE mixes all, and takes one here.
+    A gate is a distribution over experts, for a token or for a sequence with all its tokens (MAE, unless causal).
+    Its k most probable experts are attributed what it was made for, as the router does; for MAE, which mixes all, one.
     """
 
     def __init__(self, experts: Sequence[int], attributed: Sequence[int], vocab_size: int):
-        """Start with nothing; `experts` and `attributed` are E and k of each layer, `vocab_size` is V, above all ids."""
+        """Start with no tokens. `experts` and `attributed` are E and k of each layer; V is above all ids."""
         self.experts, self.attributed = list(experts), list(attributed)
         for layer, (E, k) in enumerate(zip(self.experts, self.attributed)):
             if not 1 <= k <= E:
@@ -53,7 +53,7 @@ class GateStatistics:
             attributed.append(1 if mixed else layer.budget.routed)
         return cls(experts, attributed, vocab_size)
 
-    def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Optional[Tensor] = None) -> None:
+    def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
         """Add a batch: statistics of those layers, ids [B, N] of what they read, and True where these are padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
@@ -76,11 +76,11 @@ class GateStatistics:
         self.loads = [sum_over_processes(load) for load in self.loads]
         self.tokens = sum_over_processes(self.tokens)
 
-    def entropy(self) -> List[float]:
+    def entropy(self) -> list[float]:
         """Return the mean entropy of each layer's gates in nats; a uniform gate has ln E."""
         return (self.entropies / self.gates.clamp_min(1)).tolist()
 
-    def load(self) -> List[Tensor]:
+    def load(self) -> list[Tensor]:
         """Return the share of the attributions that each expert got: [E] per layer, of sum 1."""
         return [load / load.sum().clamp_min(1) for load in self.loads]
 
@@ -92,7 +92,7 @@ class GateStatistics:
         joint = self.tokens
         return (joint * joint.sum() / (joint.sum(1, keepdim=True) * joint.sum(0))).log()
 
-    def top_tokens(self, count: int = 5, min_count: int = 5) -> List[List[int]]:
+    def top_tokens(self, count: int = 5, min_count: int = 5) -> list[list[int]]:
         """Return ids of at most `count` tokens of largest PMI with each expert; of equals the more frequent.
 
         What came fewer than `min_count` times is left out: what came once is perfectly indicative by chance.
@@ -112,14 +112,14 @@ class GateReading(NamedTuple):
 
     part: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
-    layers: List[str]
-    places: List[int]  # of the layers, in the list of all layers' statistics
+    layers: list[str]
+    places: list[int]  # of the layers, in the list of all layers' statistics
     statistics: GateStatistics
     vocabulary: Vocabulary
     columns: str  # a sentence: what E1, E2, ... of the table are
 
     @property
-    def tokens(self) -> List[List[str]]:
+    def tokens(self) -> list[list[str]]:
         """Those that point to each expert of the first layer."""
         return [[readable(self.vocabulary, number) for number in top] for top in self.statistics.top_tokens()]
 
@@ -171,7 +171,7 @@ def numbers_of(readings: Sequence[GateReading]) -> dict:
     mean_entropy is that of the layers of each part; Peng 2020, section 5.1, has that of the encoder alone.
     """
     layers = []
-    parts: Dict[str, List[float]] = {}
+    parts: dict[str, list[float]] = {}
     for r in readings:
         entropies = r.statistics.entropy()
         parts.setdefault(r.part, []).extend(entropies)
@@ -189,17 +189,9 @@ def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
 
 
 def report_gates(
-    model: nn.Module,
-    batches: Iterable[Dict[str, Tensor]],
-    vocabularies: Sequence[Vocabulary],
-    run: Path,
-    accelerator,
-    split: str,
-) -> Dict[str, Dict[str, float]]:
-    """Write RUN/gates.md and its numbers, RUN/gates.json; nothing for a model without gates.
-
-    Return gate_entropy by layer and mean_gate_entropy by part, in nats; empty for a model without gates.
-    """
+    model: nn.Module, batches: Iterable[dict], vocabularies: Sequence[Vocabulary], run: Path, accelerator, split: str
+) -> dict[str, dict[str, float]]:
+    """Write RUN/gates.md and RUN/gates.json, and return entropies in nats; nothing for a model without gates."""
     readings = read_gates(model, batches, vocabularies, accelerator)
     if not readings:
         return {}
@@ -214,11 +206,11 @@ def report_gates(
 
 @torch.no_grad()
 def read_gates(
-    model: nn.Module, batches: Iterable[Dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
-) -> List[GateReading]:
-    """Read what the gates of a text model do with a data set, over all processes; empty for a model without gates.
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
+) -> list[GateReading]:
+    """Read what the gates of a text model do with this process's share of a data set; return that of all processes.
 
-    `batches` are this process's share. The model is left in eval mode.
+    It is empty for a model without gates. The model is left in eval mode.
     """
     readings = gated_layers(model, vocabularies)
     if not readings:
@@ -240,14 +232,14 @@ def read_gates(
     return readings
 
 
-def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> List[GateReading]:
+def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
     """Return the layers that have a gate in use, by part of the model and by what the gate reads; nothing is read yet.
 
     The encoder is a group of its own: Peng 2020, section 5.1, looks at the encoders alone.
     """
     translates = hasattr(model, "encoder")
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
-    found: Dict[Tuple[str, str], List[int]] = {}
+    found: dict[tuple[str, str], list[int]] = {}
     for place, (name, layer) in enumerate(named):
         mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
         if mixes or layer.budget.routed and not layer.router.all_heads:
