@@ -40,6 +40,7 @@ class OpenedClassifier(Opened):
     """A classifier. Its `config` is an `OpenedClsConfig`; the model's pretrained_cfg says what is done to an image."""
 
     kind, loss_name = "classification", "cross-entropy"
+    scored_on = "{c.data.root}, val split"
 
     def data(self, split: str) -> LabelledImages:
         if split not in self.splits:
@@ -53,10 +54,9 @@ class OpenedClassifier(Opened):
         if config.labels:
             return refuse_other_classifier(self.model, classes, named, config.labels)
         check_same_classes(classes or source.classes, named, source, config.data.root)
-        if self.model.num_classes != len(source.classes):
-            raise ValueError(
-                f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {len(source.classes)}"
-            )
+        count = len(source.classes)
+        if self.model.num_classes != count:
+            raise ValueError(f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}")
 
     def _unreadable(self, images: LabelledImages) -> BadSamples:
         return BadSamples(len(images.source), self.config.data.max_bad_fraction)

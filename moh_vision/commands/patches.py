@@ -14,15 +14,20 @@ from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget, token_heads
-from moh_vision.commands.figures import check_figure, plt, write_figure
+from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import shortened
-from moh_vision.commands.search import kind_of
-from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.commands.predict import class_names
+from moh_vision.data.decode import decode_image
+from moh_vision.data.imagenet import validation_transform
+from moh_vision.engine.io import run_of
 from moh_vision.models.transnext import TransNeXt, stage_sizes
+from moh_vision.opening import kind_of, open_run
 
+REST = "RUN"
 MOST_COLUMNS = 9  # cells side by side
 CELL = 1.25  # inches
 UNIT = (0, 1, 0, 1)  # where images and maps of any resolution lie
@@ -37,12 +42,48 @@ class OneImage(NamedTuple):
     about: dict  # run, weights, model, image, img_size; predicted class, its probability, true class or None
 
     def title(self) -> str:
-        """Two lines about a figure: run, active heads and image; what the model takes it for, and what it is."""
+        """Say in two lines: run, active heads and image; what the model takes it for, and what it is."""
         a, share = self.about, head_budget(self.model)["share"]
         predicted = f"predicted class {shortened(a['predicted'])} ({100 * a['probability']:.1f} %)"
         true = f", true class {shortened(a['true'])}" if a["true"] is not None else ""
         title = f"{a['run']}, {100 * share:.3g} % of the heads: {Path(a['image']).name}\n{predicted}{true}"
         return title.replace("$", r"\$")  # no formulas
+
+
+def image_options(add) -> None:
+    """Add RUN and --image, which `open_image` reads."""
+    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add("--image", required=True, metavar="FILE", help="the image")
+
+
+def open_image(options, command: str) -> OneImage:
+    """Open a classifier and an image as validation sees it; a folder with the name of a class tells its true class."""
+    kind, file = kind_of(options.run, options.rest), options.image
+    if kind != "classification":
+        raise ValueError(
+            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
+        )
+    picture = decode_image(Path(file).read_bytes(), file)
+    opened = open_run(options.run, options=options.rest, command=command)
+    model, of = opened.model, opened.metadata
+    cfg, weights = model.pretrained_cfg, of["weights"]
+    image = validation_transform(cfg)(picture)  # [C, h, w]
+    mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    seen = (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+    names, folder = class_names(of["classes"], model.num_classes), Path(file).absolute().parent.name
+    with torch.no_grad():
+        probability, predicted = model(image[None])[0].softmax(-1).max(-1)
+    about = dict(
+        run=(run_of(weights).resolve() if of["of_run"] else Path(weights)).name,
+        weights=weights,
+        model=of["architecture"],
+        image=file,
+        img_size=of["img_size"],
+        predicted=names[predicted],
+        probability=probability.item(),
+        true=dict(zip(of["classes"] or (), names)).get(folder),
+    )
+    return OneImage(model, image, seen, about)
 
 
 class PatchHeads(NamedTuple):
@@ -55,25 +96,14 @@ class PatchHeads(NamedTuple):
 
 
 def patch_grid(model: nn.Module, layer: str, size: Tuple[int, int]) -> Tuple[int, int, int]:
-    """Class and register tokens before the patches, and rows and columns of the patches, in a layer.
-
-    Args:
-        model: a `moh_vit_*`, a converted ViT, or a TransNeXt, whose stages have grids of their own.
-        layer: its name.
-        size: height and width of the image.
-    """
+    """Return the class and register tokens before the patches, and rows and columns of the patches, in a layer."""
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
 
 
 def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
-    """Which heads each patch runs in every layer, and with what gate. Class and register tokens are left out.
-
-    Args:
-        model: see `patch_grid`; in eval mode.
-        image: [C, h, w].
-    """
+    """Find which heads each patch of an image [C, h, w] runs in every layer of a classifier, and with what gate."""
     found = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])
@@ -83,35 +113,30 @@ def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
 
 
 def cell_grid(heads: int) -> Tuple[int, int]:
-    """(rows, columns) of cells for an image and one map per head."""
+    """Return rows and columns of cells for an image and one map per head."""
     rows = math.ceil((heads + 1) / MOST_COLUMNS)
     return rows, math.ceil((heads + 1) / rows)
 
 
-def draw_cells(figure, rows: int, columns: int, seen: np.ndarray) -> list:
-    """Divide a figure into cells without axes, show the image in the first, and return the others."""
-    first, *others = figure.subplots(rows, columns, squeeze=False).flat
-    for cell in (first, *others):
-        cell.set_axis_off()
+def draw_maps(figure, grid: Tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
+    """Draw an image, and over its grey form the maps: values [rows, columns], their top, colours and title.
+
+    Cells have no axes. What a colour bar needs is returned.
+    """
+    first, *others = figure.subplots(*grid, squeeze=False).flat
     first.imshow(seen, extent=UNIT)
     first.set_title("image", fontsize=7)
-    return others
-
-
-def draw_map(cell, seen: np.ndarray, values: np.ndarray, top: float, colours, title: str):
-    """Show values [rows, columns], 0 to `top`, over the grey image; returns what a colour bar needs."""
-    cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
-    cell.set_title(title, fontsize=7)
-    return cell.imshow(values, cmap=colours, vmin=0, vmax=top, extent=UNIT, alpha=0.75, interpolation="nearest")
+    for cell in (first, *others):
+        cell.set_axis_off()
+    for cell, (values, top, colours, title) in zip(others, maps):
+        cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
+        cell.set_title(title, fontsize=7)
+        drawn = cell.imshow(values, cmap=colours, vmin=0, vmax=top, extent=UNIT, alpha=0.75, interpolation="nearest")
+    return drawn
 
 
 def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray, title: str):
-    """A matplotlib figure: for each (number, heads) the image and one map per head.
-
-    Args:
-        seen: [h, w, 3] image, 0 to 1.
-        title: above the figure.
-    """
+    """Draw for each (number, heads) of a layer the image and one map per head."""
     grids = [cell_grid(len(heads.active)) for _, heads in layers]
     sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
     columns = max(columns for _, columns in grids)
@@ -120,28 +145,21 @@ def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray,
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     parts = figure.subfigures(len(layers), 1, height_ratios=sizes, squeeze=False)[:, 0]
     for part, (number, heads), (rows, _) in zip(parts, layers, grids):
-        run = heads.active.sum(0).float().mean().item()
-        part.suptitle(
-            f"layer {number}: {run:g} of {len(heads.active)} heads run for each patch, {heads.shared} of them shared",
-            fontsize=8,
-        )
-        cells, top = draw_cells(part, rows, columns, seen), heads.gates.max().item()
-        for head, (cell, active, gates) in enumerate(zip(cells, heads.active, heads.gates)):
+        run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
+        part.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
+        maps = []
+        for head, (active, gates) in enumerate(zip(heads.active, heads.gates)):
             share = "shared" if head < heads.shared else f"{100 * active.float().mean():.0f} %"
-            shown = np.ma.masked_where(~active.numpy(), gates.numpy())
-            drawn = draw_map(cell, seen, shown, top, colours, f"head {head}: {share}")
-        bar = part.colorbar(drawn, ax=part.axes, shrink=0.8)
+            values = np.ma.masked_where(~active.numpy(), gates.numpy())
+            maps.append((values, heads.gates.max(), colours, f"head {head}: {share}"))
+        bar = part.colorbar(draw_maps(part, (rows, columns), seen, maps), ax=part.axes, shrink=0.8)
         bar.set_label("gate", size=8)
         bar.ax.tick_params(labelsize=7)
     return figure
 
 
 def chosen_layers(layers: Optional[Sequence[int]], found: Sequence[PatchHeads]) -> List[int]:
-    """The numbers of --layer, or those of a middle and the last layer of those that leave heads out, if any do.
-
-    Raises:
-        ValueError: for a layer that is not there.
-    """
+    """Return the numbers of --layer, or a middle and the last layer of those that leave heads out, if any do."""
     for number in layers or ():
         if not 0 <= number < len(found):
             raise ValueError(f"--layer {number}: expected 0 to {len(found) - 1}")
@@ -149,70 +167,27 @@ def chosen_layers(layers: Optional[Sequence[int]], found: Sequence[PatchHeads]) 
     return list(layers or sorted({telling[(len(telling) - 1) // 2], telling[-1]}))
 
 
-def open_with_image(checkpoint: str, image: str, rest: Sequence[str], command: str) -> OneImage:
-    """The classifier of RUN and the image of --image; `rest` are options of validate.py.
-
-    Raises:
-        ValueError, OSError: in one line.
-    """
-    kind = kind_of(checkpoint, rest)
-    opener = registered("image", kind)
-    if opener is None:
-        raise ValueError(f"{checkpoint} is a {kind} model; expected a classifier, whose tokens are patches of an image")
-    return opener(["--checkpoint", checkpoint, *rest], image, command)
+def options(add) -> None:
+    image_options(add)
+    text = "layers from 0 (a middle and the last one of those that leave heads out)"
+    add("--layer", type=int, nargs="+", metavar="N", help=text)
 
 
-def image_parser(command: str, description: str) -> Parser:
-    """The options of a command that looks at one image: RUN, --image and --output."""
-    parser = Parser(f"python -m moh_vision.analysis.{command}", description)
-    add = parser.add_argument
-    add(
-        "checkpoint",
-        metavar="RUN",
-        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
-    )
-    add("--image", required=True, metavar="FILE", help="the image")
-    add("--output", required=True, type=Path, metavar="FILE", help="figure, .png or .svg; its numbers are beside it")
-    return parser
-
-
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = image_parser("patches", __doc__)
-    parser.add_argument(
-        "--layer",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="layers from 0 (a middle and the last one of those that leave heads out)",
-    )
-
-    def work() -> None:
-        options, rest = parser.parse_with_rest(argv, "RUN")
-        check_figure("--output", options.output)
-        opened = open_with_image(options.checkpoint, options.image, rest, "patches")
-        found = patch_heads(opened.model, opened.image)
-        if all((heads.gates == 1).all() for heads in found):
-            raise ValueError(
-                f"{options.checkpoint}: every patch runs every head with gate 1, so there is nothing to draw"
-            )
-        layers = [(number, found[number]) for number in chosen_layers(options.layer, found)]
-        figure = draw_patch_heads(layers, opened.seen, opened.title())
-        numbers = [
-            dict(
-                layer=number,
-                name=heads.name,
-                shared=heads.shared,
-                share_of_patches=heads.active.double().mean((1, 2)).tolist(),
-                gates=np.where(heads.active.numpy(), heads.gates.double().numpy(), None).tolist(),
-            )
-            for number, heads in layers
-        ]
-        written = write_figure(figure, options.output, dict(opened.about, layers=numbers))
-        say(f"{written}: heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}")
-
-    return exit_code("patches", work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figure(options):
+    opened = open_image(options, "patches")
+    found = patch_heads(opened.model, opened.image)
+    if all((heads.gates == 1).all() for heads in found):
+        raise ValueError(f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw")
+    layers = [(number, found[number]) for number in chosen_layers(options.layer, found)]
+    numbers = [
+        dict(
+            layer=number,
+            name=heads.name,
+            shared=heads.shared,
+            share_of_patches=heads.active.double().mean((1, 2)).tolist(),
+            gates=np.where(heads.active.numpy(), heads.gates.double().numpy(), None).tolist(),
+        )
+        for number, heads in layers
+    ]
+    text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
+    return draw_patch_heads(layers, opened.seen, opened.title()), dict(opened.about, layers=numbers), text

@@ -36,6 +36,7 @@ class OpenedDiffusion(Opened):
     """A diffusion model without a VAE. Its `config` is an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
     kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
+    scored_on = "{c.num_images} samples, {c.sampler} {c.steps} steps, guidance {c.cfg_scale:g}; reference {c.score}"
 
     @cached_property
     def objective(self) -> nn.Module:
@@ -71,13 +72,12 @@ class OpenedDiffusion(Opened):
     def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
         inputs, images, device = self.opened_inputs("train"), self.data("train"), self.accelerator.device
         unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
-        return tuple(
-            [
-                send_to_device(inputs.encode(send_to_device(batch, device), self.accelerator.autocast()), "cpu")
-                for batch in half
-            ]
-            for half in calibration_halves(images, count, self.config.data.workers, unreadable)
-        )
+        halves = calibration_halves(images, count, self.config.data.workers, unreadable)
+
+        def encode(batch: dict) -> dict:
+            return send_to_device(inputs.encode(send_to_device(batch, device), self.accelerator.autocast()), "cpu")
+
+        return tuple([encode(batch) for batch in half] for half in halves)
 
     def inputs(self, batch: dict) -> Tuple[Tensor, Tensor, Tensor]:
         noisy = self.objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])

@@ -19,8 +19,7 @@ class Opened:
     Attributes:
         config: the configuration that it was opened with.
         model: in eval mode, on the CPU until something is computed, or on the device that was asked for.
-        metadata: architecture and weights (the file, as commands print it); of a run also its arguments, classes, step and
-            config.
+        metadata: architecture, weights (as commands print the file); of a run its arguments, classes, step, config.
         kind: "classification", "diffusion" or "text".
     """
 
@@ -31,6 +30,7 @@ class Opened:
     kind: ClassVar[str] = ""
     unit: ClassVar[str] = "images"  # what its data are counted in
     loss_name: ClassVar[str] = ""
+    scored_on: ClassVar[str] = ""  # what its scores are of, where c is the configuration
 
     @cached_property
     def accelerator(self):

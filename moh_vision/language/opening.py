@@ -30,6 +30,7 @@ class OpenedText(Opened):
     """A language model. Its `config` is the `LanguageConfig` of its run; None: a folder of transformers, without data."""
 
     kind, unit, loss_name = "text", "blocks", "nats per token"
+    scored_on = "{c.data.root}, {c.data.val}"
 
     def text(self, training: bool = False) -> TextInputs:
         """Open the text of the run; `training`: with that of the training split."""
@@ -46,17 +47,15 @@ class OpenedText(Opened):
         return getattr(self.text(training=split == "train"), split)
 
     def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
-        if task_for(self.config.model) != "clm":
+        if self.config and task_for(self.config.model) != "clm":
             raise ValueError(f"{run_of(self.metadata['weights'])}: of language models causal ones are searched")
         train, d = self.data("train"), self.config.data
         total, size = len(train), d.eval_batch_size
         if 2 * count > total:
             raise ValueError(f"--images {count}: these and as many others are needed, {d.train} has {total} blocks")
         numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
-        return tuple(
-            list(load_batches(train, [half[start : start + size] for start in range(0, count, size)]))
-            for half in (numbers[::2], numbers[1::2])
-        )
+        starts, halves = range(0, count, size), (numbers[::2], numbers[1::2])
+        return tuple(list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves)
 
     def inputs(self, batch: dict) -> Tensor:
         return batch["input_ids"]

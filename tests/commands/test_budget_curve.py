@@ -9,13 +9,15 @@ from refusals import refused
 from small_runs import arguments
 from small_text import write_plain
 
+from moh_vision.__main__ import main
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.attention.budget import resolve_budget
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands import budget_curve
-from moh_vision.commands.budget_curve import Scored, budgets_of, draw, main, measure
+from moh_vision.commands.budget_curve import budgets_of, draw, measure
 from moh_vision.diffusion import train as train_dit
+from moh_vision.engine.opened import Opened
 from moh_vision.language import train as train_text
 from moh_vision.models.head_budgets import budget_pairs
 
@@ -27,8 +29,12 @@ def vit(budget, **kwargs):
     return timm.create_model("moh_vit_tiny_patch16_224", **options).eval()
 
 
+def curve(*argv):
+    return main(["budget-curve", *map(str, argv)])
+
+
 def exits(argv):
-    raise SystemExit(main(argv))
+    raise SystemExit(curve(*argv))
 
 
 def active(budgets):
@@ -69,7 +75,8 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     def running():
         return head_budget(model)["active"]
 
-    one = Scored(model, lambda: dict(top1=float(running()), active_heads=[1]), running, dict(batch_size=2, weights="W"))
+    one = Opened(None, model, dict(weights="W", architecture="A"))
+    one.scores, one.forward = lambda: dict(top1=float(running()), active_heads=[1]), lambda: (running, 2)
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]
@@ -91,7 +98,7 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
         train_cls.main(arguments("cls", run, 2, 2, *HEADS, "--model.scope", run.rpartition("/")[2]))
     figure = tmp_path / "curve.png"
     capsys.readouterr()
-    assert main([*runs, "--output", str(figure), "--shares", "0.5", "1", "--data.eval_batch_size", "50"]) == 0
+    assert curve(*runs, "--output", figure, "--shares", "0.5", "1", "--data.eval_batch_size", "50") == 0
     shown = capsys.readouterr().out
     assert all(shown.count(f"{run}: weights of {run}/ema.safetensors\n") == 1 for run in runs)
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
@@ -123,7 +130,7 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     dense = str(tmp_path / "dense")
     train_cls.main(arguments("cls", dense, 1, 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null"))
     assert not (tmp_path / "new.svg").exists()
-    assert main([runs[0], dense, *new, "--shares", "0.75"]) == 0
+    assert curve(runs[0], dense, *new, "--shares", "0.75") == 0
     token, dense = json.loads((tmp_path / "new.json").read_text())["lines"]
     assert (token["shares"], dense["shares"]) == ([0.75], [1.0]) and "dense, all heads" in (
         tmp_path / "new.svg"
@@ -139,17 +146,19 @@ def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
     figure, short = tmp_path / "curve.svg", ["--num-images", "40", "--steps", "2", "--batch-size", "20"]
     score = ["--score", "digits", "--extractor", cls]
     capsys.readouterr()
-    assert main([dit, "--output", str(figure), "--shares", "1", *short, *score]) == 0
+    assert curve(dit, "--output", figure, "--shares", "1", *short, *score) == 0
     said = capsys.readouterr().out
     assert said.count("samples: 2 steps\n") == 2 == said.count("real images: 1 of ")
     (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
     assert line["shares"] == [0.75, 1.0] and line["batch_size"] == 20
+    assert line["data"] == "40 samples, ddpm 2 steps, guidance 1; reference digits"
     for scores in line["scores"]:
         assert scores["frechet_distance"] > 0 and scores["num_generated"] == 40 and 0 <= scores["recognised"] <= 100
     assert line["scores"][0] != line["scores"][1] and "<svg" in figure.read_text()
     new = ["--output", str(tmp_path / "new.png")]
     assert "--score REFERENCE is needed" in refused(capsys, exits, dit, *new)
     assert "grid has no effect" in refused(capsys, exits, dit, *new, *score, "--grid", "g.png")
+    assert "head_budget has no effect" in refused(capsys, exits, dit, *new, *score, "--head-budget", "0.75")
     assert "one figure has one kind" in refused(capsys, exits, dit, cls, *new, *score)
 
 
@@ -163,7 +172,7 @@ def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
         f"--model.kwargs.num_attention_heads 8 --optim.batch_size 8 --max-steps 4 --output {run}"
     )
     train_text.main(options.split())
-    assert main([str(run), "--output", str(figure), "--shares", "0.5", "1"]) == 0
+    assert curve(run, "--output", figure, "--shares", "0.5", "1") == 0
     assert capsys.readouterr().out.count("scoring: 1 of ") == 3
     (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
     # The preset's budget is uniform, and so are the shares.

@@ -14,10 +14,11 @@ from small_runs import arguments, same
 from small_text import write_plain
 
 import moh_vision
+from moh_vision.__main__ import main
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
 from moh_vision.attention.budget import change_routed, spread
 from moh_vision.classification import train as train_cls
-from moh_vision.commands.search import cheapest, compare, losses_without_heads, main, search_budget
+from moh_vision.commands.search import cheapest, compare, losses_without_heads, search_budget
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.command_line import parse_config
 from moh_vision.language import train as train_text
@@ -33,6 +34,10 @@ VIT = "moh_vit_tiny_patch16_224"
 def vit(**kwargs):
     torch.manual_seed(0)
     return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
+
+
+def search(*argv):
+    return main(["search", *map(str, argv)])
 
 
 def greedy(costs, total):
@@ -178,7 +183,7 @@ def test_a_run_takes_what_the_search_of_another_wrote(tmp_path, capsys, monkeypa
     first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "budget.yaml"
     train_cls.main(arguments("cls", first, 2, 2))
     with unread(monkeypatch):
-        assert main([str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
+        assert search(first, "--share", "0.75", "--images", "16", "--output", file) == 0
     text, pairs = file.read_text(), yaml.safe_load(file.read_text())
     assert sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
     assert re.search(
@@ -189,7 +194,7 @@ def test_a_run_takes_what_the_search_of_another_wrote(tmp_path, capsys, monkeypa
     assert budget_pairs(model) == about["arguments"]["head_budget"] == about["config"]["model"]["head_budget"] == pairs
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
     capsys.readouterr()
-    assert main([str(first), "--share", "1", "--output", str(tmp_path / "x.yaml"), "--model.head_budget", "0.5"]) == 2
+    assert search(first, "--share", "1", "--output", tmp_path / "x.yaml", "--model.head_budget", "0.5") == 2
     assert "model.head_budget has no effect" in capsys.readouterr().err
 
 
@@ -198,14 +203,14 @@ def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_pa
     run, files = tmp_path / "run", [tmp_path / "1.yaml", tmp_path / "2.yaml"]
     train_dit.main(arguments("dit", run, 2, 2, "--model.router", "dense"))
     for file in files:
-        assert main([str(run), "--share", "0.8", "--images", "8", "--output", str(file)]) == 0
+        assert search(run, "--share", "0.8", "--images", "8", "--output", file) == 0
     found, again = (file.read_text() for file in files)
     assert found == again and "converted with its strongest" in found and sum(map(sum, yaml.safe_load(found))) == 13
     out = capsys.readouterr().out
     assert "converted with its strongest heads shared: diffusion loss" in out
     count = out.partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
     assert f"search: {count} of {count} measurements, 00:00 left" in out
-    assert main([str(run), "--share", "0.8", "--output", str(tmp_path / "3.yaml"), "--model.depth", "3"]) == 2
+    assert search(run, "--share", "0.8", "--output", tmp_path / "3.yaml", "--model.depth", "3") == 2
     assert "unknown key 'model.depth'" in capsys.readouterr().err
 
 
@@ -218,7 +223,7 @@ def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
         run, file = tmp_path / name, tmp_path / f"{name}.yaml"
         train_text.main([*tiny.split(), "--data.root", str(text), "--output", str(run), "--model.name", name])
         capsys.readouterr()
-        assert main([str(run), "--share", "0.625", "--images", "4", "--output", str(file)]) == 0
+        assert search(run, "--share", "0.625", "--images", "4", "--output", file) == 0
         assert "nats per token of 4 blocks" in capsys.readouterr().out
         pairs = yaml.safe_load(file.read_text())
         assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(map(sum, pairs)) == 10
@@ -241,7 +246,7 @@ def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
         (["--max-steps", "3"], "max_steps has no effect"),
         (["--images", "99"], "--images 99: these and"),
     ):
-        assert main([str(run), "--share", "0.75", "--output", str(tmp_path / "x.json"), *more]) == 2
+        assert search(run, "--share", "0.75", "--output", tmp_path / "x.json", *more) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
 
@@ -258,6 +263,6 @@ def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
+    assert search(*argv) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

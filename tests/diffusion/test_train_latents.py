@@ -16,7 +16,7 @@ from safetensors import safe_open
 from small_runs import entries
 from tiny_vae import coarse_vae, save_tiny_vae
 
-from moh_vision.commands.search import main as search
+from moh_vision.__main__ import main
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
 from moh_vision.diffusion.latents.__main__ import main as write_latents
@@ -159,8 +159,8 @@ def test_training(made, tmp_path, capsys, kind):
             write_latents(f"--vae {made['other']} --data {made['images']} --out {cache} --size 16 --workers 0".split())
             == 0
         )
-        argv = f"{tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
-        assert search(argv.split()) == 2
+        argv = f"search {tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
+        assert main(argv.split()) == 2
         error = capsys.readouterr().err
         assert (
             f"{cache}: latents of the VAE {made['other']} (" in error
