@@ -114,5 +114,6 @@ def open_run(
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    about = dict(architecture=config.model.name, **read_safetensors(file, lambda name: False)[1], weights=str(file))
+    said = read_safetensors(file, lambda name: False)[1]
+    about = {"architecture": config.model.name, **said, "weights": str(file)}
     return OpenedText(config, text_from_run(file).to(device or "cpu"), about)
