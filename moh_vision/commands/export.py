@@ -79,11 +79,13 @@ class Denoiser(nn.Module):
     def draw(self, batch: int, generator: torch.Generator) -> Dict[str, Tensor]:
         config = self.model.config
         size = (batch, config.in_channels, config.sample_size, config.sample_size)
-        inputs = dict(hidden_states=torch.randn(size, generator=generator))
-        timestep = torch.randint(1000, (batch,), generator=generator).float()
-        if self.timestep is None:
-            inputs["timestep"] = timestep
-        inputs["class_labels"] = torch.randint(config.num_classes + 1, (batch,), generator=generator)
+        inputs = dict(
+            hidden_states=torch.randn(size, generator=generator),
+            timestep=torch.randint(1000, (batch,), generator=generator).float(),
+            class_labels=torch.randint(config.num_classes + 1, (batch,), generator=generator),
+        )
+        if self.timestep is not None:
+            del inputs["timestep"]
         return inputs
 
 
@@ -136,9 +138,10 @@ def open_source(source: str, checkpoint: Optional[str]) -> Opened:
         raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
         raise ValueError(f"{source} does not say of which model it is: give NAME --checkpoint {source}")
-    elif kind_of(source) == "text":
-        raise ValueError(f"{source} is a language model; allowed are classifiers and diffusion models")
-    return open_run(checkpoint or source, name=name, command="export")
+    weights = checkpoint or source
+    if kind_of(weights) == "text":
+        raise ValueError(f"{weights} is a language model; allowed are classifiers and diffusion models")
+    return open_run(weights, name=name, command="export")
 
 
 def fix_heads(model: nn.Module, file: str) -> None:

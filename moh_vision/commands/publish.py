@@ -277,10 +277,10 @@ def check_hub(api: HfApi, repo: str) -> None:
     """Refuse a repository that cannot be made: by its name, the token, the hub, or because it is there."""
     try:
         validate_repo_id(repo)
+        if repo.count("/") != 1:
+            raise ValueError("expected OWNER/NAME")
     except ValueError as error:
         raise ValueError(f"--push {repo}: {reason_of(error)}") from None
-    if repo.count("/") != 1:
-        raise ValueError(f"--push {repo}: expected OWNER/NAME")
     if not get_token():
         raise ValueError(f"--push {repo}: no token of the hub; `hf auth login` keeps one, or set HF_TOKEN")
     try:
@@ -306,28 +306,6 @@ def push(api: HfApi, repo: str, folder: Path, private: bool) -> str:
     return str(url)
 
 
-def publish(path: Path, folder: Path, name: str, license: Optional[str]) -> str:
-    """Write a folder to publish, all of it or nothing; return the library that reads it and the weights, to be printed."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder")
-    run = find_run(run_of(path))
-    opened = open_run(weights_of(run, path), command="publish")
-    try:
-        scored = scores_of(run, opened.metadata)
-    except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
-        raise ValueError(f"{run.folder}: its scores are not as a run writes them ({reason_of(error)})") from None
-    save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[opened.kind]
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
-        hidden = Path(place, folder.name)
-        hidden.mkdir()
-        saved = save(run, opened, hidden, scored)
-        make_card(run, opened, saved, scored, name, license).save(hidden / "README.md")
-        for weights in hidden.rglob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors makes them private
-        give_name(hidden, folder)
-    return f"for {saved['library']}, weights of {opened.metadata['weights']}"
-
-
 def options(add) -> None:
     add("run", type=Path, metavar="RUN", help="run, its checkpoint, or a file of weights in either")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -338,13 +316,30 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    folder, repo = options.output, options.push
+    path, folder, repo = options.run, options.output, options.push
     if options.private and not repo:
         raise ValueError("--private has no effect without --push")
     refuse_output("--output", folder)
     api = HfApi(library_name="moh_vision", library_version=__version__)
     if repo:
         check_hub(api, repo)
-    say(f"{folder}: {publish(options.run, folder, repo or folder.name, options.license)}")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    run = find_run(run_of(path))
+    opened = open_run(weights_of(run, path), command="publish")
+    try:
+        scored = scores_of(run, opened.metadata)
+    except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
+        raise ValueError(f"{run.folder}: its scores are not as a run writes them ({reason_of(error)})") from None
+    save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[opened.kind]
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
+        hidden = Path(place, folder.name)  # nothing is at its own place before all of it is
+        hidden.mkdir()
+        saved = save(run, opened, hidden, scored)
+        make_card(run, opened, saved, scored, repo or folder.name, options.license).save(hidden / "README.md")
+        for weights in hidden.rglob("*.safetensors"):
+            weights.chmod(0o644)  # safetensors makes them private
+        give_name(hidden, folder)
+    say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
     if repo:
         say(f"uploaded: {push(api, repo, folder, options.private)}")
