@@ -14,7 +14,7 @@ import yaml
 import moh_vision
 from moh_vision.__main__ import COMMANDS
 from moh_vision.classification.config import ClsConfig, ValidateConfig
-from moh_vision.commands.macs import PAPERS, _image_models, count
+from moh_vision.commands.macs import PAPERS, count, image_models
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.engine.keys import needs_of
@@ -88,7 +88,7 @@ def models_page() -> str:
     )
     papers = yaml.safe_load((PACKAGE / "commands" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (
-        ("Image models: `timm.create_model(name)`", _image_models(), 1e9),
+        ("Image models: `timm.create_model(name)`", image_models(), 1e9),
         ("Text models: `moh_vision.language.create_text_model(name)`", list(PAPERS), 1e6),
     ):
         images = unit == 1e9

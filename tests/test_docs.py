@@ -87,7 +87,7 @@ def test_the_commands_are_those_of_the_code(reference):
 
 def test_the_models_are_those_of_the_registry(reference):
     page = (reference.PAGES / "models.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [*reference._image_models(), *reference.PAPERS]
+    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [*reference.image_models(), *reference.PAPERS]
 
 
 def test_the_messages_are_those_of_the_code():

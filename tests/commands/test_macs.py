@@ -4,10 +4,11 @@ import pytest
 import timm
 import torch
 
-from moh_vision.commands.macs import PAPERS, count, main, report
+from moh_vision.__main__ import main
+from moh_vision.commands.macs import PAPERS, count, report
 from moh_vision.language.models.create import create_text_model
-from moh_vision.models import describe
 from moh_vision.models.counts import count_macs, count_parameters
+from moh_vision.models.describe import describe
 
 # Of the masked models, how near linear layers and twice the scores come to the paper's MACs.
 MASKED = {preset: 0.0065 if preset == "mlm_moa_8K8E128D" else 0.0025 for preset in PAPERS if preset.startswith("mlm_")}
@@ -202,7 +203,7 @@ def test_transnext():
 
 
 def run(capsys, *argv):
-    code = main(list(argv))
+    code = main(["macs", *argv])
     return code, *capsys.readouterr()
 
 

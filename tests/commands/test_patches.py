@@ -1,6 +1,8 @@
 """Figures of one image: which heads each patch runs, and what each head attends to."""
 
+import argparse
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,10 +13,10 @@ from sklearn.datasets import load_digits
 from small_runs import arguments
 
 from moh_vision import load_run
+from moh_vision.__main__ import main
 from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import attention_maps, patches
-from moh_vision.engine.io import write_tensors
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)  # 4 x 6 patches
 
@@ -108,14 +110,14 @@ def run(tmp_path_factory):
         Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
     train_cls.main(arguments("cls", folder / "dense", 1, 1, "--model.head_budget", "null", "--model.router", "dense"))
     (folder / "text").mkdir()
-    write_tensors(folder / "text" / "model.safetensors", {}, dict(vocabularies={}))
+    (folder / "text" / "config.yaml").write_text("kind: text\n")
     return folder
 
 
 def test_the_commands(run, capsys):
     argv = [str(run / "run"), "--image", str(run / "zero.png")]
-    assert patches.main([*argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
-    assert attention_maps.main([*argv, "--output", str(run / "maps.svg"), "--token", "3,0"]) == 0
+    assert main(["patches", *argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
+    assert main(["attention-maps", *argv, "--output", str(run / "maps.svg"), "--token", "3,0"]) == 0
     said = capsys.readouterr().out
     file = next(file for name in ("ema", "model") if (file := run / "run" / f"{name}.safetensors").exists())
     assert f"heads of 1 of 2 layers, weights of {file}\n" in said
@@ -135,63 +137,46 @@ def test_layers_that_leave_heads_out_are_drawn(run, tmp_path, capsys):
     pairs = ["--model.head_budget", "[[1, 3], [8, 0]]"]
     train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *pairs))
     argv = [str(tmp_path / "run"), "--image", str(run / "zero.png"), "--output", str(tmp_path / "heads.png")]
-    assert patches.main(argv) == 0
+    assert main(["patches", *argv]) == 0
     assert [layer["layer"] for layer in json.loads((tmp_path / "heads.json").read_text())["layers"]] == [0]
 
 
 def test_a_title_says_what_the_model_takes_the_image_for(run):
-    opened = patches.open_with_image(str(run / "run"), str(run / "0" / "zero.png"), [], "patches")
+    asked = argparse.Namespace(run=str(run / "run"), rest=[], image=str(run / "0" / "zero.png"))
+    opened = patches.open_image(asked, "patches")
     likely = load_run(run / "run").eval()(opened.image[None])[0].softmax(-1)
     predicted = f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %)"
     assert opened.title() == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
-    assert patches.open_with_image(str(run / "run"), str(run / "zero.png"), [], "patches").about["true"] is None
+    asked.image = str(run / "zero.png")
+    assert patches.open_image(asked, "patches").about["true"] is None
 
 
-@pytest.mark.parametrize(
-    "module, argv, words",
-    [
-        (
-            patches,
-            ["TEXT", "--image", "IMAGE"],
-            "text is a text model; expected a classifier",
-        ),
-        (patches, ["DENSE", "--image", "IMAGE"], "dense: every patch runs every head with gate 1, so there is nothing"),
-        (patches, ["RUN", "--image", "none.png"], "none.png: No such file or directory"),
-        (patches, ["RUN", "--image", "RUN/config.yaml"], "config.yaml: cannot identify the image format"),
-        (patches, ["RUN", "--image", "IMAGE", "--layer", "0", "2"], "--layer 2: expected 0 to 1"),
-        (
-            patches,
-            ["RUN", "--image", "IMAGE", "--output", "a.gif"],
-            "--output a.gif: expected a name that ends in .png or",
-        ),
-        (patches, ["RUN", "--image", "IMAGE", "--output", "IMAGE"], "zero.png exists; give another path"),
-        (patches, ["--image", "IMAGE", "RUN"], "RUN comes before --image"),
-        (patches, ["RUN", "--image", "IMAGE", "--model.depth", "3"], "model.depth has no effect"),
-        (
-            patches,
-            ["x", "--model.name", "dit_small_patch2", "--image", "IMAGE"],
-            "x is a diffusion model; expected a class",
-        ),
-        (patches, ["no_such", "--image", "IMAGE"], "no_such: neither a run, a file of weights, nor a registered model"),
-        (attention_maps, ["RUN", "--image", "IMAGE", "--layer", "2"], "layer 2: expected 0 to 1"),
-        (
-            attention_maps,
-            ["RUN", "--image", "IMAGE", "--token", "4,0"],
-            "token 4,0: expected rows 0 to 3 and columns 0 to",
-        ),
-        (
-            attention_maps,
-            ["RUN", "--image", "IMAGE", "--token", "4"],
-            "--token 4: expected cls, or ROW,COLUMN of a patch",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_and_nothing_is_written(run, capsys, module, argv, words):
+MISTAKES = {
+    "patches TEXT --image IMAGE": "text is a text model; expected a classifier",
+    "patches DENSE --image IMAGE": "dense: every patch runs every head with gate 1, so there is nothing",
+    "patches RUN --image none.png": "none.png: No such file or directory",
+    "patches RUN --image RUN/config.yaml": "config.yaml: cannot identify the image format",
+    "patches RUN --image IMAGE --layer 0 2": "--layer 2: expected 0 to 1",
+    "patches RUN --image IMAGE --output a.gif": "--output a.gif: expected a name that ends in .png or",
+    "patches RUN --image IMAGE --output IMAGE": "zero.png exists; give another path",
+    "patches --image IMAGE RUN": "RUN comes before --image",
+    "patches RUN --image IMAGE --model.depth 3": "model.depth has no effect",
+    "patches x --model.name dit_small_patch2 --image IMAGE": "x is a diffusion model; expected a class",
+    "patches no_such --image IMAGE": "no_such: neither a run, a file of weights, nor a registered model",
+    "attention-maps RUN --image IMAGE --layer 2": "layer 2: expected 0 to 1",
+    "attention-maps RUN --image IMAGE --token 4,0": "token 4,0: expected rows 0 to 3 and columns 0 to",
+    "attention-maps RUN --image IMAGE --token 4": "--token 4: expected cls, or ROW,COLUMN of a patch",
+}
+
+
+@pytest.mark.parametrize("line, words", MISTAKES.items())
+def test_mistakes_are_one_line_and_nothing_is_written(run, capsys, line, words):
     before = sorted(run.iterdir())
     capsys.readouterr()
-    argv = [a.replace("RUN/", f"{run}/run/").replace("IMAGE", f"{run}/zero.png") for a in argv]
-    argv = [dict(RUN=f"{run}/run", DENSE=f"{run}/dense", TEXT=f"{run}/text").get(a, a) for a in argv]
+    for name, path in dict(RUN="run", DENSE="dense", TEXT="text", IMAGE="zero.png").items():
+        line = re.sub(rf"\b{name}\b", str(run / path), line)
+    argv = line.split()
     argv += [] if "--output" in argv else ["--output", str(run / "new.png")]
-    assert module.main(argv) == 2
+    assert main(argv) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and sorted(run.iterdir()) == before

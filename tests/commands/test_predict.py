@@ -14,10 +14,11 @@ from sklearn.datasets import load_digits
 from small_runs import arguments, results
 from timm.data import create_transform, resolve_model_data_config
 
-from moh_vision import load_run, publish
-from moh_vision.classification import predict, validate
+from moh_vision import load_run, open_run
+from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
-from moh_vision.classification.opening import open_prepared
+from moh_vision.classification import validate
+from moh_vision.commands import predict
 from moh_vision.data.shards import convert
 from moh_vision.data.sources import Digits
 from moh_vision.engine import commands
@@ -36,19 +37,18 @@ def folder(tmp_path_factory):
     return folder
 
 
+def predicts(*argv):
+    return main(["predict", *map(str, argv)])
+
+
 def pixels(digit):
     return np.rint(load_digits().images[digit] * (255 / 16)).astype(np.uint8)
 
 
 def test_the_probabilities_are_the_models(folder, capsys):
-    argv = [
-        "--checkpoint",
-        str(folder / "run"),
-        str(folder / "torn.png"),
-        str(folder / "images"),
-        str(folder / "other.png"),
-    ]
-    assert predict.main([*argv, "--output", str(folder / "classes.json"), "--data.eval_batch_size", "3"]) == 2
+    run, other, more = folder / "run", folder / "other.png", ["--output", folder / "classes.json"]
+    images = [folder / "torn.png", folder / "images", other]
+    assert predicts(run, *images, *more, "--data.eval_batch_size", "3") == 2
     said, errors = capsys.readouterr()
     told, torn, count = errors.splitlines()
     assert told == f"weights of {folder}/run/ema.safetensors"
@@ -67,7 +67,7 @@ def test_the_probabilities_are_the_models(folder, capsys):
         torch.testing.assert_close(torch.tensor([p for _, p in image["classes"]]), values[:5])
         assert line.startswith(f"{image['image']}: {100 * values[0]:.2f} % {classes[0]} | ")
 
-    assert predict.main([*argv[:2], *argv[4:], "--output", str(folder / "classes.csv")]) == 0
+    assert predicts(run, other, "--output", folder / "classes.csv") == 0
     rows = list(csv.DictReader((folder / "classes.csv").open()))
     assert [int(row["rank"]) for row in rows] == [1, 2, 3, 4, 5] and {row["image"] for row in rows} == {names[3]}
     last = dict((name, probability) for name, probability in written["images"][3]["classes"])
@@ -84,20 +84,20 @@ def as_timm(model, image):
 def test_a_published_run_and_load_run_are_the_run(folder, capsys):
     odd, published = folder / "odd.png", folder / "published"
     Image.effect_noise((13, 20), 90).save(odd)
-    assert publish.main([str(folder / "run"), "--output", str(published)]) == 0
+    assert main(["publish", str(folder / "run"), "--output", str(published)]) == 0
 
-    def said(source, command):
+    def said(command, *argv):
         capsys.readouterr()
-        command(["--checkpoint", str(folder / source)])
+        command(*argv)
         return capsys.readouterr().out
 
-    first = said("run", lambda argv: predict.main([*argv, str(odd)]))
-    assert said("published", lambda argv: predict.main([*argv, str(odd)])) == first
+    first = said(predicts, folder / "run", odd)
+    assert said(predicts, published, odd) == first
     model = load_run(folder / "run")
     probabilities = as_timm(model, Image.open(odd))
     best = probabilities.argmax()
     assert f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | " in first
-    assert f"top-1 {results(folder / 'run')['top1']:.2f} %" in said("published", validate.main)
+    assert f"top-1 {results(folder / 'run')['top1']:.2f} %" in said(validate.main, ["--checkpoint", str(published)])
     error = refused(capsys, validate.main, "--checkpoint", published, "--model.depth", 3)
     assert f"model.depth has no effect: --checkpoint {published} brings its model, moh_vit_tiny_patch16_224" in error
 
@@ -112,7 +112,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
     vit.pretrained_cfg = dict(vit.pretrained_cfg, **prepared)
     timm.models.save_for_hf(vit, folder / "vit", safe_serialization=True)
     image, given = folder / "other.png", ["--checkpoint", str(folder / "vit")]
-    assert predict.main([*given, str(image)]) == 0
+    assert predicts(folder / "vit", image) == 0
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
     assert (
         f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
@@ -129,8 +129,8 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
     assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
-    about = open_prepared(str(folder / "vit"))[1]  # for export
-    assert (about["architecture"], about["input_size"], about["crop_pct"]) == ("vit_tiny_patch16_224", (1, 8, 8), 0.6)
+    opened = open_run(folder / "vit")
+    assert opened.metadata["architecture"] == "vit_tiny_patch16_224" and opened.model.pretrained_cfg["crop_pct"] == 0.6
     for text, words in (('{"model_type": "llama"}', "no 'architecture' in it"), ("{", "Expecting property name")):
         (folder / "empty" / "config.json").write_text(text)
         error = refused(capsys, validate.main, "--checkpoint", folder / "empty")
@@ -147,7 +147,7 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
     convert(str(root), str(shards), workers=1, say=lambda text: None)
     place.write_bytes(place.read_bytes()[:60])
     capsys.readouterr()
-    predict.main(["--checkpoint", str(folder / "run"), str(root), "--top", "10", "--output", str(tmp_path / "p.json")])
+    predicts(folder / "run", root, "--top", "10", "--output", tmp_path / "p.json")
     found = {
         image["image"]: dict(image["classes"]) for image in json.loads((tmp_path / "p.json").read_text())["images"]
     }
@@ -202,6 +202,7 @@ def test_names_of_imagenet():
         (["RUN", "IMAGE", "--model.depth", "3"], "model.depth has no effect: --checkpoint"),
         (["RUN", "IMAGE", "--out", "a.csv"], "out"),
         (["no_such", "IMAGE"], "--checkpoint no_such: neither a run"),
+        (["--top", "3", "RUN", "IMAGE"], "RUN comes before --top"),
         (["RUN"], "the following arguments are required: IMAGE_OR_FOLDER"),
     ],
 )
@@ -209,7 +210,7 @@ def test_mistakes_are_one_line(folder, capsys, argv, words):
     names = dict(RUN=f"{folder}/run", IMAGE=f"{folder}/other.png")
     argv = [names.get(a, a).replace("DIR", str(folder)) for a in argv]
     capsys.readouterr()
-    assert predict.main(["--checkpoint", *argv]) == 2
+    assert predicts(*argv) == 2
     said, error = capsys.readouterr()
     assert words in error and error.count("\n") == 1 and error.startswith("predict: error: ") and not said
 
@@ -220,14 +221,14 @@ def test_files_are_written_though_nobody_reads_on(folder, tmp_path, monkeypatch,
     with unread(monkeypatch):
         validate.main(["--checkpoint", str(folder / "run"), *options])
     assert all(file.is_file() for file in files)
-    argv = ["--checkpoint", str(folder / "run"), *[str(folder / "other.png")] * 3, "--data.eval_batch_size", "1"]
+    argv = [folder / "run", *[folder / "other.png"] * 3, "--data.eval_batch_size", "1"]
     with unread(monkeypatch):
-        assert predict.main([*argv, "--output", str(tmp_path / "classes.json")]) == 0
+        assert predicts(*argv, "--output", tmp_path / "classes.json") == 0
     assert len(json.loads((tmp_path / "classes.json").read_text())["images"]) == 3
     before, seen = predict.predict, []
     monkeypatch.setattr(predict, "predict", lambda *a: (seen.append(found) or found for found in before(*a)))
     with unread(monkeypatch):
-        assert predict.main(argv) == 0
+        assert predicts(*argv) == 0
     assert len(seen) == 1  # nobody waits for the others
     assert set(capfd.readouterr().err.splitlines()) == {f"weights of {folder / 'run' / 'ema.safetensors'}"}
 

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import moh_vision
+from moh_vision.__main__ import main
 from moh_vision.attention import RoutingStats, attention_layers, load_balance_loss
-from moh_vision.commands.macs import PAPERS, count, main
+from moh_vision.commands.macs import PAPERS, count
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 from moh_vision.language.task import LanguageTask
@@ -274,7 +275,7 @@ def test_macs_of_table_a_and_the_command(capsys):
         # Older versions of transformers multiply positions and frequencies as matrices.
         assert found.linears == pytest.approx(mlp + head + attention, rel=1e-6)
         assert found.scores == 12 * 2 * N * N * active * D
-    assert main(["clm_moh_small_75"]) == 0
+    assert main(["macs", "clm_moh_small_75"]) == 0
     assert "12 x moh, 9 of 12 heads of width 64" in capsys.readouterr().out
 
 
