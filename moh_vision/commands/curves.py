@@ -17,7 +17,7 @@ from typing import Sequence
 
 import numpy as np
 
-from moh_vision.commands.figures import Line, draw_lines
+from moh_vision.commands.figures import Line, draw_lines, lines_of
 from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
 from moh_vision.engine.commands import closest
 
@@ -88,12 +88,9 @@ def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, 
         # Seeds have batches of slightly different numbers: one length of an epoch keeps their steps together.
         unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
         for kind, length in dict(training=window, validation=1).items():
-            values: dict[float, list[float]] = {}
-            for step, value in sorted(sum((running_mean(losses[kind], length) for losses, _ in group), [])):
-                if step / unit >= first_epoch:
-                    values.setdefault(step / unit, []).append(value)
-            if values:
-                lines.append(Line(f"{name}, {kind}", values, f"C{number % 10}", dotted=kind == "training"))
+            losses = [point for found, _ in group for point in running_mean(found[kind], length)]
+            points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses if step / unit >= first_epoch]
+            lines += lines_of(points, colour=f"C{number % 10}", dotted=kind == "training")
     if not lines:
         raise ValueError(f"--first-epoch {first_epoch:g}: no run has got so far")
     return lines, "epochs" if over_epochs else "steps"
@@ -121,10 +118,6 @@ def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) ->
     score = next((score for score in COLUMNS if all(run.scores.get(score) is not None for run in runs)), None)
     if score is None:
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
-    lines = []
-    for name, group in grouped(runs, key, names):
-        values: dict[float, list[float]] = {}
-        for run in sorted(group, key=lambda run: run.config[key]):
-            values.setdefault(run.config[key], []).append(run.scores[score])
-        lines.append(Line(name, values))
-    return lines, COLUMNS[score][0]
+    groups = grouped(runs, key, names)
+    points = [(name, run.config[key], run.scores[score]) for name, group in groups for run in group]
+    return lines_of(points), COLUMNS[score][0]

@@ -6,7 +6,7 @@ import json
 import statistics
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import matplotlib
 
@@ -35,6 +35,14 @@ class Line(NamedTuple):
             std=[statistics.stdev(values) if len(values) > 1 else None for values in found],
             runs=[len(values) for values in found],
         )
+
+
+def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
+    """Make lines of (name, x, value) in any order; `look` is what they have in common."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for name, x, value in points:
+        found.setdefault(name, {}).setdefault(x, []).append(value)
+    return [Line(name, dict(sorted(values.items())), **look) for name, values in found.items()]
 
 
 def draw_lines(lines: Sequence[Line], x: str, y: str):

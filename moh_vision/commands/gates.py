@@ -18,7 +18,7 @@ from typing import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moh_vision.commands.figures import Line, check_figure, draw_lines, plt, write_figure
+from moh_vision.commands.figures import Line, check_figure, draw_lines, lines_of, plt, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_json, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.engine.commands import say
@@ -133,16 +133,10 @@ def draw_gate_load(numbers: dict) -> Figure:
 
 def draw_gate_entropy(numbers: dict) -> Figure:
     """Draw the mean entropy of the gates over the layers, a line a model, as the JSON of this command has it."""
-    layers = [layer for run in numbers["runs"] for layer in run["layers"]]
-    names = list(dict.fromkeys(layer["name"] for layer in layers))
-    models: dict[str, dict[float, list[float]]] = {}  # name -> place of a layer -> nats in each seed
-    for run in numbers["runs"]:
-        for layer in run["layers"]:
-            values = models.setdefault(run["name"], {})
-            values.setdefault(names.index(layer["name"]), []).append(layer["entropy"])
-    # Models name their layers in other orders.
-    lines = [Line(name, dict(sorted(values.items()))) for name, values in models.items()]
-    for number in sorted({layer["experts"] for layer in layers}):
+    layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
+    names = list(dict.fromkeys(layer["name"] for _, layer in layers))
+    lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)
+    for number in sorted({layer["experts"] for _, layer in layers}):
         nats = [math.log(number)]
         ends = {-0.5: nats, len(names) - 0.5: nats}
         lines.append(Line(f"uniform (ln {number} = {nats[0]:.2f})", ends, "grey", dotted=True))

@@ -14,7 +14,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from moh_vision.commands.figures import Line, check_figure, draw_lines, write_figure
+from moh_vision.commands.figures import check_figure, draw_lines, lines_of, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, find_run, grouped, read_json
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import finish, make_accelerator
@@ -42,14 +42,12 @@ def work(options) -> None:
     if asked.perplexity is None and strange:
         raise ValueError(f"--tasks {strange[0]}: expected suites, {', '.join(SUITES)}")
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
-    values: dict[tuple[str, str], dict[float, list[float]]] = {}  # title, name of a group -> tokens -> scores
+    points: dict[str, list[tuple[str, int, float]]] = {}  # by title
     for name, group in grouped(runs):
         for tokens, folder in (weights for run in group for weights in kept[run.folder]):
             for title, value in scores_of(folder, options.rest, accelerator).items():
-                values.setdefault((title, name), {}).setdefault(tokens, []).append(value)
-    lines: dict[str, list[Line]] = {}
-    for (title, name), found in values.items():
-        lines.setdefault(title, []).append(Line(name, dict(sorted(found.items()))))
+                points.setdefault(title, []).append((name, tokens, value))
+    lines = {title: lines_of(found) for title, found in points.items()}
     drawn = [title for title in lines if title == "perplexity" or title.startswith("average of ")]
     shown, y = lines[drawn[0]], drawn[0] if asked.perplexity else f"{drawn[0]}, %"
     if len(drawn) > 1:
