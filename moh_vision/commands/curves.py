@@ -3,10 +3,10 @@
     python -m moh_vision curves RUN RUN ... --output curves.png
     python -m moh_vision curves RUN RUN ... --over data.share --output share.png
 
-Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); of language models both are nats a
-token without smoothed labels. Only runs of text log epochs, from their second epoch on. --over draws the first score
-of the command table that all runs have (figure 2). Runs that differ in nothing but the seed make one line, in a band
-of one standard deviation.
+Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); of text both are
+nats a token without smoothed labels. Only runs of text, from their second epoch on, have epochs.
+--over draws the first score of the command table that all have (figure 2). Runs that differ in
+nothing but the seed make one line, in a band of one standard deviation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Sequence
 
 import numpy as np
 
-from moh_vision.commands.figures import Line, draw_lines
+from moh_vision.commands.figures import Line, draw_lines, lines_of
 from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
 from moh_vision.engine.commands import closest
 
@@ -48,7 +48,7 @@ def figure(options) -> tuple:
 
 
 def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
-    """Read the losses in the metrics.jsonl of a run, and the steps of an epoch if it has begun a second one."""
+    """Read the losses in the log of a run, and the steps of an epoch once a second has begun."""
     file = folder / "metrics.jsonl"
     found: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
@@ -72,13 +72,13 @@ def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Replace each value by the mean of the last `window` ones: batches differ more than models."""
+    """Make each value the mean of the last ones: batches differ more than models."""
     values = [value for _, value in points]
     return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
 
 
 def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, first_epoch: float):
-    """Return lines of losses, and the label of x; high losses before first_epoch would flatten the rest."""
+    """Return lines of losses, and the label of x; first_epoch leaves out the high ones."""
     logs = [(name, [read_curves(run.folder) for run in group]) for name, group in groups]
     over_epochs = all(steps for _, group in logs for _, steps in group)
     if first_epoch and not over_epochs:
@@ -88,12 +88,9 @@ def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, 
         # Seeds have batches of slightly different numbers: one length of an epoch keeps their steps together.
         unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
         for kind, length in dict(training=window, validation=1).items():
-            values: dict[float, list[float]] = {}
-            for step, value in sorted(sum((running_mean(losses[kind], length) for losses, _ in group), [])):
-                if step / unit >= first_epoch:
-                    values.setdefault(step / unit, []).append(value)
-            if values:
-                lines.append(Line(f"{name}, {kind}", values, f"C{number % 10}", dotted=kind == "training"))
+            losses = [point for found, _ in group for point in running_mean(found[kind], length)]
+            points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses if step / unit >= first_epoch]
+            lines += lines_of(points, colour=f"C{number % 10}", dotted=kind == "training")
     if not lines:
         raise ValueError(f"--first-epoch {first_epoch:g}: no run has got so far")
     return lines, "epochs" if over_epochs else "steps"
@@ -111,7 +108,7 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
 
 
 def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) -> tuple[list[Line], str]:
-    """Return lines of the first score that the runs have, over the numbers at a key of theirs, and the label of y."""
+    """Return lines of the first score that all runs have over a key, and the label of y."""
     for run in runs:
         if key not in run.config:
             raise ValueError(f"--over {key}: no such key in {run.folder / 'config.yaml'}: {closest(key, run.config)}")
@@ -121,10 +118,6 @@ def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) ->
     score = next((score for score in COLUMNS if all(run.scores.get(score) is not None for run in runs)), None)
     if score is None:
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
-    lines = []
-    for name, group in grouped(runs, key, names):
-        values: dict[float, list[float]] = {}
-        for run in sorted(group, key=lambda run: run.config[key]):
-            values.setdefault(run.config[key], []).append(run.scores[score])
-        lines.append(Line(name, values))
-    return lines, COLUMNS[score][0]
+    groups = grouped(runs, key, names)
+    points = [(name, run.config[key], run.scores[score]) for name, group in groups for run in group]
+    return lines_of(points), COLUMNS[score][0]

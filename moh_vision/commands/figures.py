@@ -6,7 +6,7 @@ import json
 import statistics
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import matplotlib
 
@@ -37,6 +37,14 @@ class Line(NamedTuple):
         )
 
 
+def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
+    """Make lines of (name, x, value) in any order; `look` is what they have in common."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for name, x, value in points:
+        found.setdefault(name, {}).setdefault(x, []).append(value)
+    return [Line(name, dict(sorted(values.items())), **look) for name, values in found.items()]
+
+
 def draw_lines(lines: Sequence[Line], x: str, y: str):
     """Draw means, and bands of one standard deviation; return the figure."""
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
@@ -57,10 +65,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
 
 
 def add_legend(figure, axes) -> None:
-    """Draw the legend of an axes inside it; where it would hide lines, below, by which the figure grows.
-
-    The figure has the layout "constrained".
-    """
+    """Draw the legend inside, or, where it would hide lines, below: the figure grows."""
     handles, names = axes.get_legend_handles_labels()
     longest = max(map(len, names))
     if longest <= 44 and len(names) <= 12:
@@ -83,13 +88,13 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def numbers_path(path: Path) -> Path:
-    """Return NAME.json for a figure NAME.png, or NAME.png.json where there is a file of that name."""
+    """Return NAME.json for NAME.png, or NAME.png.json where there is a NAME.json."""
     plain = path.with_suffix(".json")
     return Path(f"{path}.json") if plain.exists() else plain
 
 
 def write_figure(figure, path: Path, numbers: dict) -> str:
-    """Write a figure and, beside it, the numbers that it shows; return both names, to be printed."""
+    """Write a figure, and its numbers beside it; return both names, to be printed."""
     figure.savefig(path, dpi=130)
     plt.close(figure)
     beside = numbers_path(path)

@@ -2,10 +2,10 @@
 
     python -m moh_vision gates RUN RUN ... --output gates.png > gates.md
 
-Printed, as Markdown, is the mean entropy of the gates (Peng 2020 (MAE), section 5.1), and for translation the BLEU with
-one expert in each attention of the encoder (generate.gate_modes; table 5); runs that differ in nothing but the seed
-make one row. Then come the load of the experts (table 8) and the tokens of largest PMI with each (table 6; Zhang 2022,
-table 4) of each run: experts of different seeds have no common numbers.
+It prints Markdown: the mean entropy of the gates (Peng 2020 (MAE), section 5.1), for translation
+with the BLEU of one expert in each attention of the encoder (generate.gate_modes; table 5), a row
+for runs that differ in nothing but the seed. Then, of each run, the load of the experts (table 8)
+and the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moh_vision.commands.figures import Line, check_figure, draw_lines, plt, write_figure
+from moh_vision.commands.figures import Line, check_figure, draw_lines, lines_of, plt, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_json, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.engine.commands import say
@@ -69,7 +69,7 @@ def work(options) -> None:
 
 
 def read_split(run: ScoredRun, split: str) -> list[GateReading]:
-    """Read what the gates of the weights that the run's scores are of do with a split; empty for a model without."""
+    """Read the gates of the weights that the run's scores are of; empty for a model without."""
     weights = run.folder / read_json(run.folder / "results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
@@ -78,7 +78,7 @@ def read_split(run: ScoredRun, split: str) -> list[GateReading]:
 
 
 def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Path, dict]) -> Table:
-    """Make a table of mean entropies, and BLEU with one expert in each attention of the encoder."""
+    """Make a table of entropies, and BLEU with one expert in each attention of the encoder."""
     rows: list[dict[str, str]] = []
     notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
     order = ["model", "runs", "entropy, encoder", "entropy, decoder", "entropy, model", "uniform", "BLEU"]
@@ -103,7 +103,7 @@ def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Pat
 
 
 def draw_gate_load(numbers: dict) -> Figure:
-    """Draw what RUN/gates.json has: a row a layer, a column an expert, its colour the share (Peng 2020, table 8)."""
+    """Draw RUN/gates.json: a row a layer, a column an expert (Peng 2020, table 8)."""
     loads = [layer["load"] for layer in numbers["layers"]]
     most = max(map(len, loads))
     grid = np.array([[100 * share for share in load] + [np.nan] * (most - len(load)) for load in loads])
@@ -132,17 +132,11 @@ def draw_gate_load(numbers: dict) -> Figure:
 
 
 def draw_gate_entropy(numbers: dict) -> Figure:
-    """Draw the mean entropy of the gates over the layers, a line a model, as the JSON of this command has it."""
-    layers = [layer for run in numbers["runs"] for layer in run["layers"]]
-    names = list(dict.fromkeys(layer["name"] for layer in layers))
-    models: dict[str, dict[float, list[float]]] = {}  # name -> place of a layer -> nats in each seed
-    for run in numbers["runs"]:
-        for layer in run["layers"]:
-            values = models.setdefault(run["name"], {})
-            values.setdefault(names.index(layer["name"]), []).append(layer["entropy"])
-    # Models name their layers in other orders.
-    lines = [Line(name, dict(sorted(values.items()))) for name, values in models.items()]
-    for number in sorted({layer["experts"] for layer in layers}):
+    """Draw the entropies in the JSON of this command over the layers, a line a model."""
+    layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
+    names = list(dict.fromkeys(layer["name"] for _, layer in layers))
+    lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)
+    for number in sorted({layer["experts"] for _, layer in layers}):
         nats = [math.log(number)]
         ends = {-0.5: nats, len(names) - 0.5: nats}
         lines.append(Line(f"uniform (ln {number} = {nats[0]:.2f})", ends, "grey", dotted=True))

@@ -2,8 +2,9 @@
 
     python -m moh_vision head-load FILE --output load.png --kind bars --groups desk goldfish "ice cream"
 
---kind map: every head of every layer, a row a group (class, timestep, text or task). bars: one layer for a few groups
-(MoH, figures 3, A and B). curves: the routed heads of each layer in the order of their loads (MoA, figures 3 and 4).
+--kind map: every head of every layer, a row a group (class, timestep, text or task). bars: one
+layer for a few groups (MoH, figures 3, A and B). curves: the routed heads of each layer in the
+order of their loads (MoA, figures 3 and 4).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def figure(options) -> tuple:
 
 
 def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None, layer: int | None = None) -> Drawn:
-    """Draw a kind of figure; None: the first kind of groups, and of groups and layers what --help says."""
+    """Draw a kind of figure; what is None is chosen as --help says."""
     by = by or next(iter(load.groups))
     if by not in load.groups:
         raise ValueError(f"--by {by}: {closest(by, load.groups)}")
@@ -75,10 +76,10 @@ def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None,
 
 
 def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
-    """Draw a column a head and a row a group; the colour is the share of tokens, grey for heads that all of them run.
+    """Draw a column a head and a row a group; grey are heads that every token runs.
 
-    At most 2,600 x 2,080 pixels: shared heads are left out where not all have room for a number; where not all groups
-    have room for a name, similar ones stand side by side (Ward's clustering), but timesteps stay in their order.
+    In at most 2,600 x 2,080 pixels; where not all numbers of heads or names of groups fit, shared
+    heads are left out, and similar groups stand side by side (Ward's clustering), but no timesteps.
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
@@ -132,10 +133,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
-    """Draw a panel a group: the share of its tokens that ran each head of a layer (Jin 2024, figures 3, A and B).
-
-    The dashed line is where all routed heads would be with equal loads; the paper's axis has the routed heads alone.
-    """
+    """Draw a panel a group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
     about, share = load.layers[layer], 100 * load.share(by)[layer]  # [groups, H]
     heads, shared = about["heads"], about["shared"]
     width = min(max(5.0, 1.5 + 0.22 * heads), 16.0)
@@ -158,10 +156,7 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
 
 
 def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
-    """Draw a line a layer: the share of its choices that each routed head got, in descending order.
-
-    Zhang 2022, figures 3 and 4. Dashed lines are equal loads. Layers that choose no heads are left out.
-    """
+    """Draw a line a layer: its routed heads in the order of their loads (Zhang 2022, figures 3 and 4)."""
     runs, curves = load.runs(by), {}
     for layer in layers:
         counts = runs[layer][groups, load.layers[layer]["shared"] : -1].sum(0)  # [routed candidates]
@@ -188,7 +183,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
-    """Return groups with tokens that differ most: the farthest from the mean, then each time from all chosen."""
+    """Return groups that differ most: the farthest from the mean, then from all chosen."""
     there = tokens.nonzero().flatten()
     share, chosen = share[there], []
     centres = share.mean(0, keepdim=True)
@@ -201,7 +196,7 @@ def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[in
 
 
 def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the numbers of layers, or, where names differ in more, what tells the names apart."""
+    """Return the numbers of layers, or what tells their names apart if that is more."""
     if len({re.sub(r"\d+", "", name) for name in names}) == 1:
         return [str(number) for number in numbers]
     parts = [name.split(".") for name in names]

@@ -1,11 +1,11 @@
-"""How the scores of causal language models change with the tokens that they have learnt from (Jin 2024, figure 2).
+"""Scores of causal language models over the tokens that they have learnt from (Jin 2024, figure 2).
 
     python -m moh_vision lm-curve RUN RUN ... --output curve.png --tasks moh-llama3 --batch-size 8
 
-RUN comes first, then options of the command lm, with which each RUN/weights/step_N is scored; a record that is there
-is not made again. `accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or
-the perplexity; the JSON also has each task. Runs that differ in nothing but the seed make one line, in a band of one
-standard deviation.
+RUN comes first, then options of the command lm, with which each RUN/weights/step_N is scored once.
+`accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or
+the perplexity; the JSON also has each task. Runs that differ in nothing but the seed make one line,
+in a band of one standard deviation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from moh_vision.commands.figures import Line, check_figure, draw_lines, write_figure
+from moh_vision.commands.figures import check_figure, draw_lines, lines_of, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, find_run, grouped, read_json
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import finish, make_accelerator
@@ -42,14 +42,12 @@ def work(options) -> None:
     if asked.perplexity is None and strange:
         raise ValueError(f"--tasks {strange[0]}: expected suites, {', '.join(SUITES)}")
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
-    values: dict[tuple[str, str], dict[float, list[float]]] = {}  # title, name of a group -> tokens -> scores
+    points: dict[str, list[tuple[str, int, float]]] = {}  # by title
     for name, group in grouped(runs):
         for tokens, folder in (weights for run in group for weights in kept[run.folder]):
             for title, value in scores_of(folder, options.rest, accelerator).items():
-                values.setdefault((title, name), {}).setdefault(tokens, []).append(value)
-    lines: dict[str, list[Line]] = {}
-    for (title, name), found in values.items():
-        lines.setdefault(title, []).append(Line(name, dict(sorted(found.items()))))
+                points.setdefault(title, []).append((name, tokens, value))
+    lines = {title: lines_of(found) for title, found in points.items()}
     drawn = [title for title in lines if title == "perplexity" or title.startswith("average of ")]
     shown, y = lines[drawn[0]], drawn[0] if asked.perplexity else f"{drawn[0]}, %"
     if len(drawn) > 1:
@@ -64,7 +62,7 @@ def work(options) -> None:
 
 
 def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
-    """Return (tokens learnt from, folder) of the weights that a run has kept, the oldest first."""
+    """Return (tokens learnt from, folder) of all weights that are kept, the oldest first."""
     if run.kind != TEXT["clm"]:
         raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
     tokens = run.config["optim.batch_size"] * run.config["data.block"]  # of a step
@@ -76,9 +74,9 @@ def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
 
 
 def scores_of(folder: Path, argv: list[str], accelerator) -> dict[str, float]:
-    """Score the model of a folder with options of `lm`, whose record stays there; every process calls it.
+    """Return scores of a folder by title; the record of `lm` stays there.
 
-    Return scores by title: the average and the tasks of each suite, or "perplexity".
+    Every process calls it. Titles are "perplexity", or of a suite the average and the tasks.
     """
     name = f"lm-{hashlib.sha256(json.dumps(argv).encode()).hexdigest()[:12]}.json"  # other options, other scores
     if not (folder / name).is_file():

@@ -48,9 +48,7 @@ def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     told, lines = json.loads((tmp_path / "curves.json").read_text()), lines_of(tmp_path / "curves.json")
     assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
-    assert set(lines) == {
-        f"{model}, {kind}" for model in ("mt_mae_7", "mt_nobcd") for kind in ("training", "validation")
-    }
+    assert len(lines) == 4 and {"mt_nobcd, training", "mt_nobcd, validation"} < set(lines)
     train, dev = lines["mt_mae_7, training"], lines["mt_mae_7, validation"]
     # An epoch of 20 steps began between the step that was logged 10 before and its own line.
     unit = mean([mean([31, 40]) / 2, mean([31, 40]) / 2])

@@ -52,16 +52,12 @@ def test_load_figure_of_layers_with_different_experts():
 
 def test_entropy_figure(tmp_path):
     first, second = "encoder.layers.0.self_attn", "decoder.layers.0.cross_attn"
-    runs = [
-        ("MAE-7", {first: (8, 1.9), second: (8, 1.8)}),
-        ("MAE-7", {first: (8, 1.7), second: (8, 1.8)}),
-        ("NoBCD", {second: (8, 2.05), first: (4, 2.0)}),
-    ]
-    numbers = dict(split="val", runs=[])
-    for name, values in runs:
-        layers = [dict(name=layer, experts=E, entropy=nats) for layer, (E, nats) in values.items()]
-        numbers["runs"].append(dict(name=name, layers=layers))
-    figure = draw_gate_entropy(numbers)
+
+    def run(name, *layers):
+        return dict(name=name, layers=[dict(zip(("name", "experts", "entropy"), layer)) for layer in layers])
+
+    mae = [run("MAE-7", (first, 8, nats), (second, 8, 1.8)) for nats in (1.9, 1.7)]
+    figure = draw_gate_entropy(dict(split="val", runs=[*mae, run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))]))
     axes = figure.axes[0]
     mae, other, *uniform = axes.get_lines()
     assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8])
@@ -82,9 +78,8 @@ def runs(tmp_path_factory):
     """MAE with two seeds, one of them also with one expert; a model without gates."""
     folder = tmp_path_factory.mktemp("gates")
     modes = ["--generate.gate_modes", "[soft, argmax, random]"]
-    for name, more in dict(
-        mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"]
-    ).items():
+    models = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"])
+    for name, more in models.items():
         train_text.main(arguments("text", folder / name, 4, 4, "--data.test", "test", *more))
     return folder
 

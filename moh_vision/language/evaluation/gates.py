@@ -25,14 +25,14 @@ from moh_vision.language.data.vocabulary import Vocabulary
 
 
 class GateStatistics:
-    """Add up what the gates of some layers did with the tokens that they all read, such as an encoder's.
+    """Add up what the gates of some layers did with the tokens that they all read.
 
-    A gate is a distribution over experts, for a token or for a sequence with all its tokens (MAE, unless causal).
-    Its k most probable experts are attributed what it was made for, as the router does; for MAE, which mixes all, one.
+    A gate is a distribution over experts, for a token, or for a sequence (MAE, unless causal). It
+    attributes this to its k most probable experts, as the router does; MAE, which mixes all, to one.
     """
 
     def __init__(self, experts: Sequence[int], attributed: Sequence[int], vocab_size: int):
-        """Start with no tokens. `experts` and `attributed` are E and k of each layer; V is above all ids."""
+        """Start with E and k of each layer, and V, which is above all ids."""
         self.experts, self.attributed = list(experts), list(attributed)
         for layer, (E, k) in enumerate(zip(self.experts, self.attributed)):
             if not 1 <= k <= E:
@@ -54,7 +54,7 @@ class GateStatistics:
         return cls(experts, attributed, vocab_size)
 
     def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add a batch: statistics of those layers, ids [B, N] of what they read, and True where these are padding."""
+        """Add a batch: statistics of those layers, ids [B, N], and True where these are padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
         real = torch.ones_like(tokens, dtype=torch.bool) if padding_mask is None else ~padding_mask.cpu()  # [B, N]
@@ -81,21 +81,21 @@ class GateStatistics:
         return (self.entropies / self.gates.clamp_min(1)).tolist()
 
     def load(self) -> list[Tensor]:
-        """Return the share of the attributions that each expert got: [E] per layer, of sum 1."""
+        """Return the share of the attributions that each expert got: [E] per layer."""
         return [load / load.sum().clamp_min(1) for load in self.loads]
 
     def pmi(self) -> Tensor:
-        """Return pointwise mutual information log p(token, expert) / (p(token) p(expert)) of the first layer: [V, E].
+        """Return log p(token, expert) / (p(token) p(expert)) of the first layer: [V, E].
 
-        -inf where the two never met, nan for what never came. (Zhang 2022 prints no logarithm, which keeps the order.)
+        -inf: the two never met; nan: one never came. (Zhang 2022 prints no logarithm.)
         """
         joint = self.tokens
         return (joint * joint.sum() / (joint.sum(1, keepdim=True) * joint.sum(0))).log()
 
     def top_tokens(self, count: int = 5, min_count: int = 5) -> list[list[int]]:
-        """Return ids of at most `count` tokens of largest PMI with each expert; of equals the more frequent.
+        """Return ids of tokens of largest PMI with each expert; of equals the more frequent.
 
-        What came fewer than `min_count` times is left out: what came once is perfectly indicative by chance.
+        Rare ones are left out: what came once is perfectly indicative by chance.
         """
         frequency = self.tokens.sum(1) / self.attributed[0]  # [V]
         pmi = self.pmi().where((frequency >= max(min_count, 1))[:, None], -torch.inf)
@@ -141,7 +141,7 @@ def gate_table(statistics: GateStatistics, names: Sequence[str]) -> str:
 
 
 def token_table(top: Sequence[Sequence[str]]) -> str:
-    """Return Markdown: the most indicative tokens, a column an expert (Peng 2020, table 6)."""
+    """Return Markdown: indicative tokens, a column an expert (Peng 2020, table 6)."""
     lines = [
         "| " + " | ".join(f"expert {i + 1}" for i in range(len(top))) + " |",
         "|" + "---|" * len(top),
@@ -168,7 +168,7 @@ def reading_text(readings: Sequence[GateReading], title: str) -> str:
 def numbers_of(readings: Sequence[GateReading]) -> dict:
     """Return what was read of one model, as JSON has it.
 
-    mean_entropy is that of the layers of each part; Peng 2020, section 5.1, has that of the encoder alone.
+    mean_entropy is by part; Peng 2020, section 5.1, has that of the encoder alone.
     """
     layers = []
     parts: dict[str, list[float]] = {}
@@ -183,7 +183,7 @@ def numbers_of(readings: Sequence[GateReading]) -> dict:
 
 
 def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
-    """Return `numbers_of` one model on a split, and what the columns of its table are, as RUN/gates.json has them."""
+    """Return what RUN/gates.json has: also what the columns of the table are."""
     columns = {f"{r.part}, {r.text}": r.columns for r in readings}
     return dict(split=split, columns=columns, **numbers_of(readings))
 
@@ -191,7 +191,7 @@ def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
 def report_gates(
     model: nn.Module, batches: Iterable[dict], vocabularies: Sequence[Vocabulary], run: Path, accelerator, split: str
 ) -> dict[str, dict[str, float]]:
-    """Write RUN/gates.md and RUN/gates.json, and return entropies in nats; nothing for a model without gates."""
+    """Write RUN/gates.md and gates.json if the model has gates; return entropies in nats."""
     readings = read_gates(model, batches, vocabularies, accelerator)
     if not readings:
         return {}
@@ -208,7 +208,7 @@ def report_gates(
 def read_gates(
     model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
 ) -> list[GateReading]:
-    """Read what the gates of a text model do with this process's share of a data set; return that of all processes.
+    """Read what gates do with this process's share of a data set; return that of all processes.
 
     It is empty for a model without gates. The model is left in eval mode.
     """
@@ -233,9 +233,9 @@ def read_gates(
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
-    """Return the layers that have a gate in use, by part of the model and by what the gate reads; nothing is read yet.
+    """Return the layers that have a gate in use, by part and by what it reads; nothing is read yet.
 
-    The encoder is a group of its own: Peng 2020, section 5.1, looks at the encoders alone.
+    The encoder is a part of its own: Peng 2020, section 5.1, looks at the encoders alone.
     """
     translates = hasattr(model, "encoder")
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
@@ -263,7 +263,7 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
 def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttention], sequence: str) -> str:
     """Return a sentence on the columns E1, E2, ... of a layer's gate.
 
-    `layers` are its group, for numbers that differ among them; `sequence` names a row of the model's input.
+    `layers` are those beside it, and `sequence` is what a row of the model's input is called.
     """
     router = layer.router
     unit = sequence if layer.scope == "sample" or router.reads == "sequence" else "token"
@@ -283,7 +283,7 @@ def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttentio
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return the smallest and the largest of some numbers, "2 to 5", or the one that all of them are."""
+    """Return the smallest and the largest of some numbers, "2 to 5", or the only one."""
     return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
 
 

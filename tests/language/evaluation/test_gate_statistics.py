@@ -65,9 +65,7 @@ def slowly(layer, k, batches):
     for (t, e), count in pairs.items():
         token[t] += count
         expert[e] += count
-    pmi = {
-        (t, e): math.log((count / total) / (token[t] / total * expert[e] / total)) for (t, e), count in pairs.items()
-    }
+    pmi = {(t, e): math.log(count * total / (token[t] * expert[e])) for (t, e), count in pairs.items()}
     return math.fsum(entropies) / len(entropies), load, pmi, token
 
 
@@ -177,9 +175,8 @@ def with_probs(probs):
 def test_uniform_and_certain_gates():
     statistics = GateStatistics([8, 8], [1, 1], V)
     certain = torch.eye(8)[torch.tensor([2, 2, 5])][:, None]  # [3, 1, 8], with zeros
-    statistics.update(
-        [with_probs(torch.full((3, 1, 8), 1 / 8)), with_probs(certain)], torch.zeros(3, 4, dtype=torch.long)
-    )
+    stats = [with_probs(torch.full((3, 1, 8), 1 / 8)), with_probs(certain)]
+    statistics.update(stats, torch.zeros(3, 4, dtype=torch.long))
     assert statistics.entropy() == pytest.approx([math.log(8), 0])
     assert statistics.load()[1].tolist() == pytest.approx([0, 0, 2 / 3, 0, 0, 1 / 3, 0, 0])
     text = gate_table(statistics, ["encoder 1", "encoder 2"]).splitlines()
