@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Callable, Dict, List, NamedTuple, Set, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,25 @@ class Watched(NamedTuple):
         window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
         return (2 * N * M + window) * heads * layer.head_dim
 
+    def counted(self, name: str) -> AttentionMacs:
+        """The layer with its active heads alone."""
+        layer, K = self.layer, self.active
+        # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
+        once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
+        queries = layer.num_heads if layer.needs_query else K
+        keys = K if once and not layer.grouped else layer.kv_heads
+        return AttentionMacs(
+            name=name,
+            router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
+            budget=layer.budget,
+            dim=layer.dim,
+            queries=self.queries,
+            keys=self.keys,
+            linears=self.routing + self.projections(queries, keys, K),
+            scores=self.scores(K),
+            parameters=count_parameters(layer),
+        )
+
 
 def count_parameters(model: nn.Module) -> int:
     """Count all parameters, frozen ones too; one that is used twice counts once."""
@@ -170,61 +189,35 @@ def _assemble(model: nn.Module, found: Dict[str, Watched], measured: Callable, t
     seen: Set[nn.Parameter] = set()
     left = total  # MACs that no row has yet
 
-    def new_parameters(*modules: nn.Module) -> int:
+    def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:
         new = {p for module in modules for p in module.parameters()} - seen
         seen.update(new)
-        return sum(p.numel() for p in new)
+        rows.append(ModuleMacs(name, part, sum(p.numel() for p in new), dense, ideal))
 
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
         if name in found:
-            others = [
-                child for child in module.named_children() if child[1] not in (module.router, *module.projections)
-            ]
-            other = sum(measured(f"{name}.{key}", child) for key, child in others)
-            attention.append(_attention_macs(name, found[name]))
-            rows.extend(_parts(found[name], attention[-1], other, new_parameters))
-            left -= measured(name, module)
+            layer, watched = module, found[name]
+            macs = watched.counted(name)
+            attention.append(macs)
+            beside = [c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)]
+            other = sum(measured(f"{name}.{key}", child) for key, child in beside)
+            H, ideal = layer.num_heads, macs.linears - watched.routing
+            dense = watched.projections(H, layer.kv_heads, H)
+            add(name, "projections", layer.projections, dense, ideal)
+            add(name, "scores", (), watched.scores(H), macs.scores)
+            add(name, "router", [layer.router], 0, watched.routing)
+            add(name, "other", [layer], other, other)
+            left -= measured(name, layer)
         elif not name or any("Attention" in type(m).__name__ for m in module.modules() if m is not module):
             for key, child in module.named_children():
                 visit(f"{name}.{key}".lstrip("."), child)
         else:
             macs = measured(name, module)
             table = not macs and any(isinstance(m, nn.Embedding) for m in module.modules())
-            rows.append(ModuleMacs(name, "table" if table else "", new_parameters(module), macs, macs))
+            add(name, "table" if table else "", [module], macs, macs)
             left -= macs
 
     visit("", model)
-    rows.append(ModuleMacs("rest", "", new_parameters(model), left, left))
+    add("rest", "", [model], left, left)
     return Macs([row for row in rows if any(row[2:])], attention, total)
-
-
-def _attention_macs(name: str, watched: Watched) -> AttentionMacs:
-    layer, K = watched.layer, watched.active
-    # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
-    once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
-    queries = layer.num_heads if layer.needs_query else K
-    keys = K if once and not layer.grouped else layer.kv_heads
-    return AttentionMacs(
-        name=name,
-        router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
-        budget=layer.budget,
-        dim=layer.dim,
-        queries=watched.queries,
-        keys=watched.keys,
-        linears=watched.routing + watched.projections(queries, keys, K),
-        scores=watched.scores(K),
-        parameters=count_parameters(layer),
-    )
-
-
-def _parts(watched: Watched, macs: AttentionMacs, other: int, new_parameters: Callable) -> List[ModuleMacs]:
-    """The rows of an attention layer; other: MACs of what is in it beside router and projections."""
-    layer, name, H = watched.layer, macs.name, watched.layer.num_heads
-    projections, ideal = watched.projections(H, layer.kv_heads, H), macs.linears - watched.routing
-    return [
-        ModuleMacs(name, "projections", new_parameters(*layer.projections), projections, ideal),
-        ModuleMacs(name, "scores", 0, watched.scores(H), macs.scores),
-        ModuleMacs(name, "router", new_parameters(layer.router), 0, watched.routing),
-        ModuleMacs(name, "other", new_parameters(layer), other, other),
-    ]

@@ -18,10 +18,7 @@ LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name
 
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
-    """Text for `--dry-run`, under a name.
-
-    inputs, named: arguments of one forward, batch 1; only their shapes matter.
-    """
+    """Text for `--dry-run` under a name; of the arguments of one forward, batch 1, only the shapes matter."""
     budget = head_budget(model)
     shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
@@ -29,7 +26,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         "",
         "layer  heads  width  shared  routed  active  name",
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
-        *_single(model),
+        *filter(None, [single_routed(attention_layers(model))]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
@@ -44,12 +41,8 @@ def in_short(name: str, model: nn.Module) -> str:
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
-    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *_single(model), *mixtures])
-
-
-def _single(model: nn.Module) -> List[str]:
-    line = single_routed(attention_layers(model))
-    return [line] if line else []
+    single = filter(None, [single_routed(attention_layers(model))])
+    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures])
 
 
 def mae_mixture(router: MAERouter) -> str:

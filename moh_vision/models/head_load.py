@@ -26,14 +26,14 @@ class HeadLoad:
         layers: `head_budget(model)["layers"]`.
         groups: what is told apart, and the names of its groups: dict(class=[...]), or dict(class=[...], timestep=[...]).
 
-    Attributes:
-        sums: float64 [groups of all kinds, columns]. Layer by layer: the tokens that ran each head, and all tokens.
-        of: what was counted, such as model, data and split; values that JSON has.
+    `sums` are float64 [groups of all kinds, columns], layer by layer the tokens that ran each head, and all tokens; `of`
+    says what was counted, such as model, data and split.
     """
 
     def __init__(self, layers: Sequence[dict], groups: Dict[str, Sequence[str]]):
         self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
+        self.starts = dict(zip(self.groups, accumulate(map(len, self.groups.values()), initial=0)))  # rows of sums
         self.of: dict = {}
         self.widths = [layer["heads"] + 1 for layer in self.layers]
         self.sums = torch.zeros(sum(map(len, self.groups.values())), sum(self.widths), dtype=torch.float64)
@@ -47,7 +47,7 @@ class HeadLoad:
         """
         runs = torch.cat([sample_runs(layer) for layer in stats], dim=1).cpu().double()  # [B, columns]
         start = sum(self.widths[:first])
-        for row, group in zip(self._starts(), groups, strict=True):
+        for row, group in zip(self.starts.values(), groups, strict=True):
             rows = row + torch.as_tensor(group).cpu().expand(len(runs))
             self.sums[:, start : start + runs.shape[1]].index_add_(0, rows, runs)
 
@@ -55,16 +55,13 @@ class HeadLoad:
         """Replace own sums by those of all processes."""
         self.sums = sum_over_processes(self.sums)
 
-    def _starts(self) -> List[int]:
-        return list(accumulate(map(len, list(self.groups.values())[:-1]), initial=0))
-
     def runs(self, by: str = "") -> List[Tensor]:
         """Tokens of each group that ran each head, and last all its tokens: one [groups, H + 1] per layer.
 
-        by: a kind of groups; left out: the first.
+        Without `by` they are of the first kind of groups.
         """
         by = by or next(iter(self.groups))
-        start = self._starts()[list(self.groups).index(by)]
+        start = self.starts[by]
         return list(self.sums[start : start + len(self.groups[by])].split(self.widths, dim=1))
 
     def share(self, by: str = "") -> List[Tensor]:

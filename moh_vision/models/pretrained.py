@@ -68,14 +68,11 @@ def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[
     file = Path((source or "").removeprefix("local-dir:"))
     if source and file.exists():
         say(f"{key}: weights of {weights_said(weights_file(str(file)))}")
-    if not config.calibrate_images:
-        return
-    if not dense:
-        raise ValueError(f"calibrate_images {config.calibrate_images}: the routers of {key} are trained already")
-    if is_dense(model):
-        raise ValueError(
-            f"calibrate_images {config.calibrate_images} needs a model that routes its heads: model.convert"
-        )
+    asked = f"calibrate_images {config.calibrate_images}"
+    if config.calibrate_images and not dense:
+        raise ValueError(f"{asked}: the routers of {key} are trained already")
+    if config.calibrate_images and is_dense(model):
+        raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
@@ -93,14 +90,12 @@ def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
     about = {}
     with contextlib.suppress(FileNotFoundError):  # of a folder that is no run
         about = described_by(local, kind)
-    if "architecture" not in about and Path(local).is_file():
-        writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
-        raise ValueError(
-            "a file of weights does not say of which model it is; --init-from takes it for a --model.name, or give the "
-            f"folder that {writer} writes"
-        )
     if "architecture" in about:
         return about["architecture"], about["arguments"], {}
+    if Path(local).is_file():
+        writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
+        instead = f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
+        raise ValueError(f"a file of weights does not say of which model it is; {instead}")
     name, arguments, cfg = _classifier(source) if kind == "classifier" else _diffusion(local)
     for key in FETCHING:
         if key in arguments:

@@ -87,7 +87,7 @@ def check_name(name: str, kind: Optional[str]) -> None:
 
 
 def _kinds() -> Dict[str, str]:
-    """The kind of every registered name of ours."""
+    """Tell the kind of every registered name of ours."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
@@ -171,14 +171,13 @@ def refuse_other_shapes(
 ) -> None:
     """Raise `OtherModel` unless the tensors are the model's: names, but for those it may lack, shapes, floats for floats."""
     own = model.state_dict()
-    for name, tensor in state.items():
-        if name not in own:
-            continue
-        if tensor.shape != own[name].shape:
-            raise OtherModel(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
+    for name in [name for name in state if name in own]:
+        found, needed = state[name], own[name]
+        if found.shape != needed.shape:
+            raise OtherModel(f"{file}: {name} has shape {list(found.shape)}, the model needs {list(needed.shape)}")
         # Whole numbers would be taken over as if they were weights, of complex ones a half.
-        if tensor.is_floating_point() != own[name].is_floating_point() or tensor.is_complex():
-            raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {own[name].dtype}")
+        if found.is_floating_point() != needed.is_floating_point() or found.is_complex():
+            raise OtherModel(f"{file}: {name} is of {found.dtype}, the model needs {needed.dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
     unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # of any length in a file
     if missing or unexpected:
@@ -203,10 +202,7 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)
     said: list = []
-    try:
-        init_from(model, path, said.append, "--checkpoint")
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
+    init_from(model, path, said.append, "--checkpoint")
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
@@ -251,11 +247,10 @@ def init_from(
     state = _translated(f"{key} {source}", state, model)
     if kernel in own and kernel in state and state[kernel].ndim == 4 and state[kernel].shape[1] == 3:
         state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])  # colours are summed or repeated
-    changes = [
-        f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}"
-        for name, tensor in state.items()
-        if before.get(name, list(tensor.shape)) != list(tensor.shape)
-    ]
+    changes = []
+    for name, tensor in state.items():
+        if before.get(name, list(tensor.shape)) != list(tensor.shape):
+            changes.append(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
         changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
     of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
@@ -294,7 +289,7 @@ def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
-    """Load published or own weights into a model, whatever their layout.
+    """Load published or own weights into a model, whatever their layout; return the model.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects),
     the .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's
@@ -304,9 +299,6 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "em
 
     Args:
         weights: "ema", where the file or folder holds one, or "model".
-
-    Returns:
-        the model.
     """
     file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
