@@ -92,10 +92,7 @@ def _kinds() -> Dict[str, str]:
 
 
 def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
-    """Open the model of a run in eval mode; also return its metadata, with weights: the file.
-
-    path, weights: see `weights_file`. kind: "classifier" or "diffusion", the other is refused; None: either.
-    """
+    """Open the model of a run in eval mode, of one kind or (None) of either; also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
@@ -109,8 +106,7 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
 def described_by(path: str, kind: Optional[str]) -> dict:
     """Read what a file of a run, or of its folder, says of its model; nothing of files that cannot say it."""
     file = weights_file(path)
-    says = file.suffix == ".safetensors" and file.is_file()
-    return read_described(file, kind)[1] if says else {}
+    return read_described(file, kind)[1] if file.suffix == ".safetensors" and file.is_file() else {}
 
 
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
@@ -202,7 +198,10 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)
     said: list = []
-    init_from(model, path, said.append, "--checkpoint")
+    try:
+        init_from(model, path, said.append, "--checkpoint")
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
