@@ -3,21 +3,16 @@
     python benchmarks/converted_budgets.py RUN RUN ... --data.root SHARDS
 
 RUN is a run with `--model.router dense`; several are seeds of one. Each is converted with its strongest heads shared, and searched,
-as `moh_vision.commands.search` does on 512 training images; then all validation images score the searched budget, the uniform
+as `python -m moh_vision search` does on 512 training images; then all validation images score the searched budget, the uniform
 one and the papers' ramp, of equally many heads and with the same shared ones. Prints Markdown: mean, standard deviation of n - 1.
 """
 
 import argparse
 import statistics
 
-from moh_vision.classification.calibration import open_calibration
-
-from moh_vision.classification.config import OpenedClsConfig
-from moh_vision.classification.task import ClassificationTask
-from moh_vision.classification.validate import open_model, validate
-from moh_vision.commands.search import compare, search_budget
-from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.run import make_accelerator
+import moh_vision
+from moh_vision.commands.search import CONVERTED, compare, search_budget
+from moh_vision.opening import open_run
 
 IMAGES = 512  # of the search
 SHARES = (0.75, 0.5)
@@ -25,20 +20,20 @@ SHARES = (0.75, 0.5)
 
 def scores(run, rest):
     """(top-1 as trained, {share: {budget: (top-1, active heads per layer)}})"""
-    argv = ["--checkpoint", run, *rest]
-    config = parse_config(OpenedClsConfig, argv, "search")
-    accelerator = make_accelerator(config.mixed_precision, config.tf32)
-    dense, _, val, transform = open_model(config, accelerator, "val")
+    opened, found = open_run(run, options=rest, split="val"), {}
 
     def top1(model):
-        return validate(ClassificationTask(model, 0.0), val, transform, config.data, accelerator)[0]["top1"]
+        return opened.scores()["top1"]
 
-    opened, found = open_calibration(argv, IMAGES), {}
+    dense = top1(opened.model)
+    searched, _ = opened.halves(IMAGES)
+    calibrate = [opened.inputs(batch) for batch in searched]
+    opened.model = moh_vision.convert(opened.model, CONVERTED, calibrate=calibrate)
     for share in SHARES:
-        active = search_budget(opened.model, opened.loss_of, share).active
+        active = search_budget(opened.model, lambda model: opened.mean_loss(searched), share).active
         compared = compare(opened.model, active, top1)
         found[share] = {name: (budget["loss"], budget["active"]) for name, budget in compared.items()}
-    return top1(dense), found
+    return dense, found
 
 
 def main():

@@ -4,7 +4,7 @@
 
 RUNS is a folder with runs of train_text.py named llama_dense_0, llama_moh_75_0, llama_moh_50_0, llama_continued_dense_0, llama_converted_75_0 and
 llama_converted_50_0. docs/results/language.md says how they were made. What is trained on begins where the dense run ended, so this is no figure of
-one command of moh_vision.analysis.
+one command of `python -m moh_vision`.
 """
 
 import argparse

@@ -94,7 +94,7 @@ def test_samples_are_scored_as_asked(runs):
 
 
 def test_mistakes_are_one_line(runs, tmp_path):
-    with one_line("no such file"):
+    with one_line("nowhere: neither a run, a file of weights, nor a registered model name"):
         moh_vision.open_run(tmp_path / "nowhere")
     shutil.copytree(runs / "cls", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"

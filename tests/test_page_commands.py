@@ -22,6 +22,7 @@ from small_text import write_pairs
 from test_papers import SCRIPTS
 from tiny_vae import save_tiny_vae
 
+from moh_vision.__main__ import main as moh_vision_main
 from moh_vision.attention import ROUTERS
 
 README = "README.md"
@@ -43,31 +44,31 @@ NOT_RUN = {
     "python -m venv": "installs packages",
     "make ": "its targets are what runs this",
     "python -m moh_vision.attention.kernels": "compiles the operators; tests/attention/test_kernels_build.py",
-    "python -m moh_vision publish RUN --output FOLDER --push": "uploads; tests/test_publish.py",
-    "python -m moh_vision publish TEXT_RUN": "of a run of text; tests/test_publish.py",
+    "python -m moh_vision publish RUN --output FOLDER --push": "uploads; tests/commands/test_publish.py",
+    "python -m moh_vision publish TEXT_RUN": "of a run of text; tests/commands/test_publish.py",
     "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
     "accelerate launch --config_file configs/accelerate/fsdp2_layers.yaml": "an 8B model",
     "accelerate launch train_text.py --config configs/text/moh_llama3_stage2.yaml": "an 8B model",
     "python train_cls.py --config cls/convert_vit_small_75 --data.root IMAGENET --distill": "loads weights of the hub; tests/classification/test_distillation.py",
     "python train_dit.py --config quickstart/dit --data.root DATA --model.name pretrained": "a folder of a DiT; tests/models/test_pretrained.py",
-    "python -m moh_vision export moh_dit_xlarge_patch2_90": "released weights; tests/test_export.py",
-    "python -m moh_vision gates TEXT_RUN": "runs of text; tests/analysis/test_gates.py",
-    "python -m moh_vision curves TEXT_RUN": "runs of text; tests/analysis/test_learning_curves.py",
-    "python -m moh_vision lm-curve": "needs lm_eval; tests/language/evaluation/test_lm_curve.py",
+    "python -m moh_vision export moh_dit_xlarge_patch2_90": "released weights; tests/commands/test_export.py",
+    "python -m moh_vision gates TEXT_RUN": "runs of text; tests/commands/test_gates.py",
+    "python -m moh_vision curves TEXT_RUN": "runs of text; tests/commands/test_curves.py",
+    "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
     "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
     "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
     "python -m moh_vision.evaluation.fidelity REFERENCE --save-statistics dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python -m moh_vision.evaluation.fidelity samples.npz dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
-    "python validate.py --checkpoint FOLDER": "a published folder; tests/classification/test_predict.py",
+    "python validate.py --checkpoint FOLDER": "a published folder; tests/commands/test_predict.py",
     "python validate.py --checkpoint WEIGHTS": "weights for ImageNet; tests/classification/test_train_cls.py",
     "python validate.py --checkpoint RUN --labels": "files of ImageNet; tests/classification/test_labels.py",
     "python validate.py --checkpoint runs/": "a run of the command before it, which is dry here; tests/engine/test_elastic.py",
 }
 REST = {  # commands that take the options of others too
-    "moh_vision.commands.attention_maps": [SCRIPTS["validate.py"]],
-    "moh_vision.commands.budget_curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
-    "moh_vision.commands.patches": [SCRIPTS["validate.py"]],
-    "moh_vision.commands.lm_curve": ["moh_vision.language.evaluation.lm"],
+    "budget-curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
+    "patches": [SCRIPTS["validate.py"]],
+    "predict": [SCRIPTS["validate.py"]],
+    "lm-curve": ["moh_vision.language.evaluation.lm"],
 }
 MORE = {  # what makes a command small
     "moh_vision.classification.train": "--dry_run true --mixed_precision no --data.workers 0 --data.max_bad_fraction 0",
@@ -100,12 +101,19 @@ def excused(command):
 
 
 def words_of(command):
-    """(module, options) of a command."""
+    """(name, function, options) of a command; its name is that of a module, or what stands behind `python -m moh_vision`."""
     words = shlex.split(re.sub(LAUNCHERS, "", command, count=1).partition(" > ")[0], comments=True)
-    module = importlib.import_module(SCRIPTS.get(words[0], words[0]))
+    if words[0] == "moh_vision":
+        return words[1], lambda argv: moh_vision_main([words[1], *argv]), words[2:]
+    return *main_of(words[0]), words[1:]
+
+
+def main_of(name):
+    """(name, function) of a script or module."""
+    module = importlib.import_module(SCRIPTS.get(name, name))
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{module.__name__}.__main__")
-    return module, words[1:]
+    return module.__name__.removesuffix(".__main__"), module.main
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +179,8 @@ def stand_ins(tmp_path_factory):
     return {"folder": root, **{name: str(place) for name, place in places.items()}}
 
 
-def filled(module, words, places):
+def filled(name, words, places):
     """The options of a command with small things in place of its placeholders, and options that make it small."""
-    name = module.__name__.removesuffix(".__main__")
     run = str(places["folder"] / ("dit" if name.startswith("moh_vision.diffusion") else "cls"))
     given = {word.replace("_", "-") for word in words}
     more = MORE.get(name, "")
@@ -212,10 +219,10 @@ def run_page(page, places):
                 block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
                 exec(compile(block, page, "exec"), names)
             elif not excused(command):
-                module, words = words_of(command)
-                words, code = filled(module, words, places), 0
+                name, main, words = words_of(command)
+                words, code = filled(name, words, places), 0
                 try:
-                    code = module.main(words)
+                    code = main(words)
                 except SystemExit as end:
                     code = end.code
                 assert not code, f"{command}\n  as {words}"
@@ -239,17 +246,17 @@ def test_first_pages(page, stand_ins, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ALL_PAGES)
 def test_options_of_all_pages(page, capsys):
-    def options_of(module):
+    def options_of(main):
         with contextlib.suppress(SystemExit):
-            module.main(["--help"])
+            main(["--help"])
         return {option.replace("_", "-") for option in re.findall(r"(?<![\w-])--[\w.-]+", capsys.readouterr().out)}
 
     wrong = []
     for command in commands(page):
         if not re.match(LAUNCHERS, command) or "-m venv" in command or "quickstart.py" in command:
             continue
-        module, words = words_of(command)
-        taken = options_of(module).union(*map(options_of, map(importlib.import_module, REST.get(module.__name__, ()))))
+        name, main, words = words_of(command)
+        taken = options_of(main).union(*(options_of(main_of(other)[1]) for other in REST.get(name, ())))
         free = ("--model.kwargs.", "--model.convert.", "--model.router-kwargs.")
         options = [word.replace("_", "-") for word in words if word.startswith("--")]
         wrong += [f"{command}: {o}" for o in options if o not in taken and not o.startswith(free)]

@@ -4,9 +4,9 @@ python -m moh_vision export RUN --format onnx --output model.onnx
 python -m moh_vision export NAME --checkpoint FILE --format torch-export --output model.pt2
 
 RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a folder
-that moh_vision.commands.publish, timm or a pipeline has saved. NAME is a model of the registry, with the weights of
---checkpoint, or else those that it is published with. What was written is read again and compared with the model on
-random inputs. A file that differs is not kept, and the exit code is 2.
+that publish, timm or a pipeline has saved. NAME is a model of the registry, with the weights of --checkpoint, or else
+those that it is published with. What was written is read again and compared with the model on random inputs. A file
+that differs is not kept, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import attention_layers, head_budget
-from moh_vision.commands.search import kind_of
-from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
+from moh_vision.commands.predict import class_names
+from moh_vision.engine.commands import reason_of, refuse_output, say
 from moh_vision.engine.io import fsync, give_name
+from moh_vision.engine.opened import Opened
 from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import check_name
+from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # of a classifier's images
 TOLERANCE = 1e-4  # of the largest output; float32 rounds to about 1e-6 of it
 TRIES = 2  # a token whose heads are at a tie may choose others after rounding, which a second input will not repeat
 Run = Callable[[Dict[str, Tensor]], Tensor]
@@ -59,56 +62,38 @@ class Classifier(nn.Module):
 class Denoiser(nn.Module):
     """What is exported of a DiT: hidden_states [B, C, h, w], timestep [B] float, class_labels [B] int64 -> sample.
 
-    One pass, without guidance. Label num_classes means "no class".
+    One pass, without guidance. Label num_classes means "no class". With a `timestep` of its own that is no input.
     """
 
     output = "sample"
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, timestep: Optional[float] = None):
         super().__init__()
         self.model = model
+        self.register_buffer("timestep", None if timestep is None else torch.tensor([timestep]))
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, timestep: Optional[Tensor] = None, class_labels: Tensor = None) -> Tensor:
+        timestep = self.timestep if timestep is None else timestep
         return self.model(hidden_states, timestep, class_labels, return_dict=False)[0]
 
     def draw(self, batch: int, generator: torch.Generator) -> Dict[str, Tensor]:
         config = self.model.config
         size = (batch, config.in_channels, config.sample_size, config.sample_size)
-        return dict(
+        inputs = dict(
             hidden_states=torch.randn(size, generator=generator),
             timestep=torch.randint(1000, (batch,), generator=generator).float(),
             class_labels=torch.randint(config.num_classes + 1, (batch,), generator=generator),
         )
-
-
-class DenoiserAt(Denoiser):
-    """A `Denoiser` at one timestep, which is no input."""
-
-    def __init__(self, model: nn.Module, timestep: float):
-        super().__init__(model)
-        self.register_buffer("timestep", torch.tensor([timestep], dtype=torch.float32))
-
-    def forward(self, hidden_states: Tensor, class_labels: Tensor) -> Tensor:
-        return super().forward(hidden_states, self.timestep, class_labels)
-
-    def draw(self, batch: int, generator: torch.Generator) -> Dict[str, Tensor]:
-        inputs = super().draw(batch, generator)
-        return {name: inputs[name] for name in ("hidden_states", "class_labels")}
+        if self.timestep is not None:
+            del inputs["timestep"]
+        return inputs
 
 
 @torch.no_grad()
 def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None, about: Optional[dict] = None) -> Run:
-    """Write a module in eval mode, in float32, and read it again.
+    """Write a module on the CPU, for batches of any size or of one; return what runs the file.
 
-    Args:
-        module: a `Classifier`, `Denoiser` or `DenoiserAt` on the CPU.
-        file: a new file; weights of more than 1.5 GB lie beside it in FILE.data (onnx).
-        form: "onnx" or "torch-export".
-        batch: the only batch that the file takes; None: any.
-        about: metadata; a text stays, other values become JSON. An ONNX file has them in metadata_props, a .pt2 in metadata.json.
-
-    Returns:
-        what runs the file: inputs by name -> output.
+    Values of `about` become JSON, in metadata_props of an ONNX file, in metadata.json of a .pt2; texts stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
     about = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (about or {}).items()}
@@ -132,61 +117,35 @@ def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None
 
 
 @torch.no_grad()
-def difference(run: Run, cases: List[Tuple[Dict[str, Tensor], Tensor]]) -> Tuple[float, float]:
-    """(largest difference of an output from what is expected, largest output) over cases of (inputs, expected output)."""
-    found = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in cases]
-    error, largest = torch.tensor(found).amax(0).tolist()  # NaN stays NaN
-    return error, largest
-
-
-@torch.no_grad()
 def cases_of(module: nn.Module, batch: Optional[int], seed: int) -> List[Tuple[Dict[str, Tensor], Tensor]]:
-    """Random inputs of a module and its outputs: of batches of 1 and 3, or of the only batch."""
+    """Draw inputs of a module, in batches of 1 and 3 or in the only batch, and compute its outputs."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [module.draw(size, generator) for size in ([batch] if batch else [1, 3])]
     return [(inputs, module(**inputs)) for inputs in drawn]
 
 
-def open_model(source: str, checkpoint: Optional[str]) -> Tuple[nn.Module, dict]:
-    """The model that RUN or NAME means, in eval mode, and what its opener says of it.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line.
-    """
+def open_source(source: str, checkpoint: Optional[str]) -> Opened:
+    """Open what RUN or NAME means."""
     path, name = Path(source), None
-    if path.exists():
-        if checkpoint:
-            raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
-        kind = "diffusion" if (path / "model_index.json").is_file() else kind_of(source, [])
-        if path.suffix in (".pt", ".pth", ".bin", ".npz"):
-            raise ValueError(f"{source} does not say of which model it is: give NAME --checkpoint {source}")
-    else:
+    if not path.exists():
+        name = source
         try:
-            check_name(source, None)
+            check_name(name, None)
         except ValueError as error:
             reason = str(error).removeprefix(f"model.name '{source}' ")
             raise ValueError(f"{source} is no file or folder, and {reason}") from None
-        name, kind = source, kind_of(source, ["--model.name", source.split(".")[0]])
-    if kind == "text":
-        raise ValueError(f"{source} is a language model; allowed are classifiers and diffusion models")
-    if kind == "diffusion":
-        # It imports diffusers, which a classifier does not need.
-        from moh_vision.diffusion.loading import open_transformer as opener
-    else:
-        from moh_vision.classification.opening import open_prepared as opener
-    return opener(checkpoint or source, name)
+    elif checkpoint:
+        raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
+    elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
+        raise ValueError(f"{source} does not say of which model it is: give NAME --checkpoint {source}")
+    weights = checkpoint or source
+    if kind_of(weights) == "text":
+        raise ValueError(f"{weights} is a language model; allowed are classifiers and diffusion models")
+    return open_run(weights, name=name, command="export")
 
 
 def fix_heads(model: nn.Module, file: str) -> None:
-    """Leave every layer the heads that ran most, as many as a token runs; see `keep_heads`.
-
-    Args:
-        model: with routed heads; it is changed.
-        file: what `HeadLoad.save` wrote.
-
-    Raises:
-        ValueError, OSError: naming the file, or a layer.
-    """
+    """Leave every layer the heads that ran most by a file of head loads, as many as a token runs; see `keep_heads`."""
     load, layers = HeadLoad.read(Path(file)), attention_layers(model)
     counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
@@ -200,7 +159,7 @@ def fix_heads(model: nn.Module, file: str) -> None:
 
 
 def heads_text(model: nn.Module, heads: int, computed: int) -> str:
-    """What an exported model computes of all its `heads`, in one line."""
+    """Say in one line what an exported model computes of all its `heads`."""
     here = sum(layer.num_heads for layer in attention_layers(model))
     if here < heads:
         return f"heads: {here} of {heads} are in the graph, the others left it with their weights"
@@ -211,22 +170,23 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
     return f"heads: the graph computes all {heads} and skips none{each}"
 
 
+@torch.no_grad()
 def write(module: nn.Module, output: Path, form: str, batch: Optional[int], about: dict, cases: List[list]) -> None:
-    """Write a module to `output` if what is written gives the outputs of `cases`, of which one list must do.
-
-    Raises:
-        ValueError: naming the difference, or why the model cannot be exported; there is no file then.
-    """
+    """Write a module to `output` if what is written gives the outputs of `cases`, of which one list must do."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name
-        with quiet():
+        with contextlib.ExitStack() as quiet:  # without what torch tells developers
+            quiet.enter_context(warnings.catch_warnings(action="ignore"))
+            quiet.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.WARNING)
             try:
                 run = export(module, file, form, batch, about)
             except Exception as error:  # of torch.export and of the translation to ONNX, of many kinds
                 raise ValueError(f"{about['architecture']} cannot be exported: {reason_of(error)}") from None
         errors = []
         for some in cases:
-            error, largest = difference(run, some)
+            found = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some]
+            error, largest = torch.tensor(found).amax(0).tolist()  # NaN stays NaN
             errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
                 break
@@ -243,23 +203,7 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
     say(f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}")
 
 
-@contextlib.contextmanager
-def quiet():
-    """Leave out what torch tells developers while it exports."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(before)
-
-
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake and for a file that differs from the model."""
-    parser = Parser("python -m moh_vision export", __doc__)
-    add = parser.add_argument
+def options(add) -> None:
     add("source", metavar="RUN|NAME", help="a run, one of its files, a published folder; or the name of a model")
     add("--format", choices=sorted(SUFFIXES), required=True, help="what to write")
     add("--output", required=True, metavar="FILE", help="a new .onnx or .pt2 file")
@@ -269,46 +213,45 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--timestep", type=float, metavar="T", help="of a DiT that routes by it: only the heads that run at T")
     add("--static-heads", metavar="FILE", help="a head_load.json: only the heads that ran most; other outputs")
 
-    def work() -> None:
-        options = parser.parse(argv)
-        form, output, t = options.format, Path(options.output), options.timestep
-        if output.suffix != SUFFIXES[form]:
-            raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
-        refuse_output("--output", options.output)
-        refuse_output("--output", f"{output}.data")
-        for name in PACKAGES if form == "onnx" else ():
-            import_module(name)  # one that is missing is said before the work
-        if options.batch is not None and options.batch < 1:
-            raise ValueError(f"--batch {options.batch}: expected 1 or more")
-        if t is not None and not 0 <= t <= 1000:
-            raise ValueError(f"--timestep {t:g}: expected 0 to 1000")
-        if t is not None and options.static_heads:
-            raise ValueError("--static-heads has no effect beside --timestep, which says which heads run")
-        model, about = open_model(options.source, options.checkpoint)
-        if options.head_budget is not None:
-            set_head_budget(model, options.head_budget)
-        heads = sum(layer.num_heads for layer in attention_layers(model))
-        if options.static_heads:
-            fix_heads(model, options.static_heads)
-            about["heads"] = "fixed"
-        if hasattr(model, "get_classifier"):
-            if t is not None:
-                raise ValueError(f"--timestep {t:g} has no effect: {about['architecture']} is a classifier")
-            module = Classifier(model, about["input_size"])
-        else:
-            about.update(learn_sigma=model.config.learn_sigma, null_label=model.config.num_classes)
-            module = Denoiser(model) if t is None else DenoiserAt(model, t)
-        cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
+
+def work(options) -> None:
+    form, output, t = options.format, Path(options.output), options.timestep
+    if output.suffix != SUFFIXES[form]:
+        raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
+    refuse_output("--output", options.output)
+    refuse_output("--output", f"{output}.data")
+    for name in PACKAGES if form == "onnx" else ():
+        import_module(name)  # one that is missing is said before the work
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch {options.batch}: expected 1 or more")
+    if t is not None and not 0 <= t <= 1000:
+        raise ValueError(f"--timestep {t:g}: expected 0 to 1000")
+    if t is not None and options.static_heads:
+        raise ValueError("--static-heads has no effect beside --timestep, which says which heads run")
+    opened = open_source(options.source, options.checkpoint)
+    model, about = opened.model, {key: opened.metadata[key] for key in ("architecture", "classes")}
+    if options.head_budget is not None:
+        set_head_budget(model, options.head_budget)
+    heads = sum(layer.num_heads for layer in attention_layers(model))
+    if options.static_heads:
+        fix_heads(model, options.static_heads)
+        about["heads"] = "fixed"
+    if opened.kind == "classification":
         if t is not None:
-            about.update(heads="fixed", timestep=t)
-            fix_timestep(model, t)
-        say(f"{about.pop('weights')} ({about['architecture']})")
-        say(heads_text(model, heads, gather_heads(model)))
-        write(module, output, form, options.batch, about, cases)
-        say(f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes")
-
-    return exit_code("export", work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+            raise ValueError(f"--timestep {t:g} has no effect: {about['architecture']} is a classifier")
+        prepared = model.pretrained_cfg
+        about["classes"] = class_names(about["classes"], model.num_classes)
+        about.update({key: prepared[key] for key in PREPARED})
+        module = Classifier(model, prepared["input_size"])
+    else:
+        config, objective = model.config, opened.metadata["objective"]
+        about.update(objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes)
+        module = Denoiser(model, t)
+    cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
+    if t is not None:
+        about.update(heads="fixed", timestep=t)
+        fix_timestep(model, t)
+    say(f"{opened.metadata['weights']} ({about['architecture']})")
+    say(heads_text(model, heads, gather_heads(model)))
+    write(module, output, form, options.batch, about, cases)
+    say(f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes")

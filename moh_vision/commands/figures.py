@@ -1,10 +1,12 @@
-"""The files of figures."""
+"""The files of figures, and figures of lines."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import textwrap
 from pathlib import Path
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import matplotlib
 
@@ -15,33 +17,70 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
 
-def save_figure(figure, path: str) -> None:
-    """Write a figure of matplotlib, as SVG if the path ends so and as PNG otherwise, and close it; makes its folder."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="svg" if str(path).endswith(".svg") else "png")
-    plt.close(figure)
+class Line(NamedTuple):
+    """A line of a figure: at each x the values of the runs that have one there."""
+
+    name: str
+    values: dict[float, list[float]]
+    colour: Any = None  # None: the next one
+    dotted: bool = False
+
+    def numbers(self) -> dict:
+        """Return the line as JSON has it; std is None where there is one value."""
+        found = list(self.values.values())
+        return dict(
+            name=self.name,
+            x=list(self.values),
+            mean=[statistics.mean(values) for values in found],
+            std=[statistics.stdev(values) if len(values) > 1 else None for values in found],
+            runs=[len(values) for values in found],
+        )
 
 
-def add_legend(figure, axes, **place) -> None:
-    """The legend of an axes, inside it; below it, where names are so long that they would hide what is drawn.
+def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
+    """Make lines of (name, x, value) in any order; `look` is what they have in common."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for name, x, value in points:
+        found.setdefault(name, {}).setdefault(x, []).append(value)
+    return [Line(name, dict(sorted(values.items())), **look) for name, values in found.items()]
 
-    Args:
-        figure: with the layout "constrained"; it grows by what stands below.
-        axes: with labelled lines.
-        place: of a legend inside, as matplotlib has it.
-    """
+
+def draw_lines(lines: Sequence[Line], x: str, y: str):
+    """Draw means, and bands of one standard deviation; return the figure."""
+    figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
+    for line in lines:
+        found = line.numbers()
+        look = dict(linewidth=1, linestyle=":") if line.dotted else dict(linewidth=1.6, marker="o", markersize=3)
+        (drawn,) = axes.plot(found["x"], found["mean"], color=line.colour, label=line.name, **look)
+        if any(found["std"]) and not line.dotted:  # bands of training losses hide the rest
+            ends = [(m - (s or 0), m + (s or 0)) for m, s in zip(found["mean"], found["std"])]
+            axes.fill_between(found["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axes.set_xlabel(x)
+    if axes.get_xlim()[1] >= 10_000:  # steps, tokens
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    add_legend(figure, axes)
+    return figure
+
+
+def add_legend(figure, axes) -> None:
+    """Draw the legend inside, or, where it would hide lines, below: the figure grows."""
     handles, names = axes.get_legend_handles_labels()
-    if max(map(len, names)) <= 44:
-        axes.legend(fontsize=8, **place)
+    longest = max(map(len, names))
+    if longest <= 44 and len(names) <= 12:
+        axes.legend(fontsize=8, ncols=1 if len(names) < 7 else 2)
         return
-    names = [textwrap.fill(name, int(13 * figure.get_figwidth()), break_on_hyphens=False) for name in names]
+    width = int(13 * figure.get_figwidth())  # characters
+    names = [textwrap.fill(name, width, break_on_hyphens=False) for name in names]
+    columns = max(1, width // (longest + 8))
     lines = "\n".join(names).count("\n") + 1
-    figure.set_figheight(figure.get_figheight() + 0.15 * lines + 0.3)
-    figure.legend(handles, names, fontsize=8, loc="outside lower left")
+    figure.set_figheight(figure.get_figheight() + 0.15 * lines / columns + 0.3)
+    figure.legend(handles, names, fontsize=8, ncols=columns, loc="outside lower left")
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Raise ValueError, naming the option, unless `write_figure` can write the figure and the numbers as new files."""
+    """Refuse a path, the value of an option, where `write_figure` cannot write new files."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
     for file in (path, numbers_path(path)):
@@ -49,14 +88,15 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def numbers_path(path: Path) -> Path:
-    """Where the numbers of a figure NAME.png go: NAME.json, or NAME.png.json where there is a file of that name."""
+    """Return NAME.json for NAME.png, or NAME.png.json where there is a NAME.json."""
     plain = path.with_suffix(".json")
     return Path(f"{path}.json") if plain.exists() else plain
 
 
 def write_figure(figure, path: Path, numbers: dict) -> str:
-    """Write a figure, see `save_figure`, and the numbers it shows to `numbers_path`; returns both names, to be printed."""
-    save_figure(figure, str(path))
+    """Write a figure, and its numbers beside it; return both names, to be printed."""
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
     beside = numbers_path(path)
     write_whole(beside, json.dumps(numbers, indent=1) + "\n")
     return f"{path}, {beside}"

@@ -1,133 +1,149 @@
 """What the gates of language models do with a text: entropy, load of the experts, and the tokens that they prefer.
 
-python -m moh_vision gates RUN RUN ... --output gates.png > gates.md
+    python -m moh_vision gates RUN RUN ... --output gates.png > gates.md
 
-RUN is the folder of a finished run of train_text.py; all are of one kind. Each model reads its data.val (--split test: its
-data.test) once more. Printed, as Markdown:
-
-- mean entropy of the gates, of encoder and decoder apart, and for translation the BLEU with one expert in each attention of
-  the encoder, from results.json (generate.gate_modes): Peng 2020 (MAE), section 5.1 and table 5. Runs that differ in nothing
-  but the seed make one row: the mean and the standard deviation.
-- of each run the load of the experts (Peng 2020, table 8) and the tokens of largest PMI with each expert (Peng 2020, table
-  6; Zhang 2022, table 4). Experts of different seeds have no common numbers, so these are not averaged.
-
-The figure has the entropy of every layer, gates.json all numbers.
+It prints Markdown: the mean entropy of the gates (Peng 2020 (MAE), section 5.1), for translation
+with the BLEU of one expert in each attention of the encoder (generate.gate_modes; table 5), a row
+for runs that differ in nothing but the seed. Then, of each run, the load of the experts (table 8)
+and the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Sequence
 
-from moh_vision.commands.figures import check_figure, write_figure
-from moh_vision.commands.gate_figures import draw_gate_entropy
-from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
+import numpy as np
+from matplotlib.figure import Figure
+
+from moh_vision.commands.figures import Line, check_figure, draw_lines, lines_of, plt, write_figure
+from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_json, read_runs
 from moh_vision.commands.table import Table, markdown
-from moh_vision.engine.commands import Parser, exit_code, say
-from moh_vision.language.evaluation.gates import (
-    GateReading,
-    layer_entropies,
-    part_entropies,
-    reading_text,
-)
+from moh_vision.engine.commands import say
+from moh_vision.language.evaluation.gates import GateReading, numbers_of, numbers_on, read_gates, reading_text
+from moh_vision.opening import open_run
 
-Reading = Tuple[ScoredRun, List[GateReading]]
+MOST_LABELLED = 16  # experts whose cells have room for a number
 
 
-def entropy_table(groups: Sequence[Tuple[str, List[Reading]]]) -> Table:
-    """Mean entropies, and BLEU with one expert in each attention of the encoder (Peng 2020, section 5.1 and table 5).
+def options(add) -> None:
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of train_text.py")
+    add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; FILE.json has the numbers")
+    add("--kind", default="entropy", choices=("entropy", "load"), help="the figure; load is of one RUN (%(default)s)")
+    add("--split", default="val", choices=("val", "test"), help="of the run's data (%(default)s)")
 
-    Args:
-        groups: runs that differ in nothing but the seed, by their name.
-    """
-    rows: List[Dict[str, str]] = []
+
+def work(options) -> None:
+    check_figure("--output", options.output)
+    runs = read_runs(options.runs)
+    if runs[0].kind not in TEXT.values():
+        raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")
+    if options.kind == "load" and len(runs) > 1:
+        raise ValueError(f"--kind load: {len(runs)} runs; expected one")
+    for run in runs:
+        if options.split == "test" and run.config.get("data.test") is None:
+            raise ValueError(f"--split test: {run.folder} has no data.test")
+    groups = grouped(runs)
+    found, texts = {}, []
     for name, group in groups:
-        entropies = [part_entropies(readings) for _, readings in group]
-        row = {"model": name, "runs": str(len(group))}
-        for part in entropies[0]:
-            row[f"entropy, {part}"] = mean_and_spread([found[part] for found in entropies], 2)
-        experts = [E for _, readings in group for r in readings for E in r.statistics.experts]
+        for run in group:
+            readings, seed = read_split(run, options.split), run.config.get("seed")
+            scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
+            found[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **numbers_of(readings), **scores)
+            if readings:
+                texts.append(reading_text(readings, f"## {name}, seed {seed}"))
+    if not texts:
+        raise ValueError(
+            f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
+        )
+    if options.kind == "load":
+        numbers = numbers_on(options.split, readings)
+        drawn = draw_gate_load(numbers)
+    else:
+        numbers = dict(split=options.split, runs=list(found.values()))
+        drawn = draw_gate_entropy(numbers)
+    write_figure(drawn, options.output, numbers)
+    say("\n".join([markdown(entropy_table(groups, found)) + "\n", *texts]))
+
+
+def read_split(run: ScoredRun, split: str) -> list[GateReading]:
+    """Read the gates of the weights that the run's scores are of; empty for a model without."""
+    weights = run.folder / read_json(run.folder / "results.json")["weights"]
+    opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
+    text, accelerator = opened.text(), opened.accelerator
+    batches = text.eval_batches(getattr(text, split), accelerator.process_index, accelerator.num_processes)
+    return read_gates(opened.model.to(accelerator.device), batches, text.vocabularies, accelerator)
+
+
+def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Path, dict]) -> Table:
+    """Make a table of entropies, and BLEU with one expert in each attention of the encoder."""
+    rows: list[dict[str, str]] = []
+    notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
+    order = ["model", "runs", "entropy, encoder", "entropy, decoder", "entropy, model", "uniform", "BLEU"]
+    for name, group in groups:
+        notes.append(f"{name}: {', '.join(str(run.folder) for run in group)}; {group[0].how}.")
+        own = [found[run.folder] for run in group]
+        row = dict(model=name, runs=str(len(group)))
+        for part in own[0]["mean_entropy"]:
+            row[f"entropy, {part}"] = mean_and_spread([one["mean_entropy"][part] for one in own], 2)
+        experts = {layer["experts"] for one in own for layer in one["layers"]}
         if experts:
             row["uniform"] = " to ".join(f"{math.log(E):.2f}" for E in sorted({min(experts), max(experts)}))
-        scores = [run.scores for run, _ in group]
-        row["BLEU"] = mean_and_spread([score.get("bleu") for score in scores], 2)
+        row["BLEU"] = mean_and_spread([one.get("bleu") for one in own], 2)
         for key, title in (("bleu_argmax", "most probable expert"), ("bleu_random", "random expert")):
-            pairs = [(score["bleu"], score[key]) for score in scores if score.get(key) is not None]
-            row[title] = mean_and_spread([one for _, one in pairs], 2)
-            row[f"{title}, change"] = mean_and_spread([one - whole for whole, one in pairs], 2)
-        row["random expert, std of draws"] = mean_and_spread([score.get("bleu_random_std") for score in scores], 2)
+            scored = [one for one in own if key in one]
+            row[title] = mean_and_spread([one[key] for one in scored], 2)
+            row[f"{title}, change"] = mean_and_spread([one[key] - one["bleu"] for one in scored], 2)
+        row["random expert, std of draws"] = mean_and_spread([one.get("bleu_random_std") for one in own], 2)
         rows.append(row)
-    order = ["model", "runs", *(f"entropy, {part}" for part in ("encoder", "decoder", "model")), "uniform", "BLEU"]
-    order += dict.fromkeys(title for row in rows for title in row if "expert" in title)
-    titles = [title for title in order if any(row.get(title, "-") != "-" for row in rows)]
-    notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
-    for name, group in groups:
-        notes.append(f"{name}: {', '.join(str(run.folder) for run, _ in group)}; {group[0][0].how}.")
+    titles = [title for title in dict.fromkeys([*order, *row]) if any(row.get(title, "-") != "-" for row in rows)]
     return Table(titles, [[row.get(title, "-") for title in titles] for row in rows], notes)
 
 
-def as_numbers(groups: Sequence[Tuple[str, List[Reading]]], split: str) -> dict:
-    """All that the command finds, for its JSON file."""
-    found = []
-    for name, group in groups:
-        for run, readings in group:
-            about = dict(run=str(run.folder), name=name, seed=run.config.get("seed"))
-            scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
-            layers = [
-                dict(name=layer, part=r.part, reads=r.text, experts=E, entropy=entropy, load=load.tolist())
-                for r in readings
-                for layer, E, entropy, load in zip(
-                    r.layers, r.statistics.experts, r.statistics.entropy(), r.statistics.load()
-                )
-            ]
-            tokens = {r.layers[0]: r.tokens for r in readings}
-            found.append(dict(about, mean_entropy=part_entropies(readings), layers=layers, tokens=tokens, **scores))
-    return dict(split=split, runs=found)
+def draw_gate_load(numbers: dict) -> Figure:
+    """Draw RUN/gates.json: a row a layer, a column an expert (Peng 2020, table 8)."""
+    loads = [layer["load"] for layer in numbers["layers"]]
+    most = max(map(len, loads))
+    grid = np.array([[100 * share for share in load] + [np.nan] * (most - len(load)) for load in loads])
+    numbered = most <= MOST_LABELLED
+    step = 1 if numbered else 4
+    width = max(5.0, 2.8 + (0.55 if numbered else 0.24) * most)
+    figure, axes = plt.subplots(figsize=(width, max(2.4, 1.5 + 0.34 * len(loads))), layout="constrained")
+    top = np.nanmax(grid)
+    image = axes.imshow(grid, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="% (a row adds up to 100)")
+    for (row, column), value in np.ndenumerate(grid):
+        if numbered and not np.isnan(value):
+            colour = "black" if value > 0.6 * top else "white"
+            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
+    axes.set_xticks(range(0, most, step), [f"E{n}" for n in range(1, most + 1, step)], fontsize=8)
+    axes.set_yticks(range(len(loads)), [layer["name"] for layer in numbers["layers"]], fontsize=8)
+    read: dict[str, list[str]] = {}
+    for by, sentence in numbers["columns"].items():
+        read.setdefault(sentence, []).append(by)
+    notes = [f"{'; '.join(by)}: {sentence}" if len(read) > 1 else sentence for sentence, by in read.items()]
+    lines = [textwrap.fill(note, int(13 * width), break_on_hyphens=False) for note in notes]
+    axes.set_xlabel("\n".join(lines), fontsize=8)
+    axes.set_title(f"load of the experts, {numbers['split']}", fontsize=10)
+    axes.set_frame_on(False)
+    return figure
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision gates", __doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of train_text.py")
-    add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; FILE.json has the numbers")
-    add("--split", default="val", choices=("val", "test"), help="of the run's data (%(default)s)")
-
-    def work() -> None:
-        options = parser.parse(argv)
-        check_figure("--output", options.output)
-        runs = read_runs(options.runs)
-        if runs[0].kind not in TEXT.values():
-            raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")
-        if options.split == "test":
-            for run in runs:
-                if run.config.get("data.test") is None:
-                    raise ValueError(f"--split test: {run.folder} has no data.test")
-        opener = registered("gates", "text")
-        read = {run.folder: opener(run.folder, options.split) for run in runs}
-        if not any(read.values()):
-            raise ValueError(
-                f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
-            )
-        groups = [(name, [(run, read[run.folder]) for run in group]) for name, group in grouped(runs)]
-        entropies: Dict[str, Dict[str, List[float]]] = {}
-        experts = []
-        for name, group in groups:
-            for _, readings in group:
-                experts += [E for r in readings for E in r.statistics.experts]
-                for layer, value in layer_entropies(readings).items():
-                    entropies.setdefault(name, {}).setdefault(layer, []).append(value)
-        title = f"entropy of the gates, {options.split}"
-        write_figure(draw_gate_entropy(entropies, experts, title), options.output, as_numbers(groups, options.split))
-        say(markdown(entropy_table(groups)) + "\n")
-        for name, group in groups:
-            for run, readings in group:
-                if readings:
-                    say(reading_text(readings, f"## {name}, seed {run.config.get('seed')}"))
-
-    return exit_code("gates", work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def draw_gate_entropy(numbers: dict) -> Figure:
+    """Draw the entropies in the JSON of this command over the layers, a line a model."""
+    layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
+    names = list(dict.fromkeys(layer["name"] for _, layer in layers))
+    lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)
+    for number in sorted({layer["experts"] for _, layer in layers}):
+        nats = [math.log(number)]
+        ends = {-0.5: nats, len(names) - 0.5: nats}
+        lines.append(Line(f"uniform (ln {number} = {nats[0]:.2f})", ends, "grey", dotted=True))
+    figure = draw_lines(lines, "", "gate entropy, nats")
+    axes = figure.axes[0]
+    short = [name.replace(".layers.", " ").replace("_attn", "").replace(".", " ") for name in names]
+    axes.set_xticks(range(len(names)), short, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"entropy of the gates, {numbers['split']}", fontsize=10)
+    return figure

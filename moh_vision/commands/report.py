@@ -10,34 +10,25 @@ it where most runs of its kind have it.
 from __future__ import annotations
 
 import itertools
-import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import jinja2
 import matplotlib
 import numpy as np
 
 from moh_vision.attention import attention_layers, head_budget
+from moh_vision.commands import report_figures as figures
 from moh_vision.commands.head_load import draw
-from moh_vision.commands.report_figures import (
-    MOST_CLASSES,
-    Curve,
-    Picture,
-    draw_budget,
-    draw_confusion,
-    draw_curves,
-    embed,
-    inline_svg,
-    svg_settings,
-)
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
     NoScores,
     ScoredRun,
+    as_written,
     find_run,
+    having,
     model_of,
     number_at,
     read_json,
@@ -46,8 +37,8 @@ from moh_vision.commands.runs import (
     starts_of,
     text_of,
 )
-from moh_vision.commands.table import make_table
-from moh_vision.engine.commands import Parser, exit_code, message_of, refuse_output, say
+from moh_vision.commands.table import Table, make_table
+from moh_vision.engine.commands import message_of, refuse_output, say
 from moh_vision.engine.io import __version__, write_whole
 from moh_vision.language.data.sources import find_pairs
 from moh_vision.models.describe import describe
@@ -55,8 +46,12 @@ from moh_vision.models.head_load import FILE, HeadLoad
 
 SENTENCES = 5  # that are shown with their translations
 PAIRS = 20  # of classes that are confused most
-SAMPLES, LOADS = 480, 1040  # pixels of pictures, at most
+SAMPLES = 480  # pixels of a picture, at most
 
+LOAD_MAKER = (
+    "training of classifiers and text writes it at its end, for diffusion "
+    "python sample.py ... --head-load RUN/head_load.json"
+)
 # Curves: title -> the place of the value in a line of metrics.jsonl.
 PANELS = {
     "training loss": ("loss",),
@@ -67,53 +62,84 @@ PANELS = {
     "learning rate": ("lr",),
 }
 
-Named = Dict[str, ScoredRun]
+Named = dict[str, ScoredRun]
+
+
+class Section(NamedTuple):
+    """A part of the page; it is left out if its blocks are empty and nothing is missing."""
+
+    title: str
+    blocks: list[tuple[str, str, Any]]  # form, as report.html knows it, name and content
+    missing: Sequence[str] = ()
 
 
 def make_report(folders: Sequence[Path]) -> str:
-    """The page as text.
-
-    Raises:
-        ValueError, FileNotFoundError: one line, for a folder that is no run, one that is given twice, and files in it that
-            are not as a run writes them.
-    """
+    """Make the page, as text."""
     runs = dict(zip(short_names(folders), map(find_run, folders)))
-    kinds = list(dict.fromkeys(run.kind for run in runs.values()))
-    with svg_settings():
-        parts = [_part(kind, {name: run for name, run in runs.items() if run.kind == kind}) for kind in kinds]
-    starts, without = starts_of(runs)
-    names = list(runs)
-    several = f"{len(names)} runs" if len(names) > 1 else names[0]
+    parts = []
+    with figures.svg_settings():
+        for kind in dict.fromkeys(run.kind for run in runs.values()):
+            of_kind = {name: run for name, run in runs.items() if run.kind == kind}
+            parts.append((kind.capitalize(), list(sections(kind, of_kind))))
+    parts.append(("Environment", [environment(runs)]))
     page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = page.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.render(
-        title=f"Report of {several}",
+    return page.from_string(text_of(Path(__file__).with_name("report.html"))).render(
+        title=f"Report of {len(runs)} runs" if len(runs) > 1 else f"Report of {next(iter(runs))}",
         about=f"moh_vision {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         parts=parts,
-        starts=starts,
-        without_environment=without,
-        configs=[(name, text_of(run.folder / "config.yaml")) for name, run in runs.items()],
     )
 
 
-def short_names(folders: Sequence[Path]) -> List[str]:
-    """As much of the end of each path as tells it from the others.
-
-    Raises:
-        ValueError: for a folder that is given twice.
-    """
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return as much of the end of each path as tells it from the others."""
     paths = [folder.resolve() for folder in folders]
     for path, folder in zip(paths, folders):
         if paths.count(path) > 1:
             raise ValueError(f"{folder} is given twice")
-    ends = [
-        ["/".join(path.parts[-count:]) for path in paths] for count in range(1, max(len(p.parts) for p in paths) + 1)
-    ]
-    return next(names for names in ends if len(set(names)) == len(names))
+    for count in itertools.count(1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
 
 
-def _part(kind: str, runs: Named) -> Dict[str, Any]:
-    """What the template shows of the runs of one kind."""
+def sections(kind: str, runs: Named) -> Iterator[Section]:
+    """Make the sections about runs of one kind."""
+    models, unweighted = describe_models(runs)
+    yield scores(runs)
+    yield training(runs)
+    yield heads(runs, models)
+    if kind == "diffusion":
+        yield samples(runs)
+    if kind == "classification":
+        yield confusions(runs)
+    if kind == TEXT["mt"]:
+        yield translations(runs)
+    texts = [("text", ", ".join(names), text) for names, _, text in models if text]
+    yield Section("Parameters and multiply-accumulates", texts, unweighted)
+
+
+def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
+    """Return names of runs that differ in the seed alone, heads of layers, and a text; and say which keep no weights."""
+    alike: dict[str, Named] = {}
+    for name, run in runs.items():
+        alike.setdefault(run.identity(), {})[name] = run
+    models, missing = [], []
+    for group in alike.values():
+        for run in group.values():
+            try:
+                model, inputs, named = model_of(run)
+            except FileNotFoundError as error:
+                missing.append(message_of(error))
+                continue
+            layers, text = [], ""
+            if attention_layers(model):
+                layers, text = head_budget(model)["layers"], describe(run.model, model, *inputs, **named)
+            models.append((list(group), layers, text))
+            break
+    return models, missing
+
+
+def scores(runs: Named) -> Section:
     scored, unscored = [], []
     for run in runs.values():
         try:
@@ -121,193 +147,150 @@ def _part(kind: str, runs: Named) -> Dict[str, Any]:
             scored.append(run.folder)
         except NoScores as error:
             unscored.append(str(error))
+    return Section("", [("table", "", make_table(scored) if scored else None)], unscored)
+
+
+def training(runs: Named) -> Section:
     palette = matplotlib.colormaps["tab10" if len(runs) <= 10 else "tab20"].colors
     colours = {name: matplotlib.colors.to_hex(c) for name, c in zip(runs, itertools.cycle(palette))}
-    models, budgets, unweighted, dense = _models(runs)
-    part: Dict[str, Any] = dict(
-        title=kind.capitalize(),
-        table=make_table(scored) if scored else None,
-        unscored=unscored,
-        legend=[(colour, name) for name, colour in colours.items()],
-        curves=_curves(runs, colours),
-        budgets=budgets,
-        models=models,
-        unweighted=unweighted,
-    )
-    part.update(_loads(runs, dense))
-    part.update(_samples(runs if kind == "diffusion" else {}))
-    part.update(_confusions(runs if kind == "classification" else {}))
-    part.update(_translations(runs if kind == TEXT["mt"] else {}))
-    return part
-
-
-def _curves(runs: Named, colours: Dict[str, str]) -> List[Picture]:
-    panels: Dict[str, Dict[str, Curve]] = {title: {} for title in PANELS}
+    panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
+        file = run.folder / "metrics.jsonl"
         for entry in read_metrics(run.folder):
             for title, place in PANELS.items():
-                value = number_at(entry, place, run.folder / "metrics.jsonl")
+                value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite
                     steps, values = panels[title].setdefault(name, ([], []))
-                    steps.append(number_at(entry, ("step",), run.folder / "metrics.jsonl") or 0)
+                    steps.append(number_at(entry, ("step",), file) or 0)
                     values.append(value)
-    return [
-        draw_curves(title, curves, colours, log=title == "training loss")
+    drawn = [
+        figures.draw_curves(title, curves, colours, log=title == "training loss")
         for title, curves in panels.items()
         if any(value for _, values in curves.values() for value in values)  # dense models have nothing to balance
     ]
+    return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
 
-def _models(runs: Named) -> Tuple[List[Tuple[str, str]], List[Picture], List[str], List[str]]:
-    """(names of runs, description) of each model, pictures of budgets, lines about runs without weights, names of runs
-    whose tokens run every head."""
-    alike: Dict[str, Named] = {}
-    for name, run in runs.items():
-        alike.setdefault(json.dumps(run.settings(), sort_keys=True, default=str), {})[name] = run
-    models, budgets, missing, dense = [], [], [], []
-    for group in alike.values():
-        names = ", ".join(group)
-        for run in group.values():
-            try:
-                model, inputs, named = model_of(run)
-                break
-            except FileNotFoundError as error:
-                missing.append(message_of(error))
-        else:
-            continue
-        if not attention_layers(model):
-            continue
-        models.append((names, describe(run.model, model, *inputs, **named)))
-        layers = head_budget(model)["layers"]
+def heads(runs: Named, models: list[tuple]) -> Section:
+    budgets, loads, dense, missing = [], [], [], []
+    for names, layers, _ in models:
         if any(layer["active"] < layer["heads"] for layer in layers):
-            budgets.append(draw_budget(layers, f"{names}: heads of each layer"))
+            budgets.append(figures.draw_budget(layers, f"{', '.join(names)}: heads of each layer"))
         else:
-            dense += group
-    return models, budgets, missing, dense
-
-
-def _loads(runs: Named, dense: Sequence[str]) -> Dict[str, list]:
-    loads, missing = [], []
+            dense += names
     for name, run in runs.items():
-        usage, gates = run.folder / "head_usage.png", run.folder / "gate_load.png"
-        if (run.folder / FILE).is_file():
-            load = HeadLoad.read(run.folder / FILE)
+        file, gates = run.folder / FILE, run.folder / "gates.json"
+        if file.is_file():
+            load = HeadLoad.read(file)
             for by in load.groups if load.choosing() else ():
-                loads.append(
-                    inline_svg(draw(load, "map", by)[0], f"{name}: share of tokens that run each head, by {by}")
-                )
-        elif usage.is_file() and name not in dense:  # sample.py's
-            loads.append(embed(usage, LOADS, f"{name}: share of tokens that run each head"))
+                caption = f"{name}: share of tokens that run each head, by {by}"
+                loads.append(figures.inline_svg(draw(load, "map", by)[0], caption))
         elif name not in dense and not gates.is_file():
-            missing.append(
-                f"{name} has no {FILE}: training of classifiers and text writes it at its end, sample.py has --head-load"
-            )
+            missing.append(f"{name} has no {FILE}: {LOAD_MAKER}")
         if gates.is_file():
-            loads.append(embed(gates, LOADS, f"{name}: load of the gates"))
-    return dict(loads=loads, without_load=missing)
+            from moh_vision.commands.gates import draw_gate_load
+
+            with as_written(f"{gates}: its numbers are"):
+                figure = draw_gate_load(read_json(gates))
+            loads.append(figures.inline_svg(figure, f"{name}: load of the gates"))
+    return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
 
 
-def _samples(runs: Named) -> Dict[str, list]:
-    samples, missing = [], []
+def samples(runs: Named) -> Section:
+    blocks, missing = [], []
     for name, run in runs.items():
-        steps = {int(f.stem[5:]): f for f in run.folder.glob("previews/step_*.png") if f.stem[5:].isdecimal()}
-        done = sorted(steps)
-        shown = [
-            (steps[n], f"after {n:,} steps") for n in dict.fromkeys(done[i] for i in (0, len(done) // 2, -1) if done)
-        ]
+        found = {f.stem[5:]: f for f in run.folder.glob("previews/step_*.png")}
+        steps = sorted((int(step), file) for step, file in found.items() if step.isdecimal())
+        few = dict(steps[i] for i in (0, len(steps) // 2, -1) if steps)
+        shown = {f"after {step:,} steps": file for step, file in few.items()}
         grids = sorted(run.folder.glob("*grid*.png"), key=lambda file: file.stat().st_mtime)
-        shown += [(file, file.name) for file in grids[-1:]]
-        if shown:
-            samples.append((name, [embed(file, SAMPLES, caption) for file, caption in shown]))
-        else:
+        shown |= {grid.name: grid for grid in grids[-1:]}
+        blocks.append(("pictures", name, [figures.embed(file, SAMPLES, text) for text, file in shown.items()]))
+        if not shown:
             missing.append(f"{name} has no samples: --preview.every N draws some of the same noise while it trains")
-    return dict(samples=samples, without_samples=missing)
+    return Section("Samples over training", blocks, missing)
 
 
-def _confusions(runs: Named) -> Dict[str, list]:
-    drawn, pairs, missing = [], [], []
-    for name, run in runs.items():
-        file = run.folder / "confusion.json"
-        if not file.is_file():
-            missing.append(f"{name} has no {file.name}: a run writes it at its end; its command, given again, does too")
-            continue
-        classes, counts = _confusion(file)
-        if len(classes) <= MOST_CLASSES:
+def confusions(runs: Named) -> Section:
+    files, missing = having(runs, "confusion.json", "a run writes it at its end; its command, given again, does too")
+    drawn, blocks = [], []
+    for name, file in files.items():
+        classes, counts = read_confusion(file)
+        if len(classes) <= figures.MOST_CLASSES:
             matrix = np.zeros((len(classes), len(classes)), int)
             matrix[counts[:, 0], counts[:, 1]] = counts[:, 2]
-            drawn.append(draw_confusion(matrix, classes, f"{name}: images of each class by what they were taken for"))
+            caption = f"{name}: images of each class by what they were taken for"
+            drawn.append(figures.draw_confusion(matrix, classes, caption))
             continue
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
         wrong = counts[counts[:, 0] != counts[:, 1]]
         worst = wrong[np.argsort(-wrong[:, 2], kind="stable")[:PAIRS]]
-        pairs.append((name, [(classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()]))
-    return dict(confusions=drawn, confused=pairs, without_confusion=missing)
+        rows = [(classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()]
+        table = Table(["class", "taken for", "images", "% of the class"], rows, [])
+        blocks.append(("table", f"{name}: the most confused pairs of classes", table))
+    return Section("Confusion", [("pictures", "", drawn), *blocks], missing)
 
 
-def _confusion(file: Path) -> Tuple[List[str], np.ndarray]:
-    """(classes, [n, 3] class, predicted class, images) of a confusion.json."""
+def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
+    """Read classes, and [n, 3] of class, predicted class and images."""
     tree = read_json(file)
-    classes, counts = tree.get("classes"), tree.get("counts")
+    classes = tree.get("classes")
     try:
-        found = np.array(counts, dtype=np.int64).reshape(-1, 3)
-        fits = isinstance(classes, list) and len(found) and found[:, :2].max() < len(classes) and found.min() >= 0
+        counts = np.array(tree.get("counts"), dtype=np.int64).reshape(-1, 3)
+        fits = isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         raise ValueError(f"{file}: expected classes, and counts [class, predicted class, images] of these")
-    return [str(name) for name in classes], found
+    return [str(name) for name in classes], counts
 
 
-def _translations(runs: Named) -> Dict[str, list]:
-    translated: Dict[Tuple, Dict[str, List[str]]] = {}
-    missing = []
-    for name, run in runs.items():
-        if not (run.folder / "translations.txt").is_file():
-            missing.append(f"{name} has no translations.txt: a run writes it at its end")
-            continue
-        place = tuple(run.config.get(f"data.{key}") for key in ("root", "source", "target"))
-        results = read_json(run.folder / "results.json") if (run.folder / "results.json").is_file() else {}
-        whole = not any((results.get("left_out") or {"": 1}).values())  # else lines are not those of the files
-        key = (*place, results.get("bleu_split"), whole)
-        translated.setdefault(key, {})[name] = text_of(run.folder / "translations.txt").split("\n")[:-1]
-    shown: List[List[Tuple[str, str]]] = []
-    for (root, source, target, split, whole), lines in translated.items():
-        common = min(map(len, lines.values()))
-        pairs = _pairs(root, split, source, target) if whole and split else None
-        pairs = pairs if pairs and len(pairs) == common else None  # of other text, there since
-        for number in sorted({i * common // SENTENCES for i in range(SENTENCES)} if common else ()):
-            rows = list(zip((f"{source} (source)", f"{target} (reference)"), pairs[number])) if pairs else []
-            shown.append([*rows, *((name, text[number]) for name, text in lines.items())])
-    return dict(translations=shown, without_translations=missing)
+def translations(runs: Named) -> Section:
+    files, missing = having(runs, "translations.txt", "a run writes it at its end")
+    alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
+    for name, file in files.items():
+        run, results = runs[name], file.with_name("results.json")
+        found = read_json(results) if results.is_file() else {}
+        whole = not any((found.get("left_out") or {"": 1}).values())  # else lines are not those of the files
+        place = [run.config.get(f"data.{key}") for key in ("root", "source", "target")]
+        alike.setdefault((*place, found.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
+    blocks = []
+    for (root, source, target, split, whole), lines in alike.items():
+        count = min(map(len, lines.values()))
+        pairs = read_pairs(root, split, source, target) if whole and split else []
+        for number in sorted({i * count // SENTENCES for i in range(SENTENCES if count else 0)}):
+            rows = [(name, text[number]) for name, text in lines.items()]
+            if len(pairs) == count:  # else the text has changed since
+                rows = [*zip((f"{source} (source)", f"{target} (reference)"), pairs[number]), *rows]
+            blocks.append(("rows", "", rows))
+    return Section("Translations", blocks, missing)
 
 
-def _pairs(root: str, split: str, source: str, target: str) -> Optional[List[Tuple[str, str]]]:
-    """The sentences of a split and their translations, or None where they are not on this machine any more."""
-    if not Path(root).is_dir():
-        return None
+def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[str, str]]:
+    """Read the sentences of a split with their translations; none if they are not on this machine any more."""
     try:
-        return list(zip(*find_pairs(root, split, source, target)))
+        return list(zip(*find_pairs(root, split, source, target))) if Path(root).is_dir() else []
     except (ValueError, OSError):
-        return None
+        return []
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision report", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", required=True, metavar="FILE.html", help="the page; a new file")
-
-    def work() -> None:
-        options = parser.parse(argv)
-        if not options.output.endswith(".html"):
-            raise ValueError(f"--output {options.output}: expected a name that ends in .html")
-        refuse_output("--output", options.output)
-        page = make_report(options.runs)
-        write_whole(Path(options.output), page.encode("utf-8", "replace"))
-        say(f"{options.output}: {len(page) / 1e6:.2f} MB")
-
-    return exit_code("report", work)
+def environment(runs: Named) -> Section:
+    starts, missing = starts_of(runs)
+    configs = {f"configuration of {name}": text_of(run.folder / "config.yaml") for name, run in runs.items()}
+    return Section("", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def options(add) -> None:
+    """Add the arguments."""
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--output", required=True, metavar="FILE.html", help="the page; a new file")
+
+
+def work(options) -> None:
+    """Write the page."""
+    if not options.output.endswith(".html"):
+        raise ValueError(f"--output {options.output}: expected a name that ends in .html")
+    refuse_output("--output", options.output)
+    page = make_report(options.runs)
+    write_whole(Path(options.output), page.encode("utf-8", "replace"))
+    say(f"{options.output}: {len(page) / 1e6:.2f} MB")

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from pathlib import Path
-from typing import Dict, NamedTuple, Sequence, Tuple
+from typing import NamedTuple, Sequence
 
 import matplotlib
 import numpy as np
@@ -19,7 +19,7 @@ from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import short_names, shortened
 from moh_vision.engine.commands import reason_of
 
-Curve = Tuple[Sequence[int], Sequence[float]]  # steps that were done, values
+Curve = tuple[Sequence[int], Sequence[float]]  # steps that were done, values
 POINTS = 400  # of a curve
 MOST_CLASSES = 30  # of a confusion matrix that is drawn
 MOST_BYTES = 150_000  # of a picture that is taken as it is
@@ -27,20 +27,17 @@ _numbers = itertools.count()  # of figures in a page
 
 
 class Picture(NamedTuple):
-    """A picture inside a page: its element, its width in CSS pixels, and the text below it."""
+    """A picture inside a page."""
 
     markup: Markup
-    width: int
+    width: int  # CSS pixels
     caption: str = ""
 
 
-def draw_curves(title: str, curves: Dict[str, Curve], colours: Dict[str, str], log: bool = False) -> Picture:
-    """Values over steps, one line a run; of long runs each of 400 points is the mean of those it stands for.
+def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], log: bool = False) -> Picture:
+    """Draw values over steps, a line for the name of each run; of long runs each of 400 points is a mean.
 
-    Args:
-        title: of the values.
-        curves, colours: by the name of the run.
-        log: a logarithmic axis where the values span more than a factor of 10.
+    The axis is logarithmic with `log` where the values span more than a factor of 10.
     """
     figure, axes = plt.subplots(figsize=(3.25, 2.3), layout="constrained")
     every = [value for _, values in curves.values() for value in values]
@@ -62,12 +59,7 @@ def draw_curves(title: str, curves: Dict[str, Curve], colours: Dict[str, str], l
 
 
 def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
-    """The heads of each layer: shared, routed and not run.
-
-    Args:
-        layers: of `head_budget`.
-        caption: below it.
-    """
+    """Draw the heads of each layer of a `head_budget`: shared, routed and not run."""
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
     height = 2.8 if wordy else 2.2
@@ -93,13 +85,7 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
 
 
 def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> Picture:
-    """A confusion matrix: rows are classes, columns what they were taken for, colour the share of the class.
-
-    Args:
-        counts: images [classes, classes].
-        classes: their names.
-        caption: below it.
-    """
+    """Draw a confusion matrix: rows are classes, columns what they were taken for, colour the share of the class."""
     size = 1.9 + 0.3 * len(classes)
     figure, axes = plt.subplots(figsize=(size, size - 0.3), layout="constrained")
     share = counts / counts.sum(1, keepdims=True).clip(1)
@@ -119,7 +105,7 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 
 
 def inline_svg(figure, caption: str = "") -> Picture:
-    """A figure of matplotlib as an element of a page, drawn within `svg_settings`; it is closed."""
+    """Make an element of a page of a figure that was drawn within `svg_settings`, and close the figure."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     width = round(96 * figure.get_figwidth())
@@ -140,11 +126,7 @@ def svg_settings():
 
 
 def embed(file: Path, most: int, caption: str = "") -> Picture:
-    """A picture file as a data URI, made smaller where it has more than `most` pixels a side.
-
-    Raises:
-        ValueError: naming the file, if it is no picture.
-    """
+    """Make a data URI of a picture file, smaller where it has more than `most` pixels a side."""
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as image:

@@ -8,44 +8,64 @@ nothing but the seed make one row: the mean, the standard deviation (of n - 1) a
 stand below the runs of the same model.
 
 Scores are read from the run's folder: results.json; for diffusion scores.json, which sample.py --score writes, else the last
-scores while training; for the suites of language models scores*.json, the --out of
-moh_vision.language.evaluation.lm. LaTeX needs the package booktabs.
+scores while training; for the suites of language models scores*.json, the --out of `python -m moh_vision lm`. LaTeX needs
+the package booktabs.
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import NamedTuple, Sequence
 
 import yaml
 
-from moh_vision.commands.runs import COLUMNS, NAMES, SIZES, TEXT, ScoredRun, grouped, mean_and_spread, read_runs, sizes
-from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.attention import attention_layers, head_budget
+from moh_vision.commands.runs import (
+    COLUMNS,
+    NAMES,
+    TEXT,
+    ScoredRun,
+    grouped,
+    mean_and_spread,
+    model_of,
+    read_runs,
+    suite_titles,
+)
+from moh_vision.engine.commands import say
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.opening import WORDS
+from moh_vision.models.counts import count_macs, count_parameters
 
+SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments of a model that make it another one than the papers'. Their translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
+INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
+INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
+MACS = (
+    "MACs: one forward of {}, active heads alone (ideal in --dry-run), with attention scores; the papers leave these out "
+    "or count them twice (python -m moh_vision macs)."
+)
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+)
 
 
 class Table(NamedTuple):
-    """A table as text: the titles of its columns, its rows, and sentences below it."""
+    """A table as text, with sentences below it."""
 
-    titles: List[str]
-    rows: List[List[str]]
-    notes: List[str]
+    titles: list[str]
+    rows: list[list[str]]
+    notes: list[str]
 
 
-def paper_rows(run: ScoredRun) -> List[Dict[str, str]]:
-    """The rows of the papers for the model of a run, as printed: by key of SIZES and COLUMNS, or title of a task.
-
-    There is none for a model that is built otherwise than its name says.
-    """
+def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
+    """Return the papers' rows for a model that is built as its name says: numbers by key, or by the title of a task."""
     given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
-    known = SUITES
-    rows = yaml.safe_load((Path(__file__).parent / "paper_rows.yaml").read_text(encoding="utf-8"))
+    rows = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
     found = []
     for row in rows:
@@ -53,46 +73,44 @@ def paper_rows(run: ScoredRun) -> List[Dict[str, str]]:
             continue
         if "suite" in row:
             name, column = row["suite"]
-            if run.model == "clm_pretrained" and name not in run.suites:
+            *tasks, average = suite_titles(name)
+            if run.model == "clm_pretrained" and average not in run.scores:
                 continue  # any pre-trained model has this name
-            suite = known[name]
-            titles = [task.title for task in suite.rows]
-            row = row | {title: f"{v:.1f}" for title, v in zip(titles, suite.paper[column])}
-            row[f"average of {name}"] = f"{suite.averages[column]:.1f}"
+            values = [*SUITES[name].paper[column], SUITES[name].averages[column]]
+            row |= {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
         found.append(row)
     return found
 
 
-def make_table(folders: Sequence[Path], names: Optional[Sequence[str]] = None) -> Table:
-    """The table of some runs; a column that no run has is left out, a missing number is a dash.
+def sizes(run: ScoredRun) -> list[float | None]:
+    """Return the numbers of SIZES, without weights None; MACs are of the active heads alone, for the inputs of `model_of`."""
+    try:
+        model, inputs, named = model_of(run)
+    except FileNotFoundError:
+        return [None] * len(SIZES)
+    macs = count_macs(model, *inputs, **named)
+    active = head_budget(model)["share"] if attention_layers(model) else 1.0
+    return [count_parameters(model) / 1e6, (macs.linears + macs.scores) / 1e6, 100 * active]
 
-    Args:
-        folders: of the runs.
-        names: of their rows, see `grouped`.
 
-    Raises:
-        ValueError, FileNotFoundError: one line, for what `read_run` refuses, runs of different kinds, and a run that is
-            given twice.
-    """
+def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> Table:
+    """Make the table of some runs; a column that no run has is left out, a missing number is a dash."""
     runs = read_runs(folders)
     groups = grouped(runs, names=names)
-    suites = SUITES
-    tasks = [title for n, suite in suites.items() for title in [*(row.title for row in suite.rows), f"average of {n}"]]
-    digits = {key: places for key, (_, places) in COLUMNS.items()} | dict.fromkeys(tasks, 2)
-    shown = [key for key in digits if any(run.scores.get(key) is not None for run in runs)]
-    scored = [COLUMNS[key][0] if key in COLUMNS else key for key in shown]
-    rows, notes = [], []
-    for model in dict.fromkeys(run.model for run in runs):
-        printed: List[Dict[str, str]] = []
-        for label, group in groups:
-            if group[0].model != model:
-                continue
-            size = sizes(group[0])
-            cells = [_shown(size.get(key)) for key in SIZES]
-            scores = [mean_and_spread([run.scores.get(key) for run in group], digits[key]) for key in shown]
-            done = sorted(run.steps for run in group)
-            steps = " to ".join(f"{count:,}" for count in sorted({done[0], done[-1]})) if done[-1] else "-"
-            rows.append([label, str(len(group)), steps, *cells, *scores])
+    columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}
+    shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
+    rows, notes = [], [MACS.format(INPUTS.get(runs[0].kind, "a block of text"))]
+    if len(groups) < len(runs):
+        notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
+    for _, alike in groupby(groups, lambda named: named[1][0].model):
+        printed: list[dict[str, str]] = []
+        for label, group in alike:
+            cells = [_shown(size) for size in sizes(group[0])]
+            for key in shown:
+                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key][1]))
+            done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
+            steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
+            rows.append([label, str(len(group)), steps, *cells])
             seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group)
             notes.append(f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}.")
             comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]
@@ -100,8 +118,8 @@ def make_table(folders: Sequence[Path], names: Optional[Sequence[str]] = None) -
         for row in printed:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
-    notes = [*_general_notes(runs[0].kind, len(groups) < len(runs)), *notes]
-    return Table(["model", "runs", "steps", *SIZES.values(), *scored], rows, notes)
+    titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key][0] for key in shown)]
+    return Table(titles, rows, notes)
 
 
 def _of_all_steps(run: ScoredRun) -> str:
@@ -109,59 +127,34 @@ def _of_all_steps(run: ScoredRun) -> str:
     return f", {run.steps:,} of {planned:,} steps" if planned and 0 < run.steps < planned else ""
 
 
-def _general_notes(kind: str, averaged: bool) -> List[str]:
-    """What holds for all rows."""
-    inputs = dict(classification="an image", diffusion="an image")
-    inputs[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
-    notes = [
-        f"MACs: one forward of {inputs.get(kind, 'a block of text')}, active heads alone (ideal in --dry-run), "
-        "with attention scores; the papers leave these out or count them twice (moh_vision.commands.macs)."
-    ]
-    return ["Mean ± standard deviation over runs that differ in nothing but the seed.", *notes] if averaged else notes
-
-
-def _shown(value: Optional[float]) -> str:
+def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def markdown(table: Table) -> str:
-    """A table for Markdown, its notes as a list below it."""
+    """Write a table as Markdown, its notes as a list below it."""
     lines = [table.titles, ["---", *["---:"] * (len(table.titles) - 1)], *table.rows]
     text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([*text, "", *(f"- {note}" for note in table.notes)])
 
 
-LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-)
-
-
 def latex(table: Table) -> str:
-    """A tabular for LaTeX with booktabs, its notes as comments below it."""
-    titles, *rows = (
-        " & ".join(cell.translate(LATEX) for cell in line) + r" \\" for line in (table.titles, *table.rows)
-    )
-    begin, end = f"\\begin{{tabular}}{{l{'r' * (len(table.titles) - 1)}}}", r"\end{tabular}"
-    return "\n".join(
-        [begin, r"\toprule", titles, r"\midrule", *rows, r"\bottomrule", end, *(f"% {note}" for note in table.notes)]
-    )
+    """Write a table as a tabular for LaTeX with booktabs, its notes as comments below it."""
+    lines = [[cell.translate(LATEX) for cell in line] for line in (table.titles, *table.rows)]
+    titles, *rows = [" & ".join(line) + r" \\" for line in lines]
+    begin = f"\\begin{{tabular}}{{l{'r' * (len(table.titles) - 1)}}}"
+    text = [begin, r"\toprule", titles, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*text, *(f"% {note}" for note in table.notes)])
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision table", __doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help=NAMES)
-    parser.add_argument("--latex", action="store_true", help="print LaTeX instead of Markdown")
-
-    def work() -> None:
-        options = parser.parse(argv)
-        table = make_table(options.runs, options.names)
-        say(latex(table) if options.latex else markdown(table))
-
-    return exit_code("table", work)
+def options(add) -> None:
+    """Add the arguments."""
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--names", nargs="+", metavar="NAME", help=NAMES)
+    add("--latex", action="store_true", help="print LaTeX instead of Markdown")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def work(options) -> None:
+    """Print the table."""
+    table = make_table(options.runs, options.names)
+    say(latex(table) if options.latex else markdown(table))

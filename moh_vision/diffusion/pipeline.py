@@ -135,7 +135,7 @@ class MoHDiTPipeline(DiffusionPipeline):
                 latents replace those here.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
             on_routing: (list of RoutingStats, labels [n], timesteps [n]) after each pass of the transformer; see
-                `moh_vision.commands.HeadLoad.add`.
+                `moh_vision.models.head_load.HeadLoad.add`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.

@@ -22,7 +22,7 @@ PATH, TABLE = KEPT_KEYS
 def keep_settings(
     attention, folder: Optional[Path], accelerator, held: ExitStack, allowed: Collection[str] = ()
 ) -> Optional[AttentionRecord]:
-    """The settings of attention for this process, until `held` is closed; None on a device without operators."""
+    """Set how this process computes attention, until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
     if device not in attention.PATHS:
         return None
@@ -38,17 +38,10 @@ class AttentionRecord:
     meanwhile, and all processes use what the main process has. Where one of them lacks the operators, all take plain
     PyTorch. Every process makes the record; unless it refuses something, its settings hold in this process from then on.
 
-    Args:
-        attention: `moh_vision.attention.settings`.
-        folder: of the work that goes on, or None for work that begins.
-        allowed: keys of --allow-change: a setting among them is taken from this machine, whatever is stored.
-        device: the kind of device. Stored operators of another kind of device count for nothing: the bits differ anyway.
-            Plain PyTorch stays plain PyTorch.
-
-    Attributes:
-        path, table: the settings; JSON. The table is None until `measure` makes one, before the first step.
-        refused: stored settings that cannot be used here, in the form of `changed_keys`.
-        line: which path runs and why, for the user.
+    `folder` is None for work that begins. Settings among `allowed`, keys of --allow-change, are taken from this machine.
+    Stored operators of another kind of `device` count for nothing: the bits differ anyway. Plain PyTorch stays plain
+    PyTorch. The `table` is None until `measure` makes one, before the first step. `refused` names stored settings that
+    cannot be used here, as `changed_keys` does; `line` tells the user which path runs and why.
     """
 
     def __init__(self, attention, folder: Optional[Path], allowed: Collection[str] = (), device: str = "cpu"):
@@ -56,10 +49,8 @@ class AttentionRecord:
         self.settle()
 
     def settle(self, build: bool = False) -> List[str]:
-        """Decide the settings; return what is refused.
-
-        Args:
-            build: build the operators for a CPU first where they are missing; for work that nothing else refuses.
+        """Decide the settings; return what is refused. With `build`, for work that nothing else refuses, build missing
+        operators for a CPU first.
         """
         attention, device, here = self.attention, self.device, {}
         attention.use(None)
@@ -106,7 +97,7 @@ class AttentionRecord:
         return self.refused
 
     def measure(self, make: Callable[[], Tuple[dict, str]], folder: Path, accelerator) -> None:
-        """Take the table that the main process makes with a line for the user or "", and write it into a folder."""
+        """Take the table that the main process makes, with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
         self.attention.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)

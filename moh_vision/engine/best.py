@@ -38,8 +38,8 @@ class Best:
         else:
             self.waited += 1
 
-    def replay(self, run: Path, start: int, from_file: bool) -> None:
-        """Go on from what a run has until step `start`: its log, and with `from_file` the score of its best.safetensors."""
+    def replay(self, run: Path, start: int, from_file: bool) -> Best:
+        """Go on from a run's log until step `start`, and with `from_file` from the score in its best.safetensors."""
         file = run / BEST
         if from_file and file.exists():
             try:
@@ -51,6 +51,7 @@ class Best:
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
             if step > self.step:
                 self.take(step, value, not from_file and self.better(value))
+        return self
 
     @property
     def exhausted(self) -> bool:

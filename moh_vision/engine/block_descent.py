@@ -24,28 +24,18 @@ GATES, WEIGHTS = "G", "F"  # names of phases
 
 @dataclass(frozen=True)
 class Phase:
-    """A forward and backward pass over the micro-batches of a step, and an update.
+    """A forward and backward pass over the micro-batches of a step, and an update."""
 
-    Attributes:
-        name: GATES or WEIGHTS.
-        salt: appended to what random numbers are seeded with: phases of a step draw different ones.
-        task: what to call with a batch.
-        optimizer: of what moves.
-        batches: iterator over the micro-batches.
-        gates: parameters that move here and that DistributedDataParallel does not see.
-        statistics: buffers of all gates, and copies of them from before the phase.
-    """
-
-    name: str
-    salt: Tuple[int, ...]
+    name: str  # GATES or WEIGHTS
+    salt: Tuple[int, ...]  # of the seeds: phases of a step draw different random numbers
     task: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[dict]
-    gates: Sequence[nn.Parameter]
-    statistics: List[Tuple[Tensor, Tensor]]
+    gates: Sequence[nn.Parameter]  # those that move here, and that DistributedDataParallel does not see
+    statistics: List[Tuple[Tensor, Tensor]]  # buffers of all gates, and copies of them from before the phase
 
     def update(self, updater, step: int, losses: List[dict]) -> Tuple[float, bool]:
-        """What an `Updater` does, see there; an update that is skipped also leaves the statistics what they were."""
+        """Call an `Updater`, see there; an update that is skipped also leaves the statistics what they were."""
         # An exact all-reduce of the few numbers that move, where DistributedDataParallel would send all weights.
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
         clip_norm = 0.0 if self.gates else None
@@ -57,7 +47,7 @@ class Phase:
 
 
 def phases_of(epoch: int, period: int) -> Tuple[str, ...]:
-    """The phases of every step of an epoch, counted from 0 (Peng 2020, algorithm 3)."""
+    """Return the phases of every step of an epoch, counted from 0 (Peng 2020, algorithm 3)."""
     return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
 
 
@@ -69,17 +59,9 @@ class BlockDescent:
     Their batch norm takes statistics in both phases, as in any training forward, of all processes (`GateNorm`); after an
     update that was skipped they are what they were.
 
-    Args:
-        model: those of its parameters that require a gradient are trained.
-        routers: MAE's in it. Where the mode of one is not "soft" its gate is not used, and is frozen.
-        compiled: the task is compiled, which is refused where there are gates of MAE: with torch 2.15's inductor (not with
-            its other backends) the loss then has no gradient.
-        mode: "bcd", which FSDP does not allow, as weights cannot be frozen from phase to phase; or "joint": gates and all
-            experts learn at once through the mixture (the paper's NoBCD).
-        period: epochs from one with G phases to the next.
-        gate_lr: learning rate of the gates in both modes. They learn by SGD without momentum, weight decay or schedule:
-            with momentum, the paper saw one expert win over all others (appendix A). Only joint training clips their
-            gradient, as part of the whole.
+    In mode "joint" gates and all experts learn at once through the mixture (the paper's NoBCD). In both modes the gates
+    learn by SGD without momentum, weight decay or schedule: with momentum, the paper saw one expert win over all others
+    (appendix A). Only joint training clips their gradient, as part of the whole.
     """
 
     def __init__(
@@ -92,13 +74,13 @@ class BlockDescent:
         period: int,
         gate_lr: float,
     ):
-        if compiled and routers:
+        if compiled and routers:  # with torch 2.15's inductor, not with its other backends, the loss has no gradient
             raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
         self.accelerator, self.period, self.gate_lr = accelerator, period, gate_lr
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
         for router in routers:
-            if router.mode != "soft":
+            if router.mode != "soft":  # its gate is not used
                 router.requires_grad_(False)
         self.gates = [p for router in self.routers for p in router.parameters()]
         gates = {id(p) for p in self.gates}
@@ -107,12 +89,12 @@ class BlockDescent:
         self.total = sum(p.numel() for p in model.parameters())
         self.in_turns = bool(self.gates) and mode == "bcd"
         if self.in_turns:
-            if accelerator.distributed_type == "FSDP":
+            if accelerator.distributed_type == "FSDP":  # weights cannot be frozen from phase to phase
                 raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """accelerate's `prepare` of both, and of the gates' optimiser, which is saved and restored after the main one.
+        """Let accelerate prepare both, and the gates' optimiser, which is saved and restored after the main one.
 
         Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
         In joint training the gates are its last group, so that a gradient scaler and FSDP treat all gradients alike, but
@@ -166,7 +148,7 @@ class BlockDescent:
             self._switch(WEIGHTS, "soft")
 
     def about(self) -> Dict[str, int]:
-        """How many parameters are trained; empty for a model without gates."""
+        """Return how many parameters are trained; empty for a model without gates."""
         return dict(trained_parameters=self.trained) if self.gates else {}
 
     def announce(self, log, start: int) -> None:
@@ -176,7 +158,7 @@ class BlockDescent:
 
     @torch.no_grad()
     def _step_gates(self, optimizer, args, kwargs) -> None:
-        """SGD of the gates. The main optimiser then sees gradients of zero, which leave a weight where it is."""
+        """Move the gates by SGD. The main optimiser then sees gradients of zero, which leave a weight where it is."""
         for p in optimizer.param_groups[-1]["params"]:
             if p.grad is not None:
                 p.add_(p.grad, alpha=-self.gate_lr)

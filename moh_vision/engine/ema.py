@@ -36,12 +36,12 @@ class ModelEma(ModelEmaV3):
 
 
 def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> Optional[ModelEma]:
-    """The average of a model that is not sharded yet, with the model moved to `device`; None for a decay of 0."""
+    """Make the average of a model that is not sharded yet, and move the model to `device`; None for a decay of 0."""
     model.to(device)
     return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
 
 
 def gathered(model: nn.Module) -> Iterator[Tuple[str, Tensor]]:
-    """Names and tensors of a state dict, those of FSDP's shards whole; every process goes through them together."""
+    """Yield names and tensors of a state dict, FSDP's shards whole; every process goes through them together."""
     for name, value in model.state_dict().items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value

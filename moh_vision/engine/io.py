@@ -27,31 +27,27 @@ ATTEMPTS, PAUSE = 20, 0.1  # a process that was killed just now, or its children
 
 
 def run_of(path: Union[str, Path]) -> Path:
-    """The folder of a run that a path belongs to: RUN, RUN/checkpoints/step_N, or a file in one of them."""
+    """Return the folder of the run that a path belongs to: RUN, RUN/checkpoints/step_N, or a file in one of them."""
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     return folder.resolve().parents[1] if step_of(folder) is not None else folder
 
 
 def step_of(folder: Path) -> Optional[int]:
-    """N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
+    """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
     found = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
     return int(found[2]) if found and Path(found[1], "config.yaml").is_file() else None
 
 
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
-    """Let one process at a time write into a folder.
+    """Let one process at a time write into a folder, which exists; `option` named it.
 
     The lock is on the file `folder`/.lock, which names host and process of the owner. The system releases it when the
     process ends, however it ends; an unlocked .lock that a kill left behind does not matter. Over NFS the server keeps
     the lock for all its clients, and a machine that crashed loses it with its lease. A file system without locks gets
-    a warning, and a second process is not noticed there.
-
-    Args:
-        folder: an existing folder.
-        option: the option that named it, for the message.
-        with_children: hold the lock until forked children have ended too, because they write into the folder.
+    a warning, and a second process is not noticed there. `with_children` holds the lock until forked children, which
+    write into the folder, have ended too.
     """
     place = Path(folder) / LOCK
     # POSIX locks (lockf) belong to the process alone. flock's belong to the open file, which children inherit.
@@ -67,13 +63,11 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
                 if attempt == ATTEMPTS:
                     file.seek(0)
                     owner = file.read(200).strip() or "another process"
-                    raise ValueError(
-                        f"{option} {folder}: {owner} is writing there; wait, or take another folder"
-                    ) from None
+                    told = f"{option} {folder}: {owner} is writing there; wait, or take another folder"
+                    raise ValueError(told) from None
             except OSError as error:
-                logging.getLogger(__name__).warning(
-                    f"{folder} cannot be locked ({error.strerror}): start one run there"
-                )
+                told = f"{folder} cannot be locked ({error.strerror}): start one run there"
+                logging.getLogger(__name__).warning(told)
                 break
             opened.pop_all().close()
             time.sleep(PAUSE)
@@ -97,14 +91,10 @@ def _is_named(file, place: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
-    """A file to write: at the end it is on the disk under the name `place`; after an error there is nothing.
+    """Open a file to write that is on the disk under the name `place` at the end; after an error there is nothing.
 
-    Args:
-        place: its folder is made if need be. A file that is there is replaced.
-        shared: several processes may write the file at once; the last rename stands.
-
-    Raises:
-        OSError: naming a file.
+    Its folder is made, and a file that is there is replaced. A `shared` file may be written by several processes at once:
+    the last rename stands. An OSError names a file.
     """
     hidden = hidden_path(place, shared)
     try:
@@ -139,13 +129,7 @@ def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
 
 
 def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:
-    """Write a safetensors file so that it is there whole or not at all.
-
-    Args:
-        place, shared: see `whole_file`.
-        tensors: on the CPU, contiguous.
-        metadata: values are stored as JSON.
-    """
+    """Write contiguous tensors of the CPU, and metadata as JSON, to a safetensors file that is whole or not there."""
     try:
         hidden = write_aside(place, tensors, metadata, shared)
         fsync(hidden)
@@ -155,7 +139,7 @@ def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, o
 
 
 def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> Path:
-    """As `write_tensors`, up to the flush; returns the hidden file, alone in the folder `hidden_path`."""
+    """Do as `write_tensors`, up to the flush; return the hidden file, alone in the folder `hidden_path`."""
     folder = hidden_path(place, shared)  # because safetensors makes a temporary file beside what it writes
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -166,7 +150,7 @@ def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, obj
 
 
 def hidden_path(place: Path, shared: bool = False) -> Path:
-    """Where a file or folder is until it is whole; see `whole_file`."""
+    """Return where a file or folder is until it is whole; see `whole_file`."""
     own = f".{socket.gethostname()}.{os.getpid()}" if shared else ""  # containers often have equal process numbers
     return place.with_name(f".{place.name}{own}.tmp")
 
@@ -187,6 +171,6 @@ def fsync(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -43,16 +43,10 @@ FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun
 
 
 class RunLog:
-    """Logs a run; on processes other than the main one it does nothing.
+    """Logs a run to `path` (metrics.jsonl), a tracker and the screen; on processes other than the main one does nothing.
 
-    Args:
-        path: metrics.jsonl; lines of more than `start` steps, left by an interrupted run, are dropped.
-        start, total: steps done, and at the end of the run.
-        enabled: whether this is the main process.
-        title: of the lines and the bar.
-        tracker: of `open_tracker`; it gets the same numbers.
-        unit: what is counted per second, a name in UNITS.
-        ends_with_validation: a run that is at its end already only repeats its last validation, whose line is dropped then.
+    Lines of more than `start` steps, left by an interrupted run, are dropped. A run that is at its end already and
+    `ends_with_validation` only repeats its last validation, whose line is dropped then.
     """
 
     def __init__(
@@ -89,7 +83,7 @@ class RunLog:
         )
 
     def step(self, count: int) -> None:
-        """One step of so many images or tokens is done."""
+        """Count a step of so many images or tokens."""
         self.count, self.steps = self.count + count, self.steps + 1
         if not self.warm:
             self.warm, self.steps = time.monotonic(), 0
@@ -115,20 +109,18 @@ class RunLog:
             say(f"{self.title} {step}/{self.total}: {about}")
 
     def event(self, step: int, values: dict, show: str) -> None:
-        """A validation or the like: a line of its own in metrics.jsonl and on the screen."""
-        if not self.enabled:
-            return
-        self._write(step, values)
-        self.say(show)
+        """Write a validation or the like as a line of its own in metrics.jsonl and on the screen."""
+        if self.enabled:
+            self._write(step, values)
+            self.say(show)
 
     def stopped(self, done: int, signum: int) -> None:
-        """That a signal ended the run after `done` steps, which are saved."""
-        self.say(
-            f"{signal.Signals(signum).name}: stopped after {done} steps, which are saved; the same command goes on"
-        )
+        """Say that a signal ended the run after `done` steps, which are saved."""
+        name = signal.Signals(signum).name
+        self.say(f"{name}: stopped after {done} steps, which are saved; the same command goes on")
 
     def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
-        """Images [N, C, h, w] uint8, for the tracker."""
+        """Hand images [N, C, h, w] uint8 to the tracker."""
         if self.tracker:
             layout = dict(dataformats="NHWC") if self.tracker.name == "tensorboard" else {}
             self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **layout)
@@ -144,7 +136,7 @@ class RunLog:
             say(text)
 
     def progress(self, batches, title: str):
-        """`batches` with a `Progress` of their own, for work beside training."""
+        """Yield batches with a `Progress` of their own, for work beside training."""
         return Progress.over(batches, title, enabled=self.enabled)
 
     def pause(self) -> None:
@@ -169,7 +161,7 @@ def record_start(folder: Path, **start) -> None:
 
 
 def versions() -> Dict[str, str]:
-    """Versions of this package and of those that its numbers depend on."""
+    """Return versions of this package and of those that its numbers depend on."""
     found = {"moh_vision": __version__}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # of an extra
@@ -178,7 +170,7 @@ def versions() -> Dict[str, str]:
 
 
 def commit(clone: Path) -> Optional[str]:
-    """Commit of a clone, with "-dirty" if tracked files differ; None for a folder that is no clone."""
+    """Return the commit of a clone, with "-dirty" if tracked files differ; None for a folder that is no clone."""
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a clone of somebody else
@@ -187,7 +179,7 @@ def commit(clone: Path) -> Optional[str]:
 
 
 def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
-    """What a run prints at its end: its files, and what to type next; `objective` is that of a diffusion run."""
+    """Return what a run prints at its end: its files, and what to type next. `objective` is a diffusion run's."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
     commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
@@ -195,11 +187,7 @@ def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
 
 
 def without_nan(values: dict) -> Tuple[dict, List[str]]:
-    """Replace floats that JSON does not have (NaN and infinity) by None, also inside dicts and lists.
-
-    Returns:
-        (the values, names of those replaced: "outer.inner")
-    """
+    """Replace NaN and infinity, which JSON does not have, by None; return also the names of those replaced."""
     replaced = {}  # a dict keeps the order, and each name once
 
     def plain(value, name: str):
@@ -224,8 +212,7 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Peak memory of this process: what PyTorch allocated on the GPU if there is one, else resident memory, libraries
-    included."""
+    """Return PyTorch's peak memory on the GPU if there is one, else resident memory, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -24,12 +24,12 @@ LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # how the names of a layer'
 
 
 def names() -> List[str]:
-    """The names that optim.name may have."""
+    """Return the names that optim.name may have."""
     return list_optimizers(exclude_filters=list(LEFT_OUT))
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError, naming the nearest, if optim.name is not one of `names`."""
+    """Refuse an optim.name that is not one of `names`, naming the nearest."""
     if name not in names():
         raise ValueError(f"optim.name {name!r} is not one of timm's optimisers: {closest(name.lower(), names())}")
 
@@ -41,7 +41,7 @@ def takes(name: str, option: str) -> bool:
 
 
 def check_sharded(name: str) -> None:
-    """Raise ValueError for an optimiser that cannot train weights that FSDP shards."""
+    """Refuse an optimiser that cannot train weights that FSDP shards."""
     if any(fnmatch(name, pattern) for pattern in NOT_SHARDED):
         raise ValueError(f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion")
 
@@ -58,16 +58,12 @@ def own_value(name: str, option: str):
 
 
 def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]] = None) -> torch.optim.Optimizer:
-    """timm's optimiser for the parameters that require a gradient.
+    """Make timm's optimiser for the parameters that require a gradient.
 
-    Weight decay is not applied to biases, norms and `undecayed`. The muon family orthogonalises the updates of the
-    matrices inside the layers (Jordan 2024); its AdamW takes routers, embeddings, label tables, convolutions, the output
-    layer, vectors, and what has no weight decay.
-
-    Args:
-        model: its names of layers begin with "blocks" or "layers", and those of routers have ".router.".
-        optim: an `OptimConfig`.
-        undecayed: names of parameters; None: what the model's no_weight_decay() names, if it has one.
+    Weight decay is not applied to biases, norms and parameters named by `undecayed` (None: by the model's
+    no_weight_decay(), if it has one). The muon family orthogonalises the updates of the matrices inside the layers (Jordan
+    2024); its AdamW takes routers, embeddings, label tables, convolutions, the output layer, vectors, and what has no
+    weight decay.
     """
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}

@@ -23,14 +23,10 @@ def say(text: str) -> None:
 
 
 def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:
-    """Do one process's part of a write and wait for the others.
+    """Do this process's part of a write and wait for the others.
 
-    Args:
-        part: the work of this process.
-        kinds: exceptions that are told to all processes; others are raised here.
-
-    Returns:
-        None if all did theirs, else what the first of those that did not says, the same on every process.
+    Return None if all did theirs, else what the first process that did not says, the same on every process. Exceptions of
+    other kinds are raised here.
     """
     problem = None
     try:
@@ -52,7 +48,7 @@ class MistakeElsewhere(Exception):
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """make() on the main process, its result on every one; a mistake there ends all."""
+    """Call make() on the main process, and return its result on every one; a mistake there ends all."""
     told: list = [False, None]
     try:
         if PartialState().is_main_process:
@@ -65,14 +61,14 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def first(make: Callable[[], T]) -> T:
-    """make() on every process, on the main one first; a mistake there ends all."""
+    """Call make() on every process, on the main one first; a mistake there ends all."""
     made: list = []
     from_first(lambda: made.append(make()))
     return made[0] if made else make()
 
 
 def total_over_processes(accelerator) -> Callable[[Tensor], Tensor]:
-    """A function that sums a tensor in main memory over all processes."""
+    """Return a function that sums a tensor in main memory over all processes."""
 
     def total(tensor: Tensor) -> Tensor:
         if accelerator.num_processes == 1:
@@ -83,7 +79,7 @@ def total_over_processes(accelerator) -> Callable[[Tensor], Tensor]:
 
 
 def greatest(values: Tensor) -> List[float]:
-    """Elementwise maximum over all processes, of values [N]."""
+    """Return the elementwise maximum of values [N] over all processes."""
     return gather(values[None]).amax(0).tolist()
 
 

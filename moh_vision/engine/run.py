@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
-from moh_vision.engine.attention_record import AttentionRecord, keep_settings
+from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
@@ -37,6 +37,7 @@ from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker, open_tracker
 
 CONFIG = "config.yaml"
+IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # what a start that was killed may leave
 
 
 class Run:
@@ -85,7 +86,13 @@ class Run:
                 self.config = parse_config(self.kind, self.argv, self.name)
                 c = self.config
                 self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
-                self.settings = self._take_settings(held)
+                lock = held.enter_context(contextlib.ExitStack())
+                self._place = RunFolder(c.output, c.fresh, self.accelerator, lock)
+                # Before any model runs.
+                earlier = Path(c.output) if self._place.goes_on else None
+                self.settings = keep_settings(self.attention, earlier, self.accelerator, held, c.allow_change)
+                if self.settings and c.dry_run:
+                    say(self.settings.line)
             self._held = held.pop_all()
         self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
         self.best: Optional[Best] = None
@@ -114,15 +121,12 @@ class Run:
 
     def take_up(self, steps: int) -> Optional[Path]:
         """Lock the run of so many steps in config.output, if there is one; return the checkpoint that it goes on from."""
-        c = self.config
-        found = take_up(c.output, steps, c.fresh, self.accelerator, self._held, lock=not c.dry_run)
+        found = self._place.take_up(steps, lock=not self.config.dry_run)
         self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
 
-    def say(self, text: str) -> None:
-        """Print a line, on one process of each machine."""
-        say(text)
+    say = staticmethod(say)
 
     def portion(self) -> dict:
         """Arguments of a `StepBatches` that say which samples this process takes."""
@@ -136,36 +140,27 @@ class Run:
         o = self.config.optim
         return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
-    def take_model(
-        self, model: nn.Module, routers: List[nn.Module], elastic=None, beside: Optional[nn.Module] = None
-    ) -> None:
+    def take_model(self, model: nn.Module, mae_routers: List[nn.Module], elastic=None, beside=None) -> None:
         """Take the model that is trained: those of its parameters that require a gradient.
 
-        Args:
-            model, routers: the model, and MAE's routers in it.
-            elastic: the `ElasticBudget` of the model; None: all steps run the model's own budget.
-            beside: what the task trains beside the model, and only checkpoints keep.
+        `elastic` is an `ElasticBudget`, or None. The task also trains the module `beside`, which only checkpoints keep.
         """
         if self.accelerator.distributed_type == "FSDP":
             check_sharded(self.config.optim.name)
         c, self.model, self.elastic = self.config, model, elastic
         trained = nn.ModuleList([model, beside]) if beside else model
-        self.descent = BlockDescent(self.accelerator, trained, routers, c.compile, **asdict(c.block_descent))
+        self.descent = BlockDescent(self.accelerator, trained, mae_routers, c.compile, **asdict(c.block_descent))
 
     def open(self, data=None) -> None:
-        """Open the folder, at the end of the set-up: a mistake until now leaves nothing behind. `data`: see `open_run`."""
+        """Open the folder and write its records, `data` (a `DataRecord`) among them. A mistake until now leaves nothing."""
         c = self.config
 
         def changed(earlier: dict) -> List[str]:
-            differences = changed_keys(earlier, c, c.allow_change)
             self._earlier_stop = earlier.get("max_steps")
-            return differences
+            return changed_keys(earlier, c, c.allow_change)
 
-        self.folder = open_run(
-            c.output, c.tree(), changed=changed, fresh=c.fresh, accelerator=self.accelerator, held=self._held,
-            goes_on=bool(self.checkpoint), data=data, attention=self.settings,
-        )  # fmt: skip
-        self._records = [data, self.settings]
+        self.folder = Path(c.output)
+        self._place.open(c.tree(), changed, data, self.settings, resumes=bool(self.checkpoint))
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else self.attention.processor()
@@ -188,15 +183,10 @@ class Run:
         unreadable=None,
         **log_options,
     ) -> None:
-        """Wrap the task, restore the checkpoint that `take_up` found, open the log.
+        """Wrap the task, restore the checkpoint that `take_up` found, open the log (`title`, `log_options`: see `RunLog`).
 
-        Args:
-            task: a `RoutedTask` around the model.
-            optimizer: of the model's parameters.
-            metadata: what exported weights say of the model, beside its name and the configuration.
-            schedule: arguments of `learning_rate` that are not those of config.optim.
-            ema, unreadable: an `EmaConfig` and a `BadSamples`, or None.
-            title, **log_options: see `RunLog`.
+        Exported weights have `metadata`, beside the model's name and the configuration. `schedule` has arguments of
+        `learning_rate` that are not those of config.optim; `ema` is an `EmaConfig`, `unreadable` a `BadSamples`.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -216,7 +206,7 @@ class Run:
         if self.checkpoint:
             with self.errors():
                 load_training(accelerator, self.checkpoint, self.model, self.ema, say)
-                by_main(lambda: write_records(self.folder, c.tree(), *self._records), accelerator)
+                by_main(self._place.write_records, accelerator)
             say(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
@@ -231,10 +221,10 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps to do: until the last one, a signal, or no patience."""
-        self.signals.begin()
+        self.signals.begun = True  # a step to finish
         while self.done < self.stop and not self._step.updater.stop and not self._ends:
             yield self.done
-        self.signals.end()
+        self.signals.begun = False
         self.stopped = self._step.updater.stop_after_all()
         if self.stopped:
             self.log.stopped(self.done, self.stopped)
@@ -280,7 +270,7 @@ class Run:
         return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
     def save(self) -> None:
-        """Save a checkpoint where it is time or this step is the last one; raises SaveError as `Saver` does."""
+        """Save a checkpoint where it is time or this step is the last one; raise SaveError as `Saver` does."""
         last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
             self.saver.save(self.done, self.model, self.ema, self.metadata, last)
@@ -293,19 +283,13 @@ class Run:
 
     def keep_best(self, key: str, patience: int = 0, write: bool = True) -> None:
         """Find the validation with the best score `key`, see `Best`, and `write` its weights to OUTPUT/best.safetensors."""
-
-        def replay() -> Best:
-            best = Best(key, patience)
-            best.replay(self.folder, self.start, from_file=write)
-            return best
-
         with self.errors():
-            self.best = from_first(replay)
+            self.best = from_first(lambda: Best(key, patience).replay(self.folder, self.start, from_file=write))
         self._writes_best, self._ends = write, self.best.exhausted
 
     def judge(self, scores: dict, model: nn.Module) -> None:
-        """Take the scores of a validation of `model`, unwrapped, before they are logged: a log has no better weights than
-        the file. Where patience is exhausted, the step just done is the last one.
+        """Take the scores of a validation of the unwrapped model. It is called before they are logged: a log has no better
+        weights than the file. Where patience is exhausted, the step just done is the last one.
         """
         best, value = self.best, scores[self.best.key]
         better = best.better(value)
@@ -326,17 +310,14 @@ class Run:
             write_json(self.folder / "results.json", dict(results, step=self.done, **about))
 
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:
-        """Print how another max_steps than before changes the learning rate of the next step; nothing where it does not."""
+        """Print how another max_steps than before changes the learning rate of the next step, if it does."""
         before, now = self._earlier_stop, self.config.max_steps
         if not isinstance(before, int) or before == now or lr.keywords["max_steps"] != now or self.start == now:
             return
         rates = lr(self.start, max_steps=before), lr(self.start)
         if rates[0] != rates[1]:
-            say(
-                "max_steps {} -> {}: the learning rate at step {} goes from {:.3g} to {:.3g}".format(
-                    before, now, self.start, *rates
-                )
-            )
+            change = f"goes from {rates[0]:.3g} to {rates[1]:.3g}"
+            say(f"max_steps {before} -> {now}: the learning rate at step {self.start} {change}")
 
     def _fetched(self, batches: Iterable[dict]) -> Iterator[dict]:
         with self.errors((BadData,), every_rank=True):
@@ -344,7 +325,7 @@ class Run:
                 yield batch
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
-        """Measure where skipping heads pays in calls with the first of these batches; returns all of them."""
+        """Measure with the first batch where skipping heads pays; return all batches."""
         c, attention, calls, elastic = self.config, self.attention, {}, self.elastic
         first = next(batches)
         size = next(len(value) for value in first.values() if isinstance(value, torch.Tensor))
@@ -361,15 +342,6 @@ class Run:
         self.settings.measure(make, self.folder, self.accelerator)
         self.log.pause()
         return chain([first], batches)
-
-    def _take_settings(self, held: contextlib.ExitStack) -> Optional[AttentionRecord]:
-        """Use the settings of attention that the run in config.output keeps, before any model runs."""
-        c, folder = self.config, Path(self.config.output)
-        earlier = folder if (folder / CONFIG).exists() and not c.fresh else None
-        settings = keep_settings(self.attention, earlier, self.accelerator, held, c.allow_change)
-        if settings and c.dry_run:
-            say(settings.line)
-        return settings
 
     def _finish(self) -> None:
         if self.log:
@@ -408,81 +380,65 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     return accelerator
 
 
-def take_up(
-    output: str, max_steps: int, fresh: bool, accelerator, held: contextlib.ExitStack, lock: bool = True
-) -> Optional[Tuple[int, Path]]:
-    """Lock the run that is in `output`, if there is one, and return the checkpoint it goes on from, as `resume_point`.
+class RunFolder:
+    """The folder of a run. The main process writes it; closing `held` releases its lock. `fresh` moves a run aside."""
 
-    Args:
-        output, fresh, accelerator, held: see `open_run`.
-        max_steps: steps of the whole run.
-        lock: if False, only read; another process may write to the run.
-    """
-    folder = Path(output).resolve()
+    def __init__(self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack):
+        self.output, self.fresh, self.accelerator, self.held = output, fresh, accelerator, held
+        self.path = Path(output).resolve()
+        self.saved = self.path / CONFIG
 
-    def lock_it():
-        if lock and (folder / CONFIG).exists():
-            check_writable(folder)
-            held.enter_context(only_one(folder, "--output"))
+    @property
+    def goes_on(self) -> bool:
+        """Whether the folder has a run that stays where it is."""
+        return self.saved.exists() and not self.fresh
 
-    by_main(lock_it, accelerator)
-    return resume_point(Path(output), max_steps, fresh, say)
+    def take_up(self, max_steps: int, lock: bool = True) -> Optional[Tuple[int, Path]]:
+        """Lock the run that is there, if any; return the checkpoint that it goes on from, as `resume_point`."""
 
+        def lock_it():
+            if lock and self.saved.exists():
+                check_writable(self.path)
+                self.held.enter_context(only_one(self.path, "--output"))
 
-def open_run(
-    output: str,
-    config: dict,
-    *,
-    changed: Callable[[dict], List[str]],
-    fresh: bool,
-    accelerator,
-    held: contextlib.ExitStack,
-    goes_on: bool = False,
-    data=None,
-    attention: Optional[AttentionRecord] = None,
-) -> Path:
-    """Make the folder of a run, or open the one that `take_up` has locked.
+        by_main(lock_it, self.accelerator)
+        return resume_point(Path(self.output), max_steps, self.fresh, say)
 
-    Args:
-        output: the folder.
-        config: the resolved configuration, written to config.yaml.
-        changed: saved configuration -> descriptions of differences that make it another run.
-        fresh: move an earlier run aside (to OUTPUT.1, .2, ...) and start over.
-        accelerator: its main process writes, the others wait.
-        held: releases the lock on the folder when it is closed.
-        goes_on: there is a checkpoint, which may not fit an allowed change: `write_records` is called once it is loaded.
-        data: a `DataRecord`, compared with that of the run and written beside config.yaml.
-        attention: of the run; what it refuses counts as changed, and it is written there too.
-    """
-    folder = Path(output).resolve()
-    saved = folder / CONFIG
-    there = saved.exists() and not fresh
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {output} is a file")
-    if there:
-        earlier = load(saved.read_text(errors="surrogateescape"), str(saved))
-        differences = changed(earlier)
-        differences += attention.settle(build=not differences) if attention else []
-        if differences and only_records(folder):
-            say(f"{output}: no step was done there; it starts over with {'; '.join(differences)}")
-        elif differences:
+    def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
+        """Make the folder, or open the one that `take_up` has locked; refuse what is `changed` since its config.yaml.
+
+        `attention` is an `AttentionRecord`; what it refuses counts as changed. A run that `resumes` from a checkpoint,
+        which may not fit an allowed change, calls `write_records` once the checkpoint is loaded.
+        """
+        self.config, self.records = config, [record for record in (data, attention) if record]
+        folder, there = self.path, self.goes_on
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output {self.output} is a file")
+        if there:
+            differences = changed(load(self.saved.read_text(errors="surrogateescape"), str(self.saved)))
+            differences += attention.settle(build=not differences) if attention else []
+            if differences and only_records(folder):
+                say(f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}")
+            elif differences:
+                raise ValueError(
+                    f"--output {self.output} holds a run with another configuration: {'; '.join(differences)}. "
+                    "Take another folder, --allow-change KEY, or --fresh to move that run aside"
+                )
+            elif data:
+                data.check(folder, say)
+        elif folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
             raise ValueError(
-                f"--output {output} holds a run with another configuration: {'; '.join(differences)}. "
-                "Take another folder, --allow-change KEY, or --fresh to move that run aside"
+                f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
             )
-        elif data:
-            data.check(folder, say)
-    elif folder.exists() and not fresh and {p.name for p in folder.iterdir()} - {LOCK, hidden_path(saved).name}:
-        raise ValueError(
-            f"--output {output} is not empty and holds no run; nothing there is overwritten, take another folder"
-        )
-    elif attention:
-        attention.settle(build=True)
-    accelerator.wait_for_everyone()  # all have looked before one writes
+        elif attention:
+            attention.settle(build=True)
+        self.accelerator.wait_for_everyone()  # all have looked before one writes
+        by_main(lambda: self._write(there, resumes), self.accelerator)
 
-    def write():
+    def _write(self, there: bool, resumes: bool) -> None:
+        folder = self.path
         check_writable(folder)
-        if fresh and folder.exists():
+        if self.fresh and folder.exists():
             number = 1
             while folder.with_name(f"{folder.name}.{number}").exists():
                 number += 1
@@ -490,21 +446,19 @@ def open_run(
             (aside / LOCK).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         if not there:
-            held.enter_context(only_one(folder, "--output"))
-            if saved.exists():
-                raise ValueError(f"--output {output}: another process has begun a run there meanwhile; start again")
-        if not goes_on:
-            write_records(folder, config, data, attention)
+            self.held.enter_context(only_one(folder, "--output"))
+            if self.saved.exists():
+                raise ValueError(
+                    f"--output {self.output}: another process has begun a run there meanwhile; start again"
+                )
+        if not resumes:
+            self.write_records()
 
-    by_main(write, accelerator)
-    return Path(output)
-
-
-def write_records(folder: Path, config: dict, *records) -> None:
-    """Write config.yaml and what else a run is compared with when it goes on; None among the records is left out."""
-    write_whole(folder / CONFIG, dump(config))
-    for record in filter(None, records):
-        record.save(folder)
+    def write_records(self) -> None:
+        """Write config.yaml and what else a run is compared with when it goes on."""
+        write_whole(self.saved, dump(self.config))
+        for record in self.records:
+            record.save(self.path)
 
 
 def only_records(folder: Path) -> bool:

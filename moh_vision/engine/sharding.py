@@ -23,10 +23,7 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
 
     Outside, a forward of a sharded module gathers its weights and waits for all processes, so a process with fewer
     batches would block the others forever. Every process enters and leaves. Without FSDP, or inside another such
-    context, nothing is done.
-
-    Args:
-        task: what accelerate wraps, or anything that holds it.
+    context, nothing is done. The task is what accelerate wraps, or anything that holds it.
     """
     units: List[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
     for unit in units:

@@ -14,16 +14,16 @@ SAME_SECONDS = 1.0
 class StopSignals:
     """Takes note of SIGTERM and SIGINT from `with` on.
 
-    Before `begin` a signal ends the process with exit code 128 + its number: there is nothing to save. After it the first
-    one is only noted, as `received`; another one, more than `SAME_SECONDS` later, leaves at once without cleaning up, which
-    might wait for processes that are gone. Once `done` says how many steps a run has done, all of them, a signal ends the
-    process again, and says that they are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
+    Where no step is `begun`, a signal ends the process with exit code 128 + its number: there is nothing to save. Otherwise
+    the first one is only noted, as `received`; another one, more than `SAME_SECONDS` later, leaves at once without cleaning
+    up, which might wait for processes that are gone. Once `done` says how many steps a run has done, all of them, a signal
+    says that they are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
     """
 
     def __init__(self):
-        self.received = 0
+        self.received, self.begun = 0, False
         self.done: Optional[int] = None
-        self._begun, self._since, self._before = False, 0.0, {}
+        self._since, self._before = 0.0, {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,20 +35,12 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def begin(self) -> None:
-        """From now on there is a step to finish."""
-        self._begun = True
-
-    def end(self) -> None:
-        """All is saved: a signal ends the process again."""
-        self._begun = False
-
     def _note(self, number: int, frame) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        if not self._begun:
+        if not self.begun:
             if self.done is not None:
-                told = f"{name}: stopped after all {self.done} steps, which are saved; the same command goes on with what follows\n"
-                os.write(2, told.encode())
+                saved = f"{name}: stopped after all {self.done} steps, which are saved"
+                os.write(2, f"{saved}; the same command goes on with what follows\n".encode())
             raise SystemExit(128 + number)
         if not self.received:
             self.received, self._since = number, now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from itertools import islice
-from typing import Callable, Dict, Iterable, List, Optional
+from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from accelerate.utils import gather_object
@@ -19,19 +19,10 @@ MAX_BAD_STEPS = 10
 
 
 class Step:
-    """One optimiser step of a task: every phase, every micro-batch, the update.
+    """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update.
 
-    Args:
-        config: a `RunConfig`, for optim.accumulation, optim.clip_norm and seed.
-        descent: whose phases a step has; one for a model without gates of MAE.
-        task, optimizer: a `RoutedTask`, and what moves its parameters.
-        learning_rate: of a step.
-        signals, unreadable: see `Updater`.
-
-    Attributes:
-        task: as accelerate wraps it.
-        losses: what the task returned for each micro-batch of the last step (of its last phase).
-        norms: gradient norms of the last step by phase.
+    `task` is then what accelerate wraps, `losses` what it returned for each micro-batch of the last phase, and `norms` has
+    the gradient norms by phase.
     """
 
     def __init__(
@@ -54,13 +45,10 @@ class Step:
         self.norms: Dict[str, float] = {}
 
     def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
-        """Do step `number` with the next micro-batches; whether the weights were updated.
+        """Do step `number` with the next micro-batches; return whether the weights were updated.
 
-        Args:
-            number: from 0; the learning rate and all random numbers follow from it.
-            batches: iterator over dicts that the task takes, on the device.
-            epoch: of the step, from 0.
-            **more: arguments of the task, beside a batch.
+        The learning rate and all random numbers follow from `number`, from 0. The task takes a batch as keyword arguments,
+        and `more` beside it.
         """
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
@@ -79,7 +67,7 @@ class Step:
         return updated
 
     def values(self) -> dict:
-        """Values of the last step for the log: learning rate, gradient norms, steps skipped until now."""
+        """Return numbers of the last step for the log: learning rate, gradient norms, steps skipped until now."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         norm, gate_norm = list(self.norms.values())[-1], self.norms.get(GATES)
         values = dict(lr=lr, grad_norm=round(norm, 4), skipped=self.updater.skipped)
@@ -100,13 +88,11 @@ def learning_rate(
     warmup_lr: float = 0.0,
     as_timm: bool = False,
 ) -> float:
-    """The learning rate of a step: a pure function, so that resuming needs no scheduler state.
+    """Return the learning rate of a step. This function is pure, so that resuming needs no scheduler state.
 
     Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall that reaches
     `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), but not below `floor` (Vaswani 2017, eq. 3).
-
-    Args:
-        as_timm: step 0 has `warmup_lr` itself, and the fall too counts from step 0, as in timm's schedulers.
+    With `as_timm` step 0 has `warmup_lr` itself, and the fall too counts from step 0, as in timm's schedulers.
     """
     if step < warmup_steps and as_timm:
         return warmup_lr + step * ((peak - warmup_lr) / warmup_steps)
@@ -129,16 +115,12 @@ def set_learning_rate(optimizer, lr: float) -> None:
 
 
 def average_over_step(accelerator, losses: List[dict]) -> dict:
-    """Mean of the losses of a step over its micro-batches and all processes; every process calls it.
+    """Average what a task returned for each micro-batch, also over all processes; every process calls it.
 
-    Args:
-        losses: what the task returned for each micro-batch: scalars, and head_runs as a list of [H + 1] tensors.
-
-    Returns:
-        dict of floats; balance_share, the share of the auxiliary losses in the mean loss; and head_usage, for each layer
-        a list with the share of all tokens of the step that ran each head.
+    Beside the means it returns balance_share, the share of the auxiliary losses in the mean loss, and head_usage, for each
+    layer a list with the share of all tokens of the step that ran each head.
     """
-    names = [name for name in losses[0] if name != "head_runs"]
+    names = [name for name in losses[0] if name != "head_runs"]  # head_runs: a list of [H + 1] tensors
     layers = [len(runs) for runs in losses[0]["head_runs"]]
     rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]]) for r in losses]
     mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
@@ -156,18 +138,10 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 class Updater:
     """Applies gradients, except where loss or gradient is not finite; gives up after ten such steps in a row.
 
-    A step may have several updates (see `block_descent`); one of them that is not finite makes it such a step.
-
-    All processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, got a
-    signal, or met a sample that cannot be read.
-
-    Args:
-        clip_norm: largest gradient norm; 0: no clipping.
-        signals, unreadable: a `StopSignals` and a `BadSamples`, or None.
-
-    Attributes:
-        skipped: steps with an update left out since the process started.
-        stop: number of the signal that any process got before the last step's update, or 0.
+    A step may have several updates (see `block_descent`); one of them that is not finite makes it such a step. All
+    processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, got a
+    signal (`stop`, its number, or 0), or met a sample that cannot be read. `skipped` counts the steps of this process with
+    an update left out; `unreadable` is a `BadSamples`, or None.
     """
 
     def __init__(self, accelerator, clip_norm: float, signals=None, unreadable=None):
@@ -177,20 +151,11 @@ class Updater:
         self.skipped = self.in_a_row = self.stop = 0
         self.last_bad: Optional[int] = None  # step
 
-    def __call__(
-        self, task, optimizer, step: int, losses: List[dict], clip_norm: Optional[float] = None
-    ) -> tuple[float, bool]:
+    def __call__(self, task, optimizer, step: int, losses: List[dict], clip_norm=None) -> Tuple[float, bool]:
         """Clip, check, step, zero. Return the gradient norm before clipping, and whether the weights were updated.
 
-        Args:
-            task, optimizer: as accelerate prepared them.
-            step: its number.
-            losses: what the task returned for each micro-batch.
-            clip_norm: instead of the general one.
-
-        Raises:
-            FloatingPointError: after ten bad steps in a row.
-            UnreadableImage: if all processes together have met more unreadable samples than are allowed.
+        `clip_norm` replaces the general one; 0 does not clip. FloatingPointError after ten bad steps in a row;
+        UnreadableImage if all processes together have met more unreadable samples than are allowed.
         """
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
         norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
@@ -217,7 +182,7 @@ class Updater:
         return norm.item(), finite
 
     def stop_after_all(self) -> int:
-        """Number of a signal that any process got until now, or 0; every process calls it, after the last step."""
+        """Return the number of a signal that any process got, or 0; every process calls it after the last step."""
         received = max(self.stop, self.signals.received if self.signals else 0)
         return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
 

@@ -19,13 +19,10 @@ def check_tracker(name: Optional[str]) -> None:
 def open_tracker(
     name: Optional[str], run: Path, start: int, title: str, config: dict, enabled: bool
 ) -> Optional[GeneralTracker]:
-    """accelerate's tracker for a run; None without a name, or on processes other than the main one.
+    """Open accelerate's tracker for a run; None without a name, or where it is not `enabled`.
 
-    Args:
-        name: "tensorboard" (events in RUN/tensorboard) or "wandb" (a resumed run goes on under its id).
-        start: steps done; tensorboard drops what an interrupted run wrote behind them.
-        title: the project in wandb.
-        config: nested dict; wandb shows it.
+    Tensorboard drops what an interrupted run wrote after `start` steps. In wandb a resumed run goes on under its id, in the
+    project `title`.
     """
     if name is None or not enabled:
         return None
@@ -41,7 +38,7 @@ def open_tracker(
 
 
 def numbers(values: dict, prefix: str = "") -> dict:
-    """{"a": 1, "b": {"c": 2.0}, "d": [...]} -> {"a": 1, "b/c": 2.0}."""
+    """Flatten {"a": 1, "b": {"c": 2.0}, "d": [...]} to {"a": 1, "b/c": 2.0}."""
     result = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -113,6 +113,6 @@ def open_run(
             raise ValueError(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
-    about = read_safetensors(file, lambda name: False)[1]
-    about.update(architecture=config.model.name, weights=str(file))
+    said = read_safetensors(file, lambda name: False)[1]
+    about = {"architecture": config.model.name, **said, "weights": str(file)}
     return OpenedText(config, text_from_run(file).to(device or "cpu"), about)

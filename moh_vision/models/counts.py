@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Callable, Dict, List, NamedTuple, Set, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +83,48 @@ class Watched(NamedTuple):
     choices: int  # that the router made
     active: int  # heads that a token needs
 
+    @property
+    def routing(self) -> int:
+        """MACs of the router's choices."""
+        noise = getattr(self.layer.router, "noise", None)  # of MoA, in training only
+        gates = [m for m in self.layer.router.modules() if isinstance(m, nn.Linear) and m is not noise]
+        return self.choices * sum(m.weight.numel() for m in gates)
+
+    def projections(self, queries: int, keys: int, outputs: int) -> int:
+        """MACs of q, k, v and o with these numbers of heads."""
+        layer, N, M = self.layer, self.queries, self.keys
+        if isinstance(layer, AggregatedAttention):
+            M += N  # the neighbours' keys beside the pooled ones
+        return layer.dim * layer.head_dim * (N * queries + 2 * M * keys + N * outputs)
+
+    def scores(self, heads: int) -> int:
+        """MACs of both products with the attention matrix."""
+        layer, N, M = self.layer, self.queries, self.keys
+        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
+        return (2 * N * M + window) * heads * layer.head_dim
+
+    def counted(self, name: str) -> AttentionMacs:
+        """The layer with its active heads alone."""
+        layer, K = self.layer, self.active
+        # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
+        once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
+        queries = layer.num_heads if layer.needs_query else K
+        keys = K if once and not layer.grouped else layer.kv_heads
+        return AttentionMacs(
+            name=name,
+            router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
+            budget=layer.budget,
+            dim=layer.dim,
+            queries=self.queries,
+            keys=self.keys,
+            linears=self.routing + self.projections(queries, keys, K),
+            scores=self.scores(K),
+            parameters=count_parameters(layer),
+        )
+
 
 def count_parameters(model: nn.Module) -> int:
-    """All parameters, frozen ones too; one that is used twice counts once."""
+    """Count all parameters, frozen ones too; one that is used twice counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -97,13 +136,12 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
-    """Multiply-accumulates of one forward: linear layers, convolutions, both attention products; no biases, norms, softmax.
+    """Count multiply-accumulates of one forward: linear layers, convolutions, both attention products.
 
     An attention layer is counted twice. Dense: every head, no router. Ideal, by its budget: a token's queries and
     outputs for its active heads, keys and values for all (other tokens need them) unless the whole sequence runs the same
     heads, the router for every choice that it made. Anything else is counted as computed. As in torch's counter, TransNeXt's
-    products with the 3 x 3 neighbours are sums, not products. The words that a language model with an adaptive vocabulary
-    reads are counted as frequent ones.
+    products with the 3 x 3 neighbours are sums. All words that an adaptive vocabulary reads are counted as frequent ones.
 
     Args:
         model: on any device; it is left as it is.
@@ -117,11 +155,11 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
             x = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "x"]
             N = M = x.shape[1:-1].numel()
+            context = args[1] if len(args) > 1 else kwargs.get("context")
             if hasattr(layer, "position_bias"):  # TransNeXt's
-                M = args[1].index.shape[0] // N
-            else:
-                context = args[1] if len(args) > 1 else kwargs.get("context")
-                M = M if context is None or not isinstance(context, Tensor) else context.shape[1]
+                M = context.index.shape[0] // N
+            elif isinstance(context, Tensor):
+                M = context.shape[1]
             found[name] = Watched(layer, N, M, *routed.get(name, (N, layer.budget.active)))
 
         def note(_, args: tuple, routing: Routing) -> None:
@@ -151,84 +189,35 @@ def _assemble(model: nn.Module, found: Dict[str, Watched], measured: Callable, t
     seen: Set[nn.Parameter] = set()
     left = total  # MACs that no row has yet
 
-    def new_parameters(*modules: nn.Module) -> int:
+    def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:
         new = {p for module in modules for p in module.parameters()} - seen
         seen.update(new)
-        return sum(p.numel() for p in new)
+        rows.append(ModuleMacs(name, part, sum(p.numel() for p in new), dense, ideal))
 
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
         if name in found:
-            macs, whole = _attention_macs(name, found[name]), measured(name, module)
+            layer, watched = module, found[name]
+            macs = watched.counted(name)
             attention.append(macs)
-            rows.extend(_parts(name, found[name], macs, measured, whole, new_parameters))
-            left -= whole
+            beside = [c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)]
+            other = sum(measured(f"{name}.{key}", child) for key, child in beside)
+            H, ideal = layer.num_heads, macs.linears - watched.routing
+            dense = watched.projections(H, layer.kv_heads, H)
+            add(name, "projections", layer.projections, dense, ideal)
+            add(name, "scores", (), watched.scores(H), macs.scores)
+            add(name, "router", [layer.router], 0, watched.routing)
+            add(name, "other", [layer], other, other)
+            left -= measured(name, layer)
         elif not name or any("Attention" in type(m).__name__ for m in module.modules() if m is not module):
             for key, child in module.named_children():
                 visit(f"{name}.{key}".lstrip("."), child)
         else:
             macs = measured(name, module)
             table = not macs and any(isinstance(m, nn.Embedding) for m in module.modules())
-            rows.append(ModuleMacs(name, "table" if table else "", new_parameters(module), macs, macs))
+            add(name, "table" if table else "", [module], macs, macs)
             left -= macs
 
     visit("", model)
-    rows.append(ModuleMacs("rest", "", new_parameters(model), left, left))
+    add("rest", "", [model], left, left)
     return Macs([row for row in rows if any(row[2:])], attention, total)
-
-
-def _attention_macs(name: str, watched: Watched) -> AttentionMacs:
-    layer, K = watched.layer, watched.active
-    # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
-    once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
-    queries = layer.num_heads if layer.needs_query else K
-    keys = K if once and not layer.grouped else layer.kv_heads
-    return AttentionMacs(
-        name=name,
-        router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
-        budget=layer.budget,
-        dim=layer.dim,
-        queries=watched.queries,
-        keys=watched.keys,
-        linears=_routing(watched) + _projections(watched, queries, keys, K),
-        scores=_scores(watched, K),
-        parameters=count_parameters(layer),
-    )
-
-
-def _routing(watched: Watched) -> int:
-    router = watched.layer.router
-    noise = getattr(router, "noise", None)  # of MoA, in training only
-    gates = [m for m in router.modules() if isinstance(m, nn.Linear) and m is not noise]
-    return watched.choices * sum(m.weight.numel() for m in gates)
-
-
-def _projections(watched: Watched, queries: int, keys: int, outputs: int) -> int:
-    """MACs of q, k, v and o with these numbers of heads."""
-    layer, N, M = watched.layer, watched.queries, watched.keys
-    if isinstance(layer, AggregatedAttention):
-        M += N  # the neighbours' keys beside the pooled ones
-    return layer.dim * layer.head_dim * (N * queries + 2 * M * keys + N * outputs)
-
-
-def _scores(watched: Watched, heads: int) -> int:
-    layer, N, M = watched.layer, watched.queries, watched.keys
-    window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
-    return (2 * N * M + window) * heads * layer.head_dim
-
-
-def _parts(
-    name: str, watched: Watched, macs: AttentionMacs, measured: Callable, whole: int, new_parameters: Callable
-) -> List[ModuleMacs]:
-    """The rows of an attention layer; whole: its MACs with all heads, and with what the formulas leave out."""
-    layer, routing = watched.layer, _routing(watched)
-    H, G = layer.num_heads, layer.kv_heads
-    projections, scores = _projections(watched, H, G, H), _scores(watched, H)
-    ours = {layer.router, *layer.projections}
-    other = sum(measured(f"{name}.{key}", child) for key, child in layer.named_children() if child not in ours)
-    return [
-        ModuleMacs(name, "projections", new_parameters(*layer.projections), projections, macs.linears - routing),
-        ModuleMacs(name, "scores", 0, scores, macs.scores),
-        ModuleMacs(name, "router", new_parameters(layer.router), 0, routing),
-        ModuleMacs(name, "other", new_parameters(layer), other, other),
-    ]

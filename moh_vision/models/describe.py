@@ -1,6 +1,8 @@
 """A model in a few lines: sizes, budget of every layer, parameters and MACs of every module."""
 
-from collections import Counter, defaultdict
+import re
+from collections import Counter
+from itertools import groupby
 from typing import Dict, List, Sequence, Tuple
 
 from torch import Tensor, nn
@@ -11,44 +13,34 @@ from moh_vision.attention.routers import MAERouter
 from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
+LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
+LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name: blocks.3.mlp
+
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
-    """Text for `--dry-run`.
-
-    Args:
-        name: what to call it.
-        inputs, named: arguments of one forward, batch 1; only their shapes matter.
-    """
+    """Text for `--dry-run` under a name; of the arguments of one forward, batch 1, only the shapes matter."""
     budget = head_budget(model)
-    macs = count_macs(model, *inputs, **named)
     shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
         "",
         "layer  heads  width  shared  routed  active  name",
-    ]
-    for number, layer in enumerate(budget["layers"]):
-        lines.append(
-            f"{number:5d}  {layer['heads']:5d}  {layer['head_dim']:5d}  {layer['shared']:6d}  {layer['routed']:6d}  "
-            f"{layer['active']:6d}  {layer['name']}"
-        )
-    lines += filter(None, [single_routed(attention_layers(model))])
-    lines += dict.fromkeys(map(mae_mixture, mae_routers(model)))
-    lines += [
+        *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
+        *filter(None, [single_routed(attention_layers(model))]),
+        *dict.fromkeys(map(mae_mixture, mae_routers(model))),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
         "",
-        *module_table(macs),
+        *module_table(count_macs(model, *inputs, **named)),
     ]
     return "\n".join(lines)
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """One line: parameters and active heads of a model, layers with one routed head, and MAE's experts, whose heads
-    all count."""
+    """One line: parameters and active heads, layers with one routed head, and MAE's experts, whose heads all count."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
-    mixtures = {mae_mixture(router).partition(";")[0]: None for router in mae_routers(model)}
+    mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(attention_layers(model))])
     return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures])
 
@@ -83,15 +75,13 @@ def _groups(macs: Macs) -> List[Tuple]:
     size = Counter()  # of a module; layers of one name and different size are not alike
     for row in macs.modules:
         size[row.name] += row.dense
-    groups: Dict[tuple, list] = defaultdict(list)
+    groups: Dict[tuple, list] = {None: []}
     for row in macs.modules:
+        alike = (LAST_NUMBER.sub(r"\1*\3", row.name), row.part, size[row.name])
         counts = row.part == "table" or row.dense or row.ideal
-        groups[(_split(row.name)[0], size[row.name], row.part) if counts else None].append(row)
-    small = groups.pop(None, [])
-    found = [
-        (f"{_label([row.name for row in rows])} {key[2]}".rstrip(), len(rows), *_sums(rows))
-        for key, rows in groups.items()
-    ]
+        groups.setdefault(alike if counts else None, []).append(row)
+    small = groups.pop(None)
+    found = [(_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()]
     return found + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
 
 
@@ -99,28 +89,12 @@ def _sums(rows: Sequence[tuple]) -> List[int]:
     return [sum(column) for column in list(zip(*rows))[2:]]
 
 
-def _split(name: str) -> Tuple[str, int]:
-    """A module's name with its last number as *, and this number: blocks.3.mlp -> blocks.*.mlp, 3; -1 without one."""
-    parts = name.split(".")
-    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=None)
-    if last is None:
-        return name, -1
-    return ".".join([*parts[:last], "*", *parts[last + 1 :]]), int(parts[last])
-
-
-def _label(names: Sequence[str]) -> str:
+def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
     """One name for modules alike: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
-    return _split(names[0])[0].replace("*", _ranges(sorted(_split(name)[1] for name in names)))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs: List[List[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows) if "*" in stem else []
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    ranges = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{stem.replace('*', ranges)} {part}".rstrip()
 
 
 def aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 from pathlib import Path
-from typing import Callable, Optional, Sequence, Tuple
+from typing import Callable, Sequence, Tuple
 
 import timm
 import torch
@@ -19,23 +19,15 @@ from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.models.convert import convert
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
-from moh_vision.models.weights import FETCHING, check_name, create, init_from, near_model, read_described, taken_for
+from moh_vision.models.weights import FETCHING, check_name, create, described_by, init_from, near_model, taken_for
 
 OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
 
 
 def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
-    """(name, arguments) of the model of a run, for `weights.create`; sizes that follow from the data are not among them.
+    """Find (name, arguments) of the model of a run, an `ImageRunConfig`; sizes that follow from the data are not there.
 
-    A resumed run reads what it has saved of a pre-trained model, whose source need not be there any more.
-
-    Args:
-        config: an `ImageRunConfig`.
-        kind: "classifier" or "diffusion".
-        fresh: whether an earlier run in config.output does not count.
-
-    Raises:
-        ValueError: naming the key, for a model of another kind, or a source that is none.
+    A resumed run, but for a `fresh` one, reads what it has saved of a pre-trained model, whose source need not be there.
     """
     m = config.model
     if not m.pretrained:
@@ -68,11 +60,7 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
 
 
 def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]) -> None:
-    """Load what init_from or model.pretrained names, if one does, into the model of a new run, which has these classes.
-
-    Raises:
-        ValueError, FileNotFoundError: see `init_from`; or where calibrate_images has nothing to order.
-    """
+    """Load what init_from or model.pretrained names, if one does, into the model of a new run, which has these classes."""
     key = "model.pretrained" if config.model.pretrained else "init_from"
     source = config.model.pretrained or config.init_from
     with contextlib.nullcontext() if config.model.pretrained else taken_for(config.model.name):
@@ -80,62 +68,43 @@ def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[
     file = Path((source or "").removeprefix("local-dir:"))
     if source and file.exists():
         say(f"{key}: weights of {weights_said(weights_file(str(file)))}")
-    if not config.calibrate_images:
-        return
-    if not dense:
-        raise ValueError(f"calibrate_images {config.calibrate_images}: the routers of {key} are trained already")
-    if is_dense(model):
-        raise ValueError(
-            f"calibrate_images {config.calibrate_images} needs a model that routes its heads: model.convert"
-        )
+    asked = f"calibrate_images {config.calibrate_images}"
+    if config.calibrate_images and not dense:
+        raise ValueError(f"{asked}: the routers of {key} are trained already")
+    if config.calibrate_images and is_dense(model):
+        raise ValueError(f"{asked} needs a model that routes its heads: model.convert")
 
 
 def is_dense(model: nn.Module) -> bool:
-    """Whether no layer of a model can leave heads out."""
+    """Return whether no layer of a model can leave heads out."""
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 
 def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
-    """(name, arguments, pretrained_cfg) of the model of a run, or one that others have saved or published, for `create`.
+    """Find (name, arguments, pretrained_cfg) of a model that others have saved or published, or of a run.
 
-    Args:
-        source: see `model.pretrained` in docs/guides/convert.md.
-        kind: "classifier" or "diffusion".
-
-    Returns:
-        a ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name
-        or run.
-
-    Raises:
-        ValueError: for a model that cannot be converted; files of others may raise anything.
+    A ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name or run.
+    What a source may be: model.pretrained in docs/guides/convert.md.
     """
     local = source.removeprefix("local-dir:")
-    found = _run(local, kind)
-    if found is None and Path(local).is_file():
+    about = {}
+    with contextlib.suppress(FileNotFoundError):  # of a folder that is no run
+        about = described_by(local, kind)
+    if "architecture" in about:
+        return about["architecture"], about["arguments"], {}
+    if Path(local).is_file():
         writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
-        raise ValueError(
-            "a file of weights does not say of which model it is; --init-from takes it for a --model.name, or give the "
-            f"folder that {writer} writes"
-        )
-    name, arguments, cfg = found or (_classifier(source) if kind == "classifier" else _diffusion(local))
+        instead = f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
+        raise ValueError(f"a file of weights does not say of which model it is; {instead}")
+    name, arguments, cfg = _classifier(source) if kind == "classifier" else _diffusion(local)
     for key in FETCHING:
         if key in arguments:
             raise ValueError(f"{key} in its config.json would read other weights than its own")
     return name, arguments, cfg
 
 
-def _run(source: str, kind: str) -> Optional[Tuple[str, dict, dict]]:
-    """That of a run, one of its checkpoints or one of its files; None: it is none."""
-    try:
-        file = weights_file(source)
-    except FileNotFoundError:
-        return None
-    about = read_described(file, kind)[1] if file.is_file() and file.suffix == ".safetensors" else {}
-    return (about["architecture"], about["arguments"], {}) if "architecture" in about else None
-
-
 def _classifier(source: str) -> Tuple[str, dict, dict]:
-    """timm's model of a source, as "moh_vit" with `base`; one of ours as it was saved."""
+    """Find timm's model of a source, as "moh_vit" with `base`, or one of ours as it was saved."""
     place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
     arguments, cfg = {}, {}
     if place is not None:
@@ -160,7 +129,7 @@ def _classifier(source: str) -> Tuple[str, dict, dict]:
 
 
 def _diffusion(source: str) -> Tuple[str, dict, dict]:
-    """A registered DiT, or that of a folder of diffusers."""
+    """Find a registered DiT, or that of a folder of diffusers."""
     if not Path(source).is_dir():
         if source.count("/"):
             raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")
@@ -170,9 +139,8 @@ def _diffusion(source: str) -> Tuple[str, dict, dict]:
 
     from moh_vision.models.dit_transformer import settings_of
 
-    file = next(
-        (f for f in (Path(source, "config.json"), Path(source, "transformer", "config.json")) if f.is_file()), None
-    )
+    places = [Path(source, "config.json"), Path(source, "transformer", "config.json")]
+    file = next(filter(Path.is_file, places), None)
     if file is None:
         raise ValueError("no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there")
     about = json.loads(file.read_text())

@@ -25,13 +25,9 @@ MAX_UNPACKED = 10
 
 
 def weights_file(path: str, weights: str = "ema") -> Path:
-    """The file that `path` means: itself, or in a run or checkpoint folder the EMA (where there is one) or the model.
+    """Find the file that `path` means: itself, or in a run or checkpoint folder the EMA (where there is one) or the model.
 
     The folders of diffusers, of a model or a pipeline with a transformer, and those of timm hold one kind of weights.
-
-    Raises:
-        FileNotFoundError: for a folder without them.
-        ValueError: for the file of an EMA where the model is asked for.
     """
     file = Path(path)
     if not file.is_dir():
@@ -39,11 +35,9 @@ def weights_file(path: str, weights: str = "ema") -> Path:
             raise ValueError(f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it")
         return file
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
-    theirs = [
-        f"{place}diffusion_pytorch_model.{kind}" for kind in ("safetensors", "bin") for place in ("", "transformer/")
-    ]
-    theirs.append("pytorch_model.bin")
-    found = [file / n for n in [*names, *theirs] if (file / n).exists()]
+    stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
+    theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
+    found = [file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()]
     if not found:
         where = "a run writes them at its checkpoints"
         if step_of(file) is not None:
@@ -53,23 +47,16 @@ def weights_file(path: str, weights: str = "ema") -> Path:
 
 
 def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
-    """The state dict in a .safetensors, .pt or .pth file; `weights` as `read_pickled_tensors` has it.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
+    """Read the state dict in a .safetensors, .pt or .pth file; `weights` as `read_pickled_tensors` has it."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file, weights)
 
 
 def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
-    """Tensors whose names are wanted, and JSON metadata, of a .safetensors file.
+    """Read tensors whose names are wanted, and JSON metadata, of a .safetensors file.
 
     A checkpoint of a run has the names and the metadata of the run's own file.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
@@ -90,15 +77,13 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
 
 
 def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
-    """A file of weights as commands name it: of a pickled one that has several kinds, also the one that
-    `read_tensors` takes."""
+    """Name a file of weights, and of a pickled one that has several kinds the one that `read_tensors` takes."""
     kind = kind_in(Path(file), weights)
     return f"{file} ({kind})" if kind else str(file)
 
 
 def kind_in(file: Path, weights: str = "ema") -> Optional[str]:
-    """ "ema" or "model": what `read_tensors` takes of a pickled file that says what it holds; None for any other
-    file."""
+    """Return "ema" or "model", as `read_tensors` takes it of a pickled file that says it; None for any other file."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
@@ -115,21 +100,13 @@ def _unpickled(file: Path, mmap: bool = False):
 
 
 def _state_key(content: object, weights: str) -> Optional[str]:
-    """Under which key a pickled file has the state dict that is asked for; None: it is one itself."""
+    """Find the key under which a pickled file has the state dict that is asked for; None: it is one itself."""
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
     return next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
-    """The state dict in a .pt or .pth file.
-
-    Args:
-        weights: "ema" (where it has one) or "model".
-
-    Raises:
-        ValueError: naming the file, if it holds anything but tensors, plain containers and argparse.Namespace; or where the
-            model is asked for and it does not say that it holds one.
-    """
+    """Read the state dict, tensors by name, in a .pt or .pth file: "ema" (where it has one) or "model"."""
     content = _unpickled(file)
     key = _state_key(content, weights)
     if weights == "model" and key is None:
@@ -137,24 +114,20 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
         raise ValueError(f"{file}: weights model: it holds {held}, and nothing under {' or '.join(MODEL_KEYS)}")
     if key is not None:
         content = content[key]
-    if (
-        not isinstance(content, dict)
-        or not content
-        or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
-    ):
+    items = content.items() if isinstance(content, dict) else ()
+    if not items or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in items):
         raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
     size = file.stat().st_size
     for name, tensor in content.items():
         # A stride of 0 makes any size of one number, and whoever copies it would fill the memory.
         if tensor.layout != torch.strided or tensor.is_meta or math.prod(tensor.shape) * tensor.itemsize > size:
-            raise ValueError(
-                f"{file}: {name[:100]} {list(tensor.shape)} is not a plain tensor of a file of {size} bytes"
-            )
+            what = f"{name[:100]} {list(tensor.shape)}"
+            raise ValueError(f"{file}: {what} is not a plain tensor of a file of {size} bytes")
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
 
 
 def refuse_unpacking(file: Path) -> None:
-    """Raise ValueError for a zip file (.pt, .pth, .npz) that would unpack to more than ten times its size."""
+    """Refuse a zip file (.pt, .pth, .npz) that would unpack to more than ten times its size."""
     try:
         if not zipfile.is_zipfile(file):
             return
@@ -168,7 +141,7 @@ def refuse_unpacking(file: Path) -> None:
 
 
 def _json(text: str):
-    """Ours is JSON, others' metadata are any strings."""
+    """Read a value of metadata: ours is JSON, others' are any strings."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -17,13 +17,7 @@ from moh_vision.engine.commands import closest, nearest, reason_of
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
-from moh_vision.models.weight_files import (
-    read_safetensors,
-    read_tensors,
-    refuse_unpacking,
-    weights_file,
-    weights_said,
-)
+from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file, weights_said
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
@@ -48,11 +42,7 @@ def taken_for(name: str) -> Iterator[None]:
 
 
 def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
-    """timm.create_model for models with head routing; `kind` is "classifier", "diffusion" or None: either.
-
-    Raises:
-        ValueError: for an unknown name or another kind of model, with the names that fit; or for an unknown argument.
-    """
+    """Make a model with head routing by timm.create_model; `kind` is "classifier", "diffusion" or None: either."""
     check_name(name, kind)
     try:
         model = timm.create_model(name, **arguments)
@@ -72,13 +62,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
 
 
 def check_side(model: nn.Module, side: Optional[int]) -> None:
-    """Raise ValueError unless patches cover images of this side, as those of the size that timm trained the model for
-    may not.
-
-    Args:
-        model: a classifier.
-        side: of data.img_size; None: the model's own.
-    """
+    """Refuse a side of images (data.img_size; None: the classifier's own) that the patches of a model do not cover."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
     if side and side % patch and not embed.dynamic_img_pad and side != model.pretrained_cfg["input_size"][-1]:
@@ -86,7 +70,7 @@ def check_side(model: nn.Module, side: Optional[int]) -> None:
 
 
 def check_name(name: str, kind: Optional[str]) -> None:
-    """Raise ValueError for an unknown name, a model without head routing, or another `kind` of model (None: any)."""
+    """Refuse an unknown name, a model without head routing, and another `kind` of model (None: any)."""
     kinds = _kinds()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
@@ -103,24 +87,12 @@ def check_name(name: str, kind: Optional[str]) -> None:
 
 
 def _kinds() -> Dict[str, str]:
-    """The kind of every registered name of ours."""
+    """Tell the kind of every registered name of ours."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
 def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
-    """The model of a finished or running run, with its weights.
-
-    Args:
-        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either.
-        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
-        kind: "classifier" or "diffusion", the other is refused; None: either.
-
-    Returns:
-        (model in eval mode, metadata: architecture, arguments, classes, step, config, weights: the file)
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
+    """Open the model of a run in eval mode, of one kind or (None) of either; also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
@@ -131,21 +103,17 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
     return model.eval(), dict(metadata, weights=str(file))
 
 
+def described_by(path: str, kind: Optional[str]) -> dict:
+    """Read what a file of a run, or of its folder, says of its model; nothing of files that cannot say it."""
+    file = weights_file(path)
+    return read_described(file, kind)[1] if file.suffix == ".safetensors" and file.is_file() else {}
+
+
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
-    """(tensors, metadata) of a .safetensors file; an `architecture` and `arguments` among these are a model that they
-    fit.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
+    """Read tensors and metadata of a .safetensors file; an `architecture` among these is a model that they fit."""
     state, metadata = read_safetensors(file)
-    if "architecture" in metadata:
-        _refuse_strange_run(file, kind, state, metadata)
-    return state, metadata
-
-
-def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor], metadata: dict) -> None:
-    """Raise ValueError, naming the file, unless its metadata describe the model whose tensors it holds."""
+    if "architecture" not in metadata:
+        return state, metadata
     name, arguments = metadata["architecture"], metadata.get("arguments")
     classes, config = metadata.get("classes", []), metadata.get("config", {})
     if not isinstance(name, str) or not isinstance(arguments, dict) or not isinstance(config, dict):
@@ -163,9 +131,8 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         # Whoever passes weights on writes these too; they must not decide how much memory is taken.
         largest = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}.get(key, most)
         if not abs(number) <= largest:
-            raise ValueError(
-                f"{file}: {key} {number} in its metadata cannot be; the largest of its {len(state)} tensors has {most} numbers"
-            )
+            size = f"the largest of its {len(state)} tensors has {most} numbers"
+            raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
     try:
         with torch.device("meta"):
             outline = create(name, kind, **arguments)
@@ -175,9 +142,9 @@ def _refuse_strange_run(file: Path, kind: Optional[str], state: Dict[str, Tensor
         text = str(error)
         raise ValueError(text if text.startswith(str(file)) else f"{file}: {reason_of(error)}") from None
     except Exception as error:  # arguments of wrong types fail anywhere
-        raise ValueError(
-            f"{file}: {name} cannot be made of the arguments in its metadata ({reason_of(error)})"
-        ) from None
+        reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
+        raise ValueError(f"{file}: {reason}") from None
+    return state, metadata
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[Tuple[str, float]]:
@@ -198,19 +165,15 @@ def refuse_other_shapes(
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise `OtherModel`, naming `file`, unless the tensors are those of the model: names, shapes, floats for floats.
-
-    may_lack: whether a tensor of the model need not be there.
-    """
+    """Raise `OtherModel` unless the tensors are the model's: names, but for those it may lack, shapes, floats for floats."""
     own = model.state_dict()
-    for name, tensor in state.items():
-        if name not in own:
-            continue
-        if tensor.shape != own[name].shape:
-            raise OtherModel(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(own[name].shape)}")
+    for name in [name for name in state if name in own]:
+        found, needed = state[name], own[name]
+        if found.shape != needed.shape:
+            raise OtherModel(f"{file}: {name} has shape {list(found.shape)}, the model needs {list(needed.shape)}")
         # Whole numbers would be taken over as if they were weights, of complex ones a half.
-        if tensor.is_floating_point() != own[name].is_floating_point() or tensor.is_complex():
-            raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {own[name].dtype}")
+        if found.is_floating_point() != needed.is_floating_point() or found.is_complex():
+            raise OtherModel(f"{file}: {name} is of {found.dtype}, the model needs {needed.dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
     unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # of any length in a file
     if missing or unexpected:
@@ -221,26 +184,16 @@ def refuse_other_shapes(
 
 
 def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
-    """The classifier that `path` means: that of a run, or model `name` with `arguments` and weights from there.
+    """Open the classifier of a run, or model `name` with `arguments` and weights of a `path` that `init_from` takes.
 
-    Args:
-        path: see `init_from`.
-        img_size: another one than the run's; positions are resized.
-
-    Returns:
-        (model in eval mode, dict(architecture, arguments, classes or None, weights: as `weights_said` has it, of_run: whether
-        it brings its model, and what else its file says))
-
-    Raises:
-        ValueError, FileNotFoundError: also where the source leaves a part of the model without weights.
+    With another img_size than the run's positions are resized. The metadata that is returned has architecture, arguments,
+    classes or None, weights as `weights_said` has it, and of_run: whether the path brings its model.
     """
-    about: dict = {}
-    if Path(path).exists():
-        path = str(weights_file(path))
-        if path.endswith(".safetensors"):  # the only kind of file that says what it is
-            about = read_described(Path(path), "classifier")[1]
-            if "architecture" in about:
-                name, arguments = about["architecture"], about["arguments"]
+    path = str(weights_file(path)) if Path(path).exists() else path
+    about = described_by(path, "classifier")
+    of_run = "architecture" in about
+    if of_run:
+        name, arguments = about["architecture"], about["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)
@@ -252,7 +205,6 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
-    of_run = "architecture" in about
     about.update(architecture=name, arguments=arguments, classes=about.get("classes"), weights=weights_said(path))
     return model.eval(), dict(about, of_run=of_run)
 
@@ -264,24 +216,16 @@ def init_from(
     key: str = "init_from",
     classes: Optional[Sequence[str]] = None,
 ) -> bool:
-    """Load weights into a new model: a run, a file that `load_checkpoint` reads, or the pretrained weights of a timm
-    name.
+    """Load weights into a new model; return whether they are dense.
 
-    The head or label table is made anew for other classes, by name where the source names its own. Position tables
-    and patch kernels are resized (or made anew, where the layout has no such rule) for another size of images,
-    patches or colours, the last layer of a DiT is made anew with or without a learned variance, and routers start
-    fresh where the source has none; each is named through `say`. The model takes the shared heads of a source with
-    routers; how many run stays its own.
+    What changes on the way is named through `say`. The head or label table is made anew for other classes. Position tables
+    and patch kernels are resized, the last layer of a DiT is made anew with or without a learned variance, and routers
+    start fresh where the source has none. The model takes the shared heads of a source; how many run stays its own.
 
     Args:
+        source: a run, a file that `load_checkpoint` reads, or the name of a timm model with pretrained weights.
         key: of the configuration, named in messages.
         classes: names of the model's classes; None: they are the source's, if it has as many.
-
-    Returns:
-        whether the source is dense.
-
-    Raises:
-        ValueError, FileNotFoundError: for a source that does not exist or does not fit.
     """
     local = source.removeprefix("local-dir:")
     if Path(local).exists():
@@ -302,11 +246,10 @@ def init_from(
     state = _translated(f"{key} {source}", state, model)
     if kernel in own and kernel in state and state[kernel].ndim == 4 and state[kernel].shape[1] == 3:
         state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])  # colours are summed or repeated
-    changes = [
-        f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}"
-        for name, tensor in state.items()
-        if before.get(name, list(tensor.shape)) != list(tensor.shape)
-    ]
+    changes = []
+    for name, tensor in state.items():
+        if before.get(name, list(tensor.shape)) != list(tensor.shape):
+            changes.append(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
         changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
     of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
@@ -330,26 +273,22 @@ def init_from(
 
 
 def near_model(source: str) -> str:
-    """A question for the message on a mistyped name of timm's models or ours; empty where none is near."""
+    """Ask in a message whether another name of timm's models or ours was meant; empty where none is near."""
     is_name = not ({":", "/"} & {*source} or Path(source).exists())
     near = nearest(source, timm.list_models(pretrained="." in source), 1) if is_name else []
     return f", did you mean {near[0]}?" if near and near != [source] else ""
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
-    """Give the model of a resumed run the shared heads that it took from `init_from` when the run started.
-
-    Args:
-        checkpoint: the folder that the run goes on from. Sharded ones have no file of weights; the run has one.
-    """
-    for folder in (checkpoint, checkpoint.parents[1]):
+    """Give the model of a resumed run the shared heads that it took from `init_from`."""
+    for folder in (checkpoint, checkpoint.parents[1]):  # sharded checkpoints have no file of weights, the run has one
         file = folder / "model.safetensors"
         if file.exists():
             return take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
-    """Load published or own weights into a model, whatever their layout.
+    """Load published or own weights into a model, whatever their layout; return the model.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects),
     the .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's
@@ -359,12 +298,6 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "em
 
     Args:
         weights: "ema", where the file or folder holds one, or "model".
-
-    Returns:
-        the model.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file, and what does not fit.
     """
     file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
@@ -378,7 +311,7 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "em
 
 
 def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Weights of another layout in the model's; ValueError, naming the file, where that cannot be."""
+    """Bring weights of another layout into the model's."""
     try:
         state = model.checkpoint_filter(state, model)
         take_shared_heads(model, state)

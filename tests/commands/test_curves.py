@@ -6,13 +6,15 @@ from statistics import mean, stdev
 import pytest
 import yaml
 
-from moh_vision.commands.curves import main, read_curves
+from moh_vision.__main__ import main
+from moh_vision.commands.curves import read_curves
 
 
 def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), bleu=None, **data):
     """Losses are logged every 10 steps, dev losses every 20; an epoch has `epoch` steps."""
     folder.mkdir()
-    config = dict(seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data), generate=dict(beam=5))
+    kind = "text" if model.startswith("mt_") else "diffusion"
+    config = dict(kind=kind, seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data))
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "trained_parameters": 3}]
     for i, loss in enumerate(losses):  # smoothed labels make the loss another one than validation's
@@ -29,7 +31,7 @@ def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), 
 
 def command(capsys, *argv):
     capsys.readouterr()
-    return (main([str(a) for a in argv]), *capsys.readouterr())
+    return (main(["curves", *map(str, argv)]), *capsys.readouterr())
 
 
 def lines_of(file):
@@ -46,9 +48,7 @@ def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     told, lines = json.loads((tmp_path / "curves.json").read_text()), lines_of(tmp_path / "curves.json")
     assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
-    assert set(lines) == {
-        f"{model}, {kind}" for model in ("mt_mae_7", "mt_nobcd") for kind in ("training", "validation")
-    }
+    assert len(lines) == 4 and {"mt_nobcd, training", "mt_nobcd, validation"} < set(lines)
     train, dev = lines["mt_mae_7, training"], lines["mt_mae_7, validation"]
     # An epoch of 20 steps began between the step that was logged 10 before and its own line.
     unit = mean([mean([31, 40]) / 2, mean([31, 40]) / 2])
@@ -62,8 +62,8 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
-    found = read_curves(tmp_path)
-    assert found.steps_an_epoch == 7 and found.validation == [] and found.train[-1] == (30, 1.0)
+    found, steps = read_curves(tmp_path)
+    assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
 def test_window_and_first_epoch(tmp_path, capsys):

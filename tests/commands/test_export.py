@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
-from moh_vision import export as exporting
+from moh_vision.__main__ import main
 from moh_vision.attention import attention_layers, head_budget, token_heads
+from moh_vision.commands import export as exporting
 from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
 from moh_vision.models.head_load import HeadLoad
 
@@ -23,6 +24,7 @@ BY_TIMESTEP = dict(DIT, scope="sample", route_by="timestep")
 BUDGET = [[1, 1], [2, 1]]
 ONE = dict(depth=1, head_budget=[[1, 1]])  # what is exported, which takes seconds
 NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
+KINDS = dict(vit="classification", dit="diffusion")
 
 
 def made(kind, arguments, **more):
@@ -45,6 +47,7 @@ def run(tmp_path):
         about = dict(architecture=NAMES[kind], arguments={"head_budget": BUDGET, **arguments}, classes=["a", "b", "c"])
         about = {key: json.dumps(value) for key, value in dict(about, config=config, step=1).items()}
         (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.yaml").write_text(f"kind: {KINDS[kind]}")
         state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         save_file(state, tmp_path / kind / "model.safetensors", about)
         return model, str(tmp_path / kind)
@@ -59,7 +62,7 @@ def onnx_session(file):
 def onnx_main(*argv):
     for name in exporting.PACKAGES:
         pytest.importorskip(name, reason=f"{name} is not installed (extra 'export')")
-    return exporting.main([*map(str, argv), "--format", "onnx"])
+    return main(["export", *map(str, argv), "--format", "onnx"])
 
 
 def test_a_classifier_in_onnxruntime(run, tmp_path, capsys):
@@ -101,7 +104,7 @@ def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, tmp_pat
 def dit_in_torch_export(run, tmp_path):
     """(a file, inputs, the output of its model)"""
     (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.pt2"
-    assert exporting.main([folder, "--format", "torch-export", "--output", str(file)]) == 0
+    assert main(["export", folder, "--format", "torch-export", "--output", str(file)]) == 0
     inputs = dict(hidden_states=torch.randn(4, 1, 4, 4), timestep=torch.rand(4) * 1000, class_labels=torch.arange(4))
     with torch.no_grad():
         return file, inputs, model(**inputs, return_dict=False)[0]
@@ -189,7 +192,7 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, capsys, monkeypa
     (tmp_path / "foreign.pt").write_bytes(b"")
 
     def refused(words, *argv, form="torch-export", output="m.pt2"):
-        assert exporting.main([*argv, "--format", form, "--output", str(tmp_path / output)]) == 2
+        assert main(["export", *argv, "--format", form, "--output", str(tmp_path / output)]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1, error
         assert {path.name for path in tmp_path.iterdir()} == {"vit", "dit", "foreign.pt"}
@@ -229,13 +232,14 @@ def test_a_folder_that_timm_saved(tmp_path):
     save_for_hf(
         model, tmp_path, model_config=config, model_args={"head_budget": BUDGET, **VIT}, safe_serialization=True
     )
-    opened, about = exporting.open_model(str(tmp_path), None)
+    opened = exporting.open_source(str(tmp_path), None)
     image = torch.randn(1, 1, 8, 8)
     with torch.no_grad():
-        assert torch.equal(opened(image), model(image))
-    assert about["classes"] == ["x", "y", "z"] and about["mean"] == (0.1,) and about["crop_pct"] == 0.8
+        assert torch.equal(opened.model(image), model(image))
+    prepared = opened.model.pretrained_cfg
+    assert opened.metadata["classes"] == ["x", "y", "z"] and prepared["mean"] == (0.1,) and prepared["crop_pct"] == 0.8
     config = json.loads((tmp_path / "config.json").read_text())
     config["model_args"]["checkpoint_path"] = "elsewhere.pt"
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="is of no classifier that is taken .checkpoint_path in its config.json"):
-        exporting.open_model(str(tmp_path), None)
+        exporting.open_source(str(tmp_path), None)

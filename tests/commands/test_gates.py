@@ -1,248 +1,19 @@
 import json
 import math
 import shutil
-from collections import Counter
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import pytest
-import torch
-from moh_vision.language.evaluation.gate_report import columns_of
 from PIL import Image
 from small_runs import arguments, pairs, results
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
+from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
-from moh_vision.commands import gate_figures, gates
 from moh_vision.commands.figures import write_figure
-from moh_vision.commands.gate_figures import draw_gate_entropy, draw_gate_load
-from moh_vision.commands.gates import GateStatistics, gate_table, token_table
+from moh_vision.commands.gates import draw_gate_entropy, draw_gate_load
 from moh_vision.language import train as train_text
-
-V = 30
-
-
-def batch(seed, B=4, N=6, dim=16):
-    """Vectors, token ids and padding of the end; one sequence without any."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(B, N, dim, generator=generator)
-    tokens = torch.randint(0, V, (B, N), generator=generator)
-    lengths = torch.randint(1, N + 1, (B,), generator=generator)
-    lengths[0] = N
-    return x, tokens, torch.arange(N) >= lengths[:, None]
-
-
-def moa(E=5, k=2):
-    layer = HeadMixtureAttention(16, HeadBudget(E, 4, 0, k), router="moa", kv_heads=1)
-    torch.nn.init.normal_(layer.router.gate.weight)
-    return layer.eval()
-
-
-def mae(leave_out=1, pool="sequence"):
-    gates = dict(leave_out=leave_out, pool=pool)
-    layer = HeadMixtureAttention(16, HeadBudget(4, 4, 4, 0), router="mae", router_kwargs=gates)
-    torch.nn.init.normal_(layer.router.hidden.weight)
-    torch.nn.init.normal_(layer.router.out.weight)
-    return layer.eval()
-
-
-LAYERS = {
-    "MoA": (moa, 2),
-    "MAE, 3 of 4": (mae, 1),
-    "MAE, 2 of 4": (lambda: mae(2), 1),
-    "MAE, causal": (lambda: mae(pool="running"), 1),
-}
-
-
-def slowly(layer, k, batches):
-    """Entropy, load and PMI sentence by sentence and token by token, in plain Python."""
-    entropies, load, pairs = [], Counter(), Counter()
-    for x, tokens, padding in batches:
-        probs = layer(x, padding_mask=padding)[1].probs
-        for b in range(len(tokens)):
-            whole = probs.shape[1] == 1
-            for n in range(tokens.shape[1]):
-                if padding[b, n] or (whole and n > 0 and not padding[b, 0]):
-                    continue  # a gate of the whole sequence is looked at once
-                p = probs[b, n].tolist()
-                entropies.append(-math.fsum(q * math.log(q) for q in p))
-                for e in sorted(range(len(p)), key=lambda e: -p[e])[:k]:
-                    load[e] += 1
-                    members = [n] if not whole else [m for m in range(tokens.shape[1]) if not padding[b, m]]
-                    pairs.update((tokens[b, m].item(), e) for m in members)
-    total = sum(pairs.values())
-    token, expert = Counter(), Counter()
-    for (t, e), count in pairs.items():
-        token[t] += count
-        expert[e] += count
-    pmi = {
-        (t, e): math.log((count / total) / (token[t] / total * expert[e] / total)) for (t, e), count in pairs.items()
-    }
-    return math.fsum(entropies) / len(entropies), load, pmi, token
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@torch.no_grad()
-def test_against_slow_counting(kind):
-    make, k = LAYERS[kind]
-    torch.manual_seed(0)
-    layer = make()
-    batches = [batch(seed) for seed in range(5)]
-    statistics = GateStatistics.of([layer], V)
-    for x, tokens, padding in batches:
-        statistics.update([layer(x, padding_mask=padding)[1]], tokens, padding)
-    entropy, load, pmi, token = slowly(layer, k, batches)
-
-    assert statistics.entropy()[0] == pytest.approx(entropy, rel=1e-6)
-    assert 0 < entropy < math.log(statistics.experts[0])
-    got = statistics.load()[0]
-    assert got.sum().item() == pytest.approx(1)
-    assert got.tolist() == pytest.approx([load[e] / sum(load.values()) for e in range(len(got))])
-    table = statistics.pmi()
-    assert table.shape == (V, statistics.experts[0])
-    assert len(pmi) > 30
-    for t in range(V):
-        for e in range(table.shape[1]):
-            if (t, e) in pmi:
-                assert table[t, e].item() == pytest.approx(pmi[t, e], abs=1e-9), (t, e)
-            else:
-                assert not math.isfinite(table[t, e])
-    for e, best in enumerate(statistics.top_tokens(count=4, min_count=3)):
-        often = [t for t in token if token[t] >= 3 * k and (t, e) in pmi]
-        want = sorted(often, key=lambda t: (-round(pmi[t, e], 9), -token[t], t))[:4]
-        assert [round(pmi[t, e], 9) for t in best] == [round(pmi[t, e], 9) for t in want], e
-
-
-def test_columns_say_which_heads_are_shared():
-    layers = [HeadMixtureAttention(16, HeadBudget(8, 4, shared, 4 - shared), router="moh") for shared in (1, 2)]
-    told = "EN is the share of choices that fell on expert N; every token chooses {}."
-    shared = " The first {} heads are shared: they always run, and E1 is the next."
-    assert columns_of(layers[1], layers[1:], "sentence") == told.format(2) + shared.format(2)
-    assert columns_of(layers[0], layers, "sentence") == told.format("2 to 3") + shared.format("1 to 2")
-    assert columns_of(moa(), [moa()], "sentence") == told.format(2)
-
-
-@torch.no_grad()
-def test_the_load_of_moa_is_what_the_router_ran():
-    torch.manual_seed(1)
-    layer = moa(E=6, k=3)
-    statistics, counts = GateStatistics.of([layer], V), torch.zeros(6)
-    for seed in range(3):
-        x, tokens, padding = batch(seed)
-        stats = layer(x, padding_mask=padding)[1]
-        statistics.update([stats], tokens, padding)
-        counts += stats.counts.sum(0)
-    torch.testing.assert_close(statistics.load()[0].float(), counts / counts.sum())
-
-
-@torch.no_grad()
-def test_what_stands_at_padding_changes_nothing():
-    torch.manual_seed(2)
-    layers = [moa(), mae(), mae(pool="running")]
-    x, tokens, padding = batch(3)
-    other = x.masked_fill(padding[..., None], 7.0), tokens.masked_fill(padding, 29)
-    results = []
-    for inputs, ids in ((x, tokens), other):
-        stats = [layer(inputs, padding_mask=padding)[1] for layer in layers]
-        together, alone = GateStatistics.of(layers, V), [GateStatistics.of([layer], V) for layer in layers]
-        together.update(stats, ids, padding)
-        for statistics, own in zip(alone, stats):
-            statistics.update([own], ids, padding)
-        results.append((together, [statistics.tokens for statistics in alone]))
-    (one, tokens_of_one), (two, tokens_of_two) = results
-    assert padding.any() and one.entropy() == pytest.approx(two.entropy())
-    for layer in range(3):
-        torch.testing.assert_close(one.load()[layer], two.load()[layer])
-        torch.testing.assert_close(tokens_of_one[layer], tokens_of_two[layer])
-    torch.testing.assert_close(one.tokens, tokens_of_one[0])
-    real = (~padding).sum().item()
-    assert [table.sum().item() for table in tokens_of_one] == [2 * real, real, real]
-    assert one.gates.tolist() == [real, len(tokens), real]
-
-
-@torch.no_grad()
-def test_batches_and_processes_add_up():
-    torch.manual_seed(3)
-    layer = moa()
-    parts = [GateStatistics.of([layer], V) for _ in range(2)]
-    whole = GateStatistics.of([layer], V)
-    for seed in range(4):
-        x, tokens, padding = batch(seed)
-        stats = layer(x, padding_mask=padding)[1]
-        parts[seed % 2].update([stats], tokens, padding)
-        whole.update([stats], tokens, padding)
-    sent = []
-    parts[1].reduce(lambda t: sent.append(t) or t)
-    parts[0].reduce(lambda t: t + sent.pop(0))
-    assert not sent
-    assert parts[0].entropy() == pytest.approx(whole.entropy())
-    torch.testing.assert_close(parts[0].load()[0], whole.load()[0])
-    torch.testing.assert_close(parts[0].pmi(), whole.pmi(), equal_nan=True)
-
-
-def with_probs(probs):
-    return RoutingStats(probs, torch.zeros(len(probs), probs.shape[-1]), probs.log())
-
-
-def test_uniform_and_certain_gates():
-    statistics = GateStatistics([8, 8], [1, 1], V)
-    certain = torch.eye(8)[torch.tensor([2, 2, 5])][:, None]  # [3, 1, 8], with zeros
-    statistics.update(
-        [with_probs(torch.full((3, 1, 8), 1 / 8)), with_probs(certain)], torch.zeros(3, 4, dtype=torch.long)
-    )
-    assert statistics.entropy() == pytest.approx([math.log(8), 0])
-    assert statistics.load()[1].tolist() == pytest.approx([0, 0, 2 / 3, 0, 0, 1 / 3, 0, 0])
-    text = gate_table(statistics, ["encoder 1", "encoder 2"]).splitlines()
-    assert len(text) == 5 and len({line.count("|") for line in text}) == 1
-    assert text[3].startswith("| encoder 2 | 0.00 | 2.08 | 0.0 | 0.0 | 66.7 |")
-    assert text[4].startswith("| mean | 1.04 | 2.08 |")
-
-
-def test_indicative_tokens():
-    """Expert 0 alone gets token 1; token 2 is everywhere; token 3 came once, with expert 1."""
-    tokens = torch.tensor([[1, 2, 1, 2]] * 3 + [[2, 2, 4, 4]] * 3 + [[2, 2, 2, 3]])
-    probs = torch.tensor([[0.9, 0.1]] * 3 + [[0.2, 0.8]] * 4)[:, None]
-    statistics = GateStatistics([2], [1], V)
-    statistics.update([with_probs(probs)], tokens)
-    pmi = statistics.pmi()
-    assert pmi[1, 0].item() == pytest.approx(math.log((6 / 28) / (6 / 28 * 12 / 28)))
-    assert pmi[1, 1] == -math.inf and pmi[7].isnan().all()
-    assert statistics.top_tokens(min_count=2) == [[1, 2], [4, 2]]
-    assert statistics.top_tokens(min_count=1) == [[1, 2], [4, 3, 2]]  # 4 and 3 are equal, 4 is more frequent
-    assert statistics.top_tokens(min_count=1, count=1) == [[1], [4]]
-    table = token_table([["the", "|"], ["bell"]]).splitlines()
-    assert table == ["| expert 1 | expert 2 |", "|---|---|", "| the | bell |", "| \\| |  |"]
-
-
-def test_memory_is_the_tables():
-    statistics = GateStatistics([4], [2], V)
-    before = {name: getattr(value, "shape", None) for name, value in vars(statistics).items()}
-    for seed in range(3):
-        _, tokens, _ = batch(seed)
-        statistics.update([with_probs(torch.rand(4, 6, 4).softmax(-1))], tokens)
-    assert {name: getattr(value, "shape", None) for name, value in vars(statistics).items()} == before
-    assert statistics.tokens.shape == (V, 4) and len(statistics.loads) == 1
-
-
-def test_a_layer_without_gate_is_refused():
-    dense = HeadMixtureAttention(16, HeadBudget(4, 4, 4, 0), router="dense")
-    with pytest.raises(ValueError, match="^layer 1 has no gate: it chooses 1 of 0 experts$"):
-        GateStatistics.of([moa(), dense], V)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures, still open for a look at what is in them."""
-    figures = []
-    save = gate_figures.save_figure
-
-    def keep(figure, path):
-        figures.append(figure)
-        save(figure, path)
-
-    monkeypatch.setattr(gate_figures, "save_figure", keep)
-    return figures
 
 
 def written(path):
@@ -251,44 +22,53 @@ def written(path):
     return image
 
 
+def loads(*shares):
+    """The numbers of gates.json, of a layer for each of these."""
+    layers = [dict(name=f"encoder {i + 1}", load=list(load)) for i, load in enumerate(shares)]
+    columns = {"encoder, source": "EN is N.", "decoder, source": "EN is N.", "decoder, target": "EN is M."}
+    return dict(split="Multi30k", columns=columns, layers=layers)
+
+
 @pytest.mark.parametrize("E, numbered", ((8, True), (32, False)))
-def test_load_figure(E, numbered, drawn, tmp_path):
-    load = [torch.rand(E).softmax(0) for _ in range(6)]
-    names = [f"encoder {i + 1}" for i in range(6)]
-    draw_gate_load(load, names, str(tmp_path / "new" / "load.png"), "MAE-7: load of experts, Multi30k val", "EN is N.")
-    written(tmp_path / "new" / "load.png")
-    axes = drawn[0].axes[0]
-    cells = axes.images[0].get_array()
-    assert cells.shape == (6, E)
-    np.testing.assert_allclose(cells[2], 100 * load[2].numpy(), rtol=1e-6)
-    assert [t.get_text() for t in axes.get_yticklabels()] == names
-    assert len(axes.texts) == (6 * E if numbered else 0) and axes.get_xlabel() == "EN is N."
+def test_load_figure(E, numbered, tmp_path):
+    load = np.random.default_rng(0).dirichlet(np.ones(E), 6)
+    figure = draw_gate_load(loads(*load))
+    axes = figure.axes[0]
+    np.testing.assert_allclose(axes.images[0].get_array(), 100 * load)
+    assert [t.get_text() for t in axes.get_yticklabels()] == [f"encoder {i + 1}" for i in range(6)]
+    assert axes.get_xlabel() == "encoder, source; decoder, source: EN is N.\ndecoder, target: EN is M."
+    assert axes.get_title() == "load of the experts, Multi30k" and len(axes.texts) == (6 * E if numbered else 0)
     if numbered:
         assert axes.texts[E + 3].get_text() == f"{100 * load[1][3]:.1f}"
+    write_figure(figure, tmp_path / "load.png", {})
+    written(tmp_path / "load.png")
 
 
-def test_load_figure_of_layers_with_different_experts(drawn, tmp_path):
-    draw_gate_load([torch.full((4,), 0.25), torch.full((2,), 0.5)], ["a", "b"], str(tmp_path / "load.png"), "mixed")
-    assert len(drawn[0].axes[0].texts) == 6
-    assert np.ma.getmaskarray(drawn[0].axes[0].images[0].get_array())[1].tolist() == [False, False, True, True]
+def test_load_figure_of_layers_with_different_experts():
+    axes = draw_gate_load(loads([0.25] * 4, [0.5] * 2) | dict(columns={"model, text": "EN is N."})).axes[0]
+    assert len(axes.texts) == 6 and axes.get_xlabel() == "EN is N."
+    assert np.ma.getmaskarray(axes.images[0].get_array())[1].tolist() == [False, False, True, True]
 
 
 def test_entropy_figure(tmp_path):
-    entropies = {
-        "MAE-7": {"encoder.layers.0.self_attn": [1.9, 1.7], "decoder.layers.0.cross_attn": [1.8, 1.8]},
-        "NoBCD": {"decoder.layers.0.cross_attn": [2.05], "encoder.layers.0.self_attn": [2.0]},
-    }
-    figure = draw_gate_entropy(entropies, [8, 8, 4], "gate entropy")
+    first, second = "encoder.layers.0.self_attn", "decoder.layers.0.cross_attn"
+
+    def run(name, *layers):
+        return dict(name=name, layers=[dict(zip(("name", "experts", "entropy"), layer)) for layer in layers])
+
+    mae = [run("MAE-7", (first, 8, nats), (second, 8, 1.8)) for nats in (1.9, 1.7)]
+    figure = draw_gate_entropy(dict(split="val", runs=[*mae, run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))]))
     axes = figure.axes[0]
-    (mae, _, (bars,)), (other, _, none) = (container.lines for container in axes.containers)
-    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8]) and not none  # one seed has no bars
-    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right
-    assert np.diff(bars.get_segments()[0][:, 1]) == pytest.approx(2 * np.std([1.9, 1.7], ddof=1))
-    assert np.diff(bars.get_segments()[1][:, 1]) == pytest.approx(0)
-    assert [round(place) for place in other.get_xdata()] == [0, 1]  # the layers' places, not the model's order
+    mae, other, *uniform = axes.get_lines()
+    assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8])
+    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right: the layers' places, not the model's order
+    (band,) = axes.collections  # one seed has none
+    (outline,) = band.get_paths()
+    assert np.ptp(outline.vertices[:, 1]) == pytest.approx(2 * stdev([1.9, 1.7]))
     assert [t.get_text() for t in axes.get_xticklabels()] == ["encoder 0 self", "decoder 0 cross"]
     labels = {t.get_text() for t in axes.get_legend().get_texts()}
     assert labels == {"MAE-7", "NoBCD", "uniform (ln 4 = 1.39)", "uniform (ln 8 = 2.08)"}
+    assert [line.get_ydata()[0] for line in uniform] == [math.log(4), math.log(8)]
     write_figure(figure, tmp_path / "entropy.png", {})
     written(tmp_path / "entropy.png")
 
@@ -298,17 +78,15 @@ def runs(tmp_path_factory):
     """MAE with two seeds, one of them also with one expert; a model without gates."""
     folder = tmp_path_factory.mktemp("gates")
     modes = ["--generate.gate_modes", "[soft, argmax, random]"]
-    for name, more in dict(
-        mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"]
-    ).items():
+    models = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"])
+    for name, more in models.items():
         train_text.main(arguments("text", folder / name, 4, 4, "--data.test", "test", *more))
     return folder
 
 
 def command(capsys, *argv):
     capsys.readouterr()
-    code = gates.main([str(a) for a in argv])
-    return (code, *capsys.readouterr())
+    return (main(["gates", *map(str, argv)]), *capsys.readouterr())
 
 
 def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, capsys, monkeypatch):
@@ -357,6 +135,9 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs
     assert found["val"] != found["test"]
     (run / "config.yaml").write_text(config.replace("test: test", "test: null"))
     assert f"--split test: {run} has no data.test" in refused(capsys, run, "--split", "test")
+    assert command(capsys, run, "--kind", "load", "--output", tmp_path / "load.png")[0] == 0
+    told = json.loads((tmp_path / "load.json").read_text())
+    assert told == json.loads((run / "gates.json").read_text())  # as at the run's end
 
 
 def refused(capsys, *argv):
@@ -370,6 +151,7 @@ def test_mistakes_of_the_command_are_one_line(runs, tmp_path, capsys, monkeypatc
     assert "none has a gate" in refused(capsys, runs / "dense")
     assert "nowhere: no such folder" in refused(capsys, tmp_path / "nowhere")
     assert "are the same run with the same seed" in refused(capsys, runs / "mae0", runs / "mae0")
+    assert "--kind load: 2 runs; expected one" in refused(capsys, runs / "mae0", runs / "mae1", "--kind", "load")
     assert "invalid choice: 'train'" in refused(capsys, runs / "mae0", "--split", "train")
     (tmp_path / "gates.json").touch()
     (tmp_path / "gates.png.json").touch()

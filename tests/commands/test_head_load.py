@@ -11,8 +11,10 @@ from PIL import Image
 from processes import on_two_ranks
 
 import moh_vision
+from moh_vision.__main__ import main
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_usage
-from moh_vision.commands.head_load import draw, draw_usage, main, most_different, short_names
+from moh_vision.commands.figures import write_figure
+from moh_vision.commands.head_load import draw, most_different, short_names
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.models.head_load import HeadLoad
 
@@ -99,10 +101,8 @@ def test_a_file_comes_back(tmp_path):
     back = HeadLoad.read(tmp_path / "load.json")
     assert (back.layers, back.groups, back.of) == (load.layers, load.groups, load.of)
     assert torch.equal(back.sums, load.sums)
-    by = json.loads((tmp_path / "load.json").read_text())["by"]
-    assert (
-        len(by["class"]["counts"][0]) == 12 and by["timestep"]["tokens"] == [[100, 100]] * 2
-    )  # shared heads: all tokens
+    by = json.loads((tmp_path / "load.json").read_text())["by"]  # without the shared heads
+    assert len(by["class"]["counts"][0]) == 12 and by["timestep"]["tokens"] == [[100, 100]] * 2
 
 
 def test_a_file_of_imagenet_is_small(tmp_path):
@@ -118,7 +118,7 @@ def test_a_file_of_imagenet_is_small(tmp_path):
 def test_every_kind_is_drawn(tmp_path, kind, end, capsys):
     made().save(tmp_path / "head_load.json")
     out = tmp_path / f"figure.{end}"
-    assert main([str(tmp_path), "--output", str(out), "--kind", kind]) == 0
+    assert main(["head-load", str(tmp_path), "--output", str(out), "--kind", kind]) == 0
     assert f"{out}, {out.with_suffix('.json')}: {kind} by class" in capsys.readouterr().out
     if end == "png":
         pixels = np.asarray(Image.open(out).convert("RGB"))
@@ -171,9 +171,8 @@ def test_curves_descend_and_sum_to_all_choices():
     layers = draw(load, "curves")[1]["layers"]
     assert list(layers) == ["blocks.0.attn", "blocks.2.attn"]
     for number, found in zip((0, 2), layers.values()):
-        assert found["percent"] == sorted(found["percent"], reverse=True) and sum(found["percent"]) == pytest.approx(
-            100, abs=0.01
-        )
+        assert found["percent"] == sorted(found["percent"], reverse=True)
+        assert sum(found["percent"]) == pytest.approx(100, abs=0.01)
         counts = load.runs()[number].sum(0)
         assert counts[found["heads"][0]] == counts[load.layers[number]["shared"] : -1].max()
     with pytest.raises(ValueError, match="no layer chose among heads"):
@@ -191,7 +190,7 @@ def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
         runs[:, -1] = 10
     load.runs()[20][::2, 1:-1] = 10  # every other class runs all heads of this layer, and no head anywhere else
     path = tmp_path / "usage.png"
-    draw_usage(load, str(path))
+    write_figure(draw(load, "map")[0], path, {})
     assert path.stat().st_size < 3e6
     with Image.open(path) as figure:
         assert 2000 < figure.width <= 2600 and 2000 < figure.height <= 2080
@@ -237,7 +236,7 @@ def test_mistakes(tmp_path, capsys, argv, words):
     made(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "empty").mkdir()
-    assert main([a.format(tmp_path) for a in argv]) == 2
+    assert main(["head-load", *(a.format(tmp_path) for a in argv)]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and not list(tmp_path.glob("a.*"))
 
@@ -245,7 +244,7 @@ def test_mistakes(tmp_path, capsys, argv, words):
 def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, capsys):
     made().save(tmp_path / "load.json")
     before = (tmp_path / "load.json").read_bytes()
-    assert main([str(tmp_path / "load.json"), "--output", str(tmp_path / "load.png")]) == 0
+    assert main(["head-load", str(tmp_path / "load.json"), "--output", str(tmp_path / "load.png")]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/load.png, {tmp_path}/load.png.json: map by class\n"
     assert json.loads((tmp_path / "load.png.json").read_text())["by"] == "class"
     assert (tmp_path / "load.json").read_bytes() == before

@@ -9,7 +9,7 @@ import yaml
 from processes import on_two_ranks
 from small_text import write_plain
 
-from moh_vision.commands.lm_curve import main
+from moh_vision.__main__ import main
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation import lm
 from moh_vision.language.evaluation.lm_suites import SUITES
@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
 
 def command(capsys, *argv):
     capsys.readouterr()
-    return (main([str(a) for a in argv]), *capsys.readouterr())
+    return (main(["lm-curve", *map(str, argv)]), *capsys.readouterr())
 
 
 def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
@@ -62,7 +62,7 @@ def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
 
 
 def on_a_rank(rank, argv):
-    assert main(argv) == 0
+    assert main(["lm-curve", *argv]) == 0
 
 
 def test_two_processes_share_every_kept_step(runs, tmp_path):
@@ -112,7 +112,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         return error
 
     capsys.readouterr()
-    assert main([*text, str(run), "--output", str(tmp_path / "curve.png")]) == 2
+    assert main(["lm-curve", *text, str(run), "--output", str(tmp_path / "curve.png")]) == 2
     assert "RUN comes before --perplexity" in capsys.readouterr().err
     assert "--tasks hellaswag: expected suites, moh-llm" in refused(run, "--tasks", "hellaswag")
     assert "give one of --tasks NAMES" in refused(run)

@@ -21,10 +21,11 @@ from huggingface_hub import constants
 from PIL import Image
 
 from moh_vision import load_run
+from moh_vision.__main__ import main
 from moh_vision.attention import head_budget
 from moh_vision.classification import train as train_cls
-from moh_vision.commands.publish import data_of, datasets_of, main, without_paths
-from moh_vision.commands.table import TEXT, ScoredRun
+from moh_vision.commands.publish import data_of, datasets_of, without_paths
+from moh_vision.commands.runs import TEXT, ScoredRun
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.language import train as train_text
@@ -101,7 +102,7 @@ def runs(tmp_path_factory):
 def published(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
     for kind in ("cls", "dit", "text"):
-        assert main([str(runs / kind), "--output", str(folder / kind)]) == 0
+        assert main(["publish", str(runs / kind), "--output", str(folder / kind)]) == 0
     return folder
 
 
@@ -181,11 +182,11 @@ def test_data_of_a_language_model():
 def test_a_dense_run_is_published_as_timms_own(tmp_path):
     run, dense = tmp_path / "run", ["--model.router", "dense", "--model.head_budget", "null"]
     train_cls.main(small_runs.arguments("cls", run, 1, 1, *dense))
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["init_from"] is None
-    config["init_from"] = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main([str(run), "--output", str(tmp_path / "card")]) == 0
+    config = (run / "config.yaml").read_text()
+    assert "init_from: null\n" in config
+    source = "init_from: vit_tiny_patch16_224.augreg_in21k_ft_in1k\n"
+    (run / "config.yaml").write_text(config.replace("init_from: null\n", source))
+    assert main(["publish", str(run), "--output", str(tmp_path / "card")]) == 0
     model, x = timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(), torch.randn(3, 1, 8, 8)
     assert type(model) is timm.models.VisionTransformer and model.pretrained_cfg["label_names"][9] == "9"
     torch.testing.assert_close(model(x), load_run(run)(x))
@@ -196,7 +197,7 @@ def test_a_dense_run_is_published_as_timms_own(tmp_path):
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     def scores(place, name):
-        assert main([str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
+        assert main(["publish", str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
         head, text = head_and_text(tmp_path / name)
         assert head["license"] == "mit"
         return text.partition("## Scores")[2].partition("##")[0]
@@ -293,7 +294,7 @@ def hub(monkeypatch):
 
 def test_push(runs, hub, tmp_path, capsys):
     folder = tmp_path / "cls"
-    assert main([str(runs / "cls"), "--output", str(folder), "--push", "anna/digits", "--private"]) == 0
+    assert main(["publish", str(runs / "cls"), "--output", str(folder), "--push", "anna/digits", "--private"]) == 0
     assert "uploaded: " in capsys.readouterr().out
     assert [(made["name"], made.get("organization")) for made in hub.created] == [("digits", "anna")]
     assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private"
@@ -305,7 +306,7 @@ def test_push(runs, hub, tmp_path, capsys):
 def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
     def refused(*argv, run=runs / "cls", output=tmp_path / "out"):
         capsys.readouterr()
-        assert main([str(run), "--output", str(output), *argv]) == 2
+        assert main(["publish", str(run), "--output", str(output), *argv]) == 2
         out, error = capsys.readouterr()
         assert error.count("\n") == 1 and not out.count("uploaded"), error
         return error
@@ -335,4 +336,4 @@ def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
     hub.shutdown()
     hub.server_close()
     assert "does not answer or refuses" in refused("--push", "anna/digits", output=tmp_path / "other")
-    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]

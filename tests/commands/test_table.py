@@ -1,6 +1,7 @@
 """The table of runs: real small runs, their numbers read again here by hand."""
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 from conftest import ROOT
 
 from moh_vision import load_run
+from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import macs, table
 from moh_vision.diffusion import train as train_dit
@@ -42,7 +44,7 @@ def runs(tmp_path_factory):
 def command(capsys, *argv):
     """(exit code, standard output, standard error) of the command."""
     capsys.readouterr()
-    code = table.main([str(a) for a in argv])
+    code = main(["table", *map(str, argv)])
     return (code, *capsys.readouterr())
 
 
@@ -51,6 +53,17 @@ def cells(text):
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert all(len(line) == len(lines[0]) for line in lines)
     return [dict(zip(lines[0], line)) for line in lines[2:]]
+
+
+def configured(run, folder, **keys):
+    """A copy of a run with other values where its config.yaml has the keys first."""
+    shutil.copytree(run, folder)
+    text = (folder / "config.yaml").read_text()
+    for key, value in keys.items():
+        text, count = re.subn(rf"\b{key}: .*", f"{key}: {value}", text, count=1)
+        assert count == 1, key
+    (folder / "config.yaml").write_text(text)
+    return folder
 
 
 def refused(capsys, *argv):
@@ -93,21 +106,16 @@ def test_rows_have_the_names_given(runs, capsys):
 
 def test_other_numbers_of_steps_and_cadences(runs, tmp_path, capsys):
     """The steps that were done tell runs apart, how often they were logged does not."""
-    for name, keys in dict(slow=dict(log_every=7, seed=5), long=dict(max_steps=4, seed=6)).items():
-        shutil.copytree(runs / "cls0", tmp_path / name)
-        config = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
-        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config | keys))
-    rows = cells(command(capsys, runs / "cls0", tmp_path / "slow", tmp_path / "long")[1])
+    slow = configured(runs / "cls0", tmp_path / "slow", log_every=7, seed=5)
+    long = configured(runs / "cls0", tmp_path / "long", max_steps=4, seed=6)
+    rows = cells(command(capsys, runs / "cls0", slow, long)[1])
     assert [row["runs"] for row in rows] == ["2", "1"] and "max_steps 4" in rows[1]["model"]
     assert rows[0]["top-1, %"].endswith("± 0.00")
 
 
 def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, capsys):
-    shutil.copytree(runs / "cls0", tmp_path / "decayed")
-    config = yaml.safe_load((tmp_path / "decayed" / "config.yaml").read_text())
-    config["optim"]["layer_decay"] = 0.9
-    (tmp_path / "decayed" / "config.yaml").write_text(yaml.safe_dump(config))
-    plain, decayed = cells(command(capsys, runs / "cls0", tmp_path / "decayed")[1])
+    other = configured(runs / "cls0", tmp_path / "decayed", layer_decay=0.9)
+    plain, decayed = cells(command(capsys, runs / "cls0", other)[1])
     assert decayed["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
 
 
@@ -124,16 +132,10 @@ def test_diffusion(runs, capsys):
 
 def test_steps_are_those_of_the_weights(runs, tmp_path, capsys):
     """Not those of the last line logged, nor of the plan."""
-    for name, said in dict(old={}, new=dict(step=1)).items():
-        folder = shutil.copytree(runs / "dit", tmp_path / name)
-        (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, **said)))
-        first = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
-        (folder / "metrics.jsonl").write_text(first)
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(max_steps=5)))
-        out = command(capsys, folder)[1]
-        steps = said.get("step", 2)
-        assert cells(out)[0]["steps"] == str(steps) and f"(seed 0, {steps} of 5 steps)" in out
+    folder = configured(runs / "dit", tmp_path / "run", max_steps=5)
+    (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, step=1)))
+    out = command(capsys, folder)[1]
+    assert cells(out)[0]["steps"] == "1" and "(seed 0, 1 of 5 steps)" in out
 
 
 def test_scores_of_sample_py_come_first(runs, tmp_path, capsys):
@@ -146,10 +148,7 @@ def test_scores_of_sample_py_come_first(runs, tmp_path, capsys):
     assert row["FID"] == "12.35" and row["KID"] == "0.00123" and "FD" not in row and "precision" not in row
     assert "FID-50K by inception; sampler ddpm, steps 250" in out
     # Scores of other images are no spread over seeds.
-    config = yaml.safe_load((runs / "dit" / "config.yaml").read_text())
-    shutil.copytree(runs / "dit", tmp_path / "other")
-    (tmp_path / "other" / "config.yaml").write_text(yaml.safe_dump(config | dict(seed=1)))
-    one, other = cells(command(capsys, tmp_path / "run", tmp_path / "other")[1])
+    one, other = cells(command(capsys, tmp_path / "run", configured(runs / "dit", tmp_path / "other", seed=1))[1])
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
@@ -171,10 +170,7 @@ def test_translation_beside_the_paper(runs, capsys):
 
 def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, capsys):
     for seed, step in ((0, 1200), (1, 900)):
-        folder = tmp_path / f"seed{seed}"
-        shutil.copytree(runs / "text", folder)
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        (folder / "config.yaml").write_text(yaml.safe_dump(config | dict(seed=seed, patience=3)))
+        folder = configured(runs / "text", tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1)
         (folder / "results.json").write_text(json.dumps(small_runs.results(folder) | dict(step=step)))
     row, _ = cells(command(capsys, tmp_path / "seed0", tmp_path / "seed1")[1])
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
@@ -182,7 +178,13 @@ def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, 
 
 def test_suites(runs, tmp_path, capsys):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    config = dict(seed=0, model=dict(name="clm_moh_small_75"), data=dict(root="text", val="val"), generate=dict(beam=5))
+    config = dict(
+        kind="text",
+        seed=0,
+        model=dict(name="clm_moh_small_75"),
+        data=dict(root="text", val="val"),
+        generate=dict(beam=5),
+    )
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -223,6 +225,7 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
     shutil.copytree(runs / "cls0", run)
     for text, words in {
         '{"top1": "x"}': "top1 'x'; expected a number",
+        '{"top1_by_class": 3}': "run: its scores are not as a run writes them",
         "[1]": "results.json: expected keys and values, found list",
         "{": "results.json is not readable",
     }.items():
@@ -230,13 +233,13 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         assert words in refused(capsys, run)
     (run / "results.json").unlink()
     assert f"{run} has no results.json: the run has not ended yet" in refused(capsys, run)
-    (run / "config.yaml").write_text("model: {name: 3}\n")
+    (run / "config.yaml").write_text("kind: text\nmodel: {name: 3}\n")
     assert "config.yaml: model.name 3; expected the name of a model" in refused(capsys, run)
 
 
 def test_rows_of_the_papers():
     """Each is of a model that exists, and its numbers are numbers; sizes are those of the table of MACs."""
-    rows = yaml.safe_load((ROOT / "moh_vision" / "analysis" / "paper_rows.yaml").read_text())
+    rows = yaml.safe_load((ROOT / "moh_vision" / "commands" / "paper_rows.yaml").read_text())
     numbers, names = {*table.SIZES, *table.COLUMNS}, list_text_presets()
     for row in rows:
         model = row["model"]

@@ -13,7 +13,7 @@ from refusals import one_line
 
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.logging import RunLog
-from moh_vision.engine.run import make_accelerator, open_run, take_up
+from moh_vision.engine.run import RunFolder, make_accelerator
 from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
 
 
@@ -142,20 +142,21 @@ def differs_from(new):
     return lambda old: [] if old == new else ["lr: 1 -> 2"]
 
 
-def open_here(folder, config, fresh=False):
+def open_here(path, config, fresh=False):
     with contextlib.ExitStack() as held:
-        take_up(str(folder), 1, fresh, ACCELERATOR, held)
-        return open_run(
-            str(folder), config, changed=differs_from(config), fresh=fresh, accelerator=ACCELERATOR, held=held
-        )
+        folder = RunFolder(str(path), fresh, ACCELERATOR, held)
+        folder.take_up(1)
+        folder.open(config, differs_from(config))
+    return path
 
 
 def test_open_run(tmp_path):
     run = open_here(tmp_path / "a" / "run", {"lr": 1})
     (run / "weights").write_text("precious")
-    assert open_here(run, {"lr": 1}) == run
+    open_here(run, {"lr": 1})
     (run / "weights").rename(tmp_path / "weights")
-    assert open_here(run, {"lr": 3}) == open_here(run, {"lr": 1})  # no step was done: another configuration may begin
+    for lr in (3, 1):
+        open_here(run, {"lr": lr})  # no step was done: another configuration may begin
     (tmp_path / "weights").rename(run / "weights")
     with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
         open_here(run, {"lr": 2})
@@ -182,13 +183,13 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     child = os.fork()
     if child == 0:
         with contextlib.ExitStack() as held:
-            open_run(str(run), {}, changed=differs_from({}), fresh=False, accelerator=ACCELERATOR, held=held)
+            RunFolder(str(run), False, ACCELERATOR, held).open({}, differs_from({}))
             os.write(write, b"held")
             time.sleep(60)
     os.read(read, 4)
     with pytest.raises(ValueError, match=f"--output {run}: process {child} on .* is writing there; wait, or take"):
         open_here(run, {}, fresh)
-    take_up(str(run), 1, fresh, ACCELERATOR, None, lock=False)  # only reads
+    RunFolder(str(run), fresh, ACCELERATOR, None).take_up(1, lock=False)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
