@@ -10,7 +10,7 @@ Maps of heads that do not run for the token are grey: what they would attend to 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from moh_vision.commands.patches import CELL, cell_grid, draw_maps, image_option
 from moh_vision.models.foveal_attention import AggregatedAttention
 
 REST = "RUN"
-Token = Union[str, Tuple[int, int]]  # "cls", or row and column of a patch
+Token = str | tuple[int, int]  # "cls", or row and column of a patch
 
 
 class AttentionMaps(NamedTuple):
@@ -38,7 +38,7 @@ class AttentionMaps(NamedTuple):
     token: Token
 
 
-def attention_maps(model: nn.Module, image: Tensor, layer: int, token: Optional[Token] = None) -> AttentionMaps:
+def attention_maps(model: nn.Module, image: Tensor, layer: int, token: Token | None = None) -> AttentionMaps:
     """Compute softmax(q k^T) of one token over all patches of an image [C, h, w], per head.
 
     Of a TransNeXt only the layers of the last stage have one attention matrix over patches. `token` None is the class
@@ -91,7 +91,7 @@ def draw_attention_maps(maps: AttentionMaps, seen: np.ndarray, title: str):
     return figure
 
 
-def token_of(text: Optional[str]) -> Optional[Token]:
+def token_of(text: str | None) -> Token | None:
     """Return what --token means."""
     numbers = (text or "").split(",")
     if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
@@ -113,7 +113,7 @@ def figure(options):
     layer = len(attention_layers(opened.model)) - 1 if options.layer is None else options.layer
     maps = attention_maps(opened.model, opened.image, layer, token)
     of = "the class token" if maps.token == "cls" else f"patch {maps.token[0]},{maps.token[1]}"
-    title = f"{opened.title()}\nlayer {layer}, attention of {of}"
+    title = f"{opened.title}\nlayer {layer}, attention of {of}"
     numbers = dict(
         opened.about,
         layer=layer,

@@ -3,22 +3,20 @@
 python -m moh_vision budget-curve RUN [RUN ...] --output curve.png
 
 RUN is a run of a classifier, scored on its validation images, of a diffusion model, whose samples are scored, or of a
-language model, scored on its validation text; runs of one kind are lines of one figure. They come first. --data.root
-and the other options of validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py:
---score REFERENCE is needed, --num-images and --steps say how long it takes. The shared heads of a model stay, so that
-it cannot run fewer than these and one routed head per layer; `set_head_budget` says how a share is spread over the
-layers. A dense model is one point at 100 %. A ring marks the share that the run was saved with.
-
-Latency is that of one forward pass of a batch, as the model's executor computes it: the median over rounds in which all
-models and shares take turns, with quartiles.
+language model, scored on its validation text; runs of one kind are lines of one figure. They come first. Options of
+validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py: --score REFERENCE is needed.
+Shared heads stay; `set_head_budget` says how a share is spread over the layers. A ring marks the share that the run was
+saved with, a dense model is one point. Latency is the median, with quartiles, of one forward pass of a batch over rounds
+in which all models and shares take turns.
 """
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.benchmark import Timer
@@ -38,10 +36,10 @@ SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
 VISIT = 0.1  # seconds of one look at the clock
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first of these that there is
-Budgets = Tuple[HeadBudget, ...]
+Budgets = tuple[HeadBudget, ...]
 
 
-def budgets_of(model: nn.Module, shares: Optional[Sequence[str]]) -> Dict[float, Budgets]:
+def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
     """Find budgets by the share of heads that they run, as near to those asked for as whole heads come, and the own one.
 
     A plain number is spread over the layers as the model's own share: uniform where it was made so, else as the papers'
@@ -57,7 +55,7 @@ def budgets_of(model: nn.Module, shares: Optional[Sequence[str]]) -> Dict[float,
     uniform = len({(b.heads, b.active) for b in own}) == 1 if spec is None else str(spec).startswith("uniform:")
     kind = "uniform:" if uniform else "ramp:"
 
-    def spread(share: str) -> Optional[Budgets]:
+    def spread(share: str) -> Budgets | None:
         try:
             return change_routed(share if ":" in share else kind + share, own, groups_of(model))
         except ValueError:
@@ -73,35 +71,15 @@ def budgets_of(model: nn.Module, shares: Optional[Sequence[str]]) -> Dict[float,
     return dict(sorted(every.items()))
 
 
-def latencies(
-    models: Sequence[nn.Module], passes: Sequence[Callable[[], object]], budgets: Sequence[Dict[float, Budgets]]
-) -> List[List[List[float]]]:
-    """Measure milliseconds of a forward pass, by model and share: the lower quartile, the median and the upper one."""
-    places = [(i, share) for i, of in enumerate(budgets) for share in of]
-    taken: Dict[Tuple[int, float], List[float]] = {place: [] for place in places}
-    for number in range(ROUNDS + 1):
-        for i, share in random.Random(number).sample(places, len(places)):
-            with running(models[i], budgets[i][share]), torch.no_grad():
-                milliseconds = 1000 * seconds_of(passes[i])
-            if number:  # the first round warms up
-                taken[i, share].append(milliseconds)
-
-    def quartiles(times: List[float]) -> List[float]:
-        at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-        return torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
-
-    return [[quartiles(taken[i, share]) for share in of] for i, of in enumerate(budgets)]
-
-
 def seconds_of(run: Callable[[], object]) -> float:
     """Measure the seconds that `run` takes, repeated for a moment; on a GPU the device is waited for."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=VISIT).mean
 
 
-def measure(names: Sequence[str], opened: Sequence[Opened], shares: Optional[Sequence[str]]) -> List[dict]:
-    """Score and time the models of some runs, see `budgets_of`; everything is refused before anything is scored."""
-    passes, sizes = zip(*(one.forward() for one in opened))  # opens what scores too
+def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None) -> list[dict]:
+    """Score and time the models of some runs, see `budgets_of`; refuse what cannot be before anything is scored."""
+    passes = [one.forward() for one in opened]  # opens what scores too
     budgets = []
     for name, one in zip(names, opened):
         try:
@@ -110,8 +88,8 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Optional[Seq
             raise ValueError(f"{name}: {error}") from None
     for name, one in zip(names, opened):
         say(f"{name}: weights of {one.metadata['weights']}")
-    lines = []
-    for name, one, size, of in zip(names, opened, sizes, budgets):
+    lines, places = [], []
+    for name, one, (forward, size), of in zip(names, opened, passes, budgets):
         first = attention_layers(one.model)[0]
         line = dict(
             run=name,
@@ -125,16 +103,24 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Optional[Seq
             shares=list(of),
             layers=[[[b.shared, b.routed] for b in chosen] for chosen in of.values()],
             scores=[],
+            milliseconds=[[] for _ in of],
         )
-        for share, chosen in of.items():
+        for (share, chosen), times in zip(of.items(), line["milliseconds"]):
             with running(one.model, chosen):
                 found = one.scores()
             line["scores"].append({key: value for key, value in found.items() if isinstance(value, (int, float, str))})
             shown = ", ".join(f"{COLUMNS[key][0]} {found[key]:.4g}" for key in DRAWN if found.get(key) is not None)
             say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
+            places.append((times, one.model, chosen, forward))
         lines.append(line)
-    for line, times in zip(lines, latencies([one.model for one in opened], passes, budgets)):
-        line["milliseconds"] = times
+    for number in range(ROUNDS + 1):
+        for times, model, chosen, forward in random.Random(number).sample(places, len(places)):
+            with running(model, chosen), torch.no_grad():
+                seconds = seconds_of(forward)
+            if number:  # the first round warms up
+                times.append(1000 * seconds)
+    for times, *_ in places:
+        times[:] = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
     return lines
 
 

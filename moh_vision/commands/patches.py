@@ -2,16 +2,15 @@
 
 python -m moh_vision patches RUN --image FILE --output heads.png
 
-RUN comes first: a run of a classifier, or weights with --model.NAME as validate.py takes them; other options of validate.py
-are taken too. The figure shows the image as the model sees it, and for each head where it runs, coloured by its gate; it
-is dark where the head does not run. NAME.json beside the figure has all gates as numbers.
+RUN comes first: a run of a classifier, or weights with --model.NAME; other options of validate.py are taken too. The
+figure shows the image as the model sees it, and each head coloured by its gate, dark where it does not run.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -40,14 +39,7 @@ class OneImage(NamedTuple):
     image: Tensor  # [C, h, w] as the model takes it
     seen: np.ndarray  # [h, w, 3] the same to look at, 0 to 1
     about: dict  # run, weights, model, image, img_size; predicted class, its probability, true class or None
-
-    def title(self) -> str:
-        """Say in two lines: run, active heads and image; what the model takes it for, and what it is."""
-        a, share = self.about, head_budget(self.model)["share"]
-        predicted = f"predicted class {shortened(a['predicted'])} ({100 * a['probability']:.1f} %)"
-        true = f", true class {shortened(a['true'])}" if a["true"] is not None else ""
-        title = f"{a['run']}, {100 * share:.3g} % of the heads: {Path(a['image']).name}\n{predicted}{true}"
-        return title.replace("$", r"\$")  # no formulas
+    title: str  # two lines: run, active heads and image; what the model takes it for, and what it is
 
 
 def image_options(add) -> None:
@@ -58,13 +50,12 @@ def image_options(add) -> None:
 
 def open_image(options, command: str) -> OneImage:
     """Open a classifier and an image as validation sees it; a folder with the name of a class tells its true class."""
-    kind, file = kind_of(options.run, options.rest), options.image
+    run, file = options.run, options.image
+    kind = kind_of(run, options.rest)
     if kind != "classification":
-        raise ValueError(
-            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
-        )
+        raise ValueError(f"{run} is a {kind} model; expected a classifier, whose tokens are patches of an image")
     picture = decode_image(Path(file).read_bytes(), file)
-    opened = open_run(options.run, options=options.rest, command=command)
+    opened = open_run(run, options=options.rest, command=command)
     model, of = opened.model, opened.metadata
     cfg, weights = model.pretrained_cfg, of["weights"]
     image = validation_transform(cfg)(picture)  # [C, h, w]
@@ -83,7 +74,10 @@ def open_image(options, command: str) -> OneImage:
         probability=probability.item(),
         true=dict(zip(of["classes"] or (), names)).get(folder),
     )
-    return OneImage(model, image, seen, about)
+    title = f"{about['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
+    title += f"predicted class {shortened(about['predicted'])} ({100 * probability:.1f} %)"
+    title += f", true class {shortened(about['true'])}" if about["true"] is not None else ""
+    return OneImage(model, image, seen, about, title.replace("$", r"\$"))  # no formulas
 
 
 class PatchHeads(NamedTuple):
@@ -95,14 +89,14 @@ class PatchHeads(NamedTuple):
     gates: Tensor  # [H, rows, columns] weights; 0 where the head does not run
 
 
-def patch_grid(model: nn.Module, layer: str, size: Tuple[int, int]) -> Tuple[int, int, int]:
+def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
     """Return the class and register tokens before the patches, and rows and columns of the patches, in a layer."""
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
 
 
-def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
+def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     """Find which heads each patch of an image [C, h, w] runs in every layer of a classifier, and with what gate."""
     found = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
@@ -112,13 +106,13 @@ def patch_heads(model: nn.Module, image: Tensor) -> List[PatchHeads]:
     return found
 
 
-def cell_grid(heads: int) -> Tuple[int, int]:
+def cell_grid(heads: int) -> tuple[int, int]:
     """Return rows and columns of cells for an image and one map per head."""
     rows = math.ceil((heads + 1) / MOST_COLUMNS)
     return rows, math.ceil((heads + 1) / rows)
 
 
-def draw_maps(figure, grid: Tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
+def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
     """Draw an image, and over its grey form the maps: values [rows, columns], their top, colours and title.
 
     Cells have no axes. What a colour bar needs is returned.
@@ -135,7 +129,7 @@ def draw_maps(figure, grid: Tuple[int, int], seen: np.ndarray, maps: Sequence[tu
     return drawn
 
 
-def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray, title: str):
+def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw for each (number, heads) of a layer the image and one map per head."""
     grids = [cell_grid(len(heads.active)) for _, heads in layers]
     sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
@@ -158,7 +152,7 @@ def draw_patch_heads(layers: Sequence[Tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Optional[Sequence[int]], found: Sequence[PatchHeads]) -> List[int]:
+def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> list[int]:
     """Return the numbers of --layer, or a middle and the last layer of those that leave heads out, if any do."""
     for number in layers or ():
         if not 0 <= number < len(found):
@@ -190,4 +184,4 @@ def figure(options):
         for number, heads in layers
     ]
     text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
-    return draw_patch_heads(layers, opened.seen, opened.title()), dict(opened.about, layers=numbers), text
+    return draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text

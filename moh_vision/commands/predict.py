@@ -2,9 +2,9 @@
 
 python -m moh_vision predict RUN IMAGE_OR_FOLDER ... --output classes.json
 
-RUN comes first: a run of a classifier, a folder that publish or timm has saved, or weights with --model.NAME as validate.py
-takes them; other options of validate.py are taken too, after the images. An image that cannot be read is named on stderr;
-the others go on, and the exit code is 2.
+RUN comes first: a run of a classifier, a folder that publish or timm has saved, or weights with --model.NAME; other
+options of validate.py are taken too, after the images. An image that cannot be read is named on stderr; the others go
+on, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, Sequence
 
 import torch
-from PIL import Image
 from timm.data import ImageNetInfo
 
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
-from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.folder import ImageFolder
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.walk import IMAGES, refuse_special, walk
@@ -30,46 +29,39 @@ from moh_vision.opening import open_run
 
 REST = "RUN"
 IDLE = ("data.root", "data.max_bad_fraction")  # what validation reads and this does not
-Likeliest = List[Tuple[int, float]]  # classes and their probabilities
+Likeliest = list[tuple[int, float]]  # classes and their probabilities
 
 
-class Files:
-    """Image files as a source, see `data.splits.open_source`; the label of a sample is its number."""
+class Files(ImageFolder):
+    """Images of any folders; the label of a sample is its number."""
 
     def __init__(self, files: Sequence[str]):
         self.files, self.labels = files, range(len(files))
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def image(self, index: int) -> Image.Image:
-        try:
-            data = Path(self.files[index]).read_bytes()
-        except OSError as error:
-            raise UnreadableImage(f"{self.files[index]}: {error.strerror}") from None
-        return decode_image(data, self.files[index])
+    def where(self, index: int) -> str:
+        return self.files[index]
 
 
 class NamedBadSamples(BadSamples):
     """Names every image that cannot be read on stderr, and never stops."""
 
-    def check(self, bad: List[Tuple[int, str]]) -> None:
+    def check(self, bad: list[tuple[int, str]]) -> None:
         for _, message in bad:
             print(message, file=sys.stderr, flush=True)
         super().check(bad)
 
 
-def image_files(paths: Sequence[str]) -> List[str]:
+def image_files(paths: Sequence[str]) -> list[str]:
     """Return the files of `paths`: files as they are, and of folders the images in them and below, sorted."""
     files = []
     for path in paths:
         if os.path.isdir(path):
-            found = [(e, p) for e, p in walk(Path(path), path.rstrip("/"), hidden=False) if p.lower().endswith(IMAGES)]
+            found = {p: e for e, p in walk(Path(path), path.rstrip("/"), hidden=False) if p.lower().endswith(IMAGES)}
             if not found:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
-            for entry, _ in found:
-                refuse_special(entry)
-            files += sorted(p for _, p in found)
+            for file in sorted(found):
+                refuse_special(found[file])
+                files.append(file)
         elif os.path.isfile(path):
             files.append(path)
         else:
@@ -77,7 +69,7 @@ def image_files(paths: Sequence[str]) -> List[str]:
     return files
 
 
-def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
+def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
     """Name the `count` classes of a classifier, with words for ImageNet's synsets; 1,000 without names are ImageNet's."""
     if classes is None:
         classes = unnamed_classes(count)
@@ -88,7 +80,7 @@ def class_names(classes: Optional[Sequence[str]], count: int) -> List[str]:
 
 
 @torch.no_grad()
-def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iterator[Tuple[int, Likeliest]]:
+def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iterator[tuple[int, Likeliest]]:
     """Yield for each image its label, which is its number, and its `most` likeliest classes."""
     for batch in batches:
         with accelerator.autocast():

@@ -3,25 +3,24 @@
 python -m moh_vision search RUN --share 0.75 --output budget.yaml
 
 RUN comes first: a run of a classifier, a diffusion model or a causal language model (a dense one is converted, its
-strongest heads shared), or for classifiers weights with --model.NAME as validate.py takes them. --data.root and other
-options of validate.py are taken too; what is left out is as in the run. budget.yaml has one [shared, routed] per layer:
---model.head_budget "$(cat budget.yaml)".
-
-The images, or blocks of text, are of the training split. As many others compare what is found with the uniform budget
-and the papers' ramp, of equally many heads.
+strongest heads shared), or for classifiers weights with --model.NAME as validate.py takes them. Options of validate.py,
+such as --data.root, are taken too; what is left out is as in the run. budget.yaml has one [shared, routed] per layer:
+--model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training split compare it with
+the uniform budget and the papers' ramp, of equally many heads.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, head_budget, running
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, running
 from moh_vision.attention.budget import spread
 from moh_vision.engine.commands import Progress, refuse_output, say
 from moh_vision.engine.io import write_whole
@@ -33,14 +32,14 @@ REST = "RUN"
 # A dense model is converted as for half of its heads, of which few are shared: shared heads stay, and leave no choice.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
-Losses = Dict[int, float]
+Losses = dict[int, float]
 
 
 class Search(NamedTuple):
     """What `search_budget` found."""
 
-    active: List[int]  # heads that run, of each layer
-    losses: List[Losses]  # of each layer: its active heads -> loss while the other layers run all heads
+    active: list[int]  # heads that run, of each layer
+    losses: list[Losses]  # of each layer: its active heads -> loss while the other layers run all heads
     all_heads: float  # loss while every layer does
 
 
@@ -68,8 +67,6 @@ def search_budget(
         range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads] for b, g in zip(full, groups_of(model))
     ]
     heads = sum(b.heads for b in full)
-    if not 0 < share <= 1:
-        raise ValueError(f"share {share!r} is out of range: above 0, up to 1")
     total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
     if total < least:
         raise ValueError(
@@ -96,7 +93,7 @@ def search_budget(
 
 
 @torch.no_grad()
-def losses_without_heads(model: nn.Module, loss_of: LossOf) -> List[Losses]:
+def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
     """Measure the loss without one routed head while all others run: of each layer, routed head -> loss.
 
     The head's part of the output projection is zero meanwhile, so that the gates of the others stay.
@@ -109,22 +106,20 @@ def losses_without_heads(model: nn.Module, loss_of: LossOf) -> List[Losses]:
                 columns = layer.proj.weight[:, head * b.head_dim : (head + 1) * b.head_dim]  # [C, D]
                 kept = columns.clone()
                 columns.zero_()
-                try:
-                    losses[head] = float(loss_of(model))
-                finally:
-                    columns.copy_(kept)
+                losses[head] = float(loss_of(model))
+                columns.copy_(kept)
             found.append(losses)
     return found
 
 
-def cheapest(costs: Sequence[Losses], total: int) -> List[int]:
+def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
     """Choose heads of each layer, of sum `total` (or else the nearest below) and the least sum of costs.
 
     `costs` has of each layer: number of heads -> cost; any numbers, there may be gaps. The least sum is not above `total`.
     """
-    best: Dict[int, Tuple[float, List[int]]] = {0: (0.0, [])}  # heads of the layers so far -> (cost, heads of each)
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # heads of the layers so far -> (cost, heads of each)
     for layer in costs:
-        longer: Dict[int, Tuple[float, List[int]]] = {}
+        longer: dict[int, tuple[float, list[int]]] = {}
         for heads, (cost, chosen) in best.items():
             for k, more in layer.items():
                 if heads + k <= total and (heads + k not in longer or cost + more < longer[heads + k][0]):
@@ -133,7 +128,7 @@ def cheapest(costs: Sequence[Losses], total: int) -> List[int]:
     return best[max(best)][1]
 
 
-def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> Dict[str, dict]:
+def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active` heads of each layer), "uniform" and "ramp" of as many heads: dict(active, loss)."""
     before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
     wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
@@ -147,12 +142,12 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> Dict[st
     return found
 
 
-def all_heads_of(model: nn.Module) -> List[HeadBudget]:
+def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     """Return the budgets with which every routed head runs."""
     return [replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)]
 
 
-def groups_of(model: nn.Module) -> List[int]:
+def groups_of(model: nn.Module) -> list[int]:
     """Return how many heads of each layer are chosen together."""
     return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
 
@@ -193,9 +188,8 @@ def work(options) -> None:
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
         what += ", converted with its strongest heads shared"
     model = opened.model
-    layers = head_budget(model)["layers"]
-    routed = [layer["heads"] - layer["shared"] for layer in layers]
-    runs = 1 + sum(2 * r - 1 for r in routed if r)
+    full = all_heads_of(model)
+    runs = 1 + sum(2 * b.candidates - 1 for b in full if b.candidates)
     say(f"{what}: {opened.loss_name} of {options.images} {unit}, about {runs} times")
     say("layer  loss above that of all heads, by the heads that run")
 
@@ -205,27 +199,24 @@ def work(options) -> None:
 
     with Progress("search", runs + 6, "measurement") as progress:  # three budgets are compared, on both halves
 
-        def loss_on(batches: List[dict]) -> LossOf:
-            def loss(model: nn.Module) -> float:
-                found = opened.mean_loss(batches)
-                progress.add()
-                return found
-
+        def measured(batches: list[dict], _: nn.Module) -> float:
+            loss = opened.mean_loss(batches)
+            progress.add()
             return loss
 
-        loss_of = loss_on(searched)
+        loss_of = partial(measured, searched)
         found = search_budget(model, loss_of, options.share, show)
         without = losses_without_heads(model, loss_of)
         compared = compare(model, found.active, loss_of)
-        elsewhere = compare(model, found.active, loss_on(others))
+        elsewhere = compare(model, found.active, partial(measured, others))
     say("layer  loss above that of all heads, without one routed head")
     for number, losses in enumerate(without):
         say_above(number, {head: loss - found.all_heads for head, loss in losses.items()})
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer")
-    total = sum(layer["heads"] for layer in layers)
+    heads = sum(b.heads for b in full)
     for name, budget in compared.items():
         active, there = budget["active"], elsewhere[name]["loss"]
-        row = f"{name:10}{sum(active):6d}{100 * sum(active) / total:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
+        row = f"{name:10}{sum(active):6d}{100 * sum(active) / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
         say(f"{row}  {' '.join(map(str, active))}")
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
@@ -234,7 +225,7 @@ def work(options) -> None:
     lines = [
         f"# {sum(found.active)} heads by python -m moh_vision search: {what}",
         f"# {opened.loss_name} of all heads {found.all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
-        *(f"- {[layer['shared'], k - layer['shared']]}" for layer, k in zip(layers, found.active)),
+        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, found.active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
     say(f'{options.output}: --model.head_budget "$(cat {options.output})"')

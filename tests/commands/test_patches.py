@@ -146,7 +146,7 @@ def test_a_title_says_what_the_model_takes_the_image_for(run):
     opened = patches.open_image(asked, "patches")
     likely = load_run(run / "run").eval()(opened.image[None])[0].softmax(-1)
     predicted = f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %)"
-    assert opened.title() == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
+    assert opened.title == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
     asked.image = str(run / "zero.png")
     assert patches.open_image(asked, "patches").about["true"] is None
 

@@ -142,7 +142,6 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
     "share, kwargs, words",
     [
         (0.3, {}, "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already"),
-        (1.5, {}, "share 1.5 is out of range: above 0, up to 1"),
         (0.5, dict(router="dense", head_budget=None), "has no routed heads"),
         (0.5, dict(router="mae", head_budget=None), "has no routed heads"),
     ],
