@@ -16,7 +16,6 @@ COMMANDS = {
     "head-load": "which heads ran, by class, timestep, text or task",
     "gates": "what the gates of language models do with a text",
     "patches": "which heads each patch of an image runs",
-    "attention-maps": "what each head attends to from one token of an image",
     "budget-curve": "score and latency over the share of active heads",
     "search": "a head budget for a trained model, found without training",
     "macs": "parameters and MACs of a model or preset, beside the papers'",
@@ -49,8 +48,6 @@ def command_of(name: str) -> ModuleType:
             from moh_vision.commands import gates as command
         case "patches":
             from moh_vision.commands import patches as command
-        case "attention-maps":
-            from moh_vision.commands import attention_maps as command
         case "budget-curve":
             from moh_vision.commands import budget_curve as command
         case "search":

@@ -1,4 +1,4 @@
-"""Figures of one image: which heads each patch runs, and what each head attends to."""
+"""Figures of one image: which heads each patch runs."""
 
 import argparse
 import json
@@ -14,9 +14,8 @@ from small_runs import arguments
 
 from moh_vision import load_run
 from moh_vision.__main__ import main
-from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
-from moh_vision.commands import attention_maps, patches
+from moh_vision.commands import patches
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)  # 4 x 6 patches
 
@@ -54,35 +53,6 @@ def test_stages_have_grids_of_their_own():
     assert len(changed) and changed[:, 0].max() <= 2 and changed[:, 1].min() >= 21
 
 
-@pytest.mark.parametrize("token", [None, (3, 4)])
-def test_attention_is_softmaxed_and_of_that_token(token):
-    model, image, inputs = vit(reg_tokens=2), torch.randn(3, 16, 24), []
-    layer = attention_layers(model)[1]
-    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    model(image[None])
-    handle.remove()
-    q, k, _ = layer.qkv(inputs[0][0]).unflatten(-1, (3, 6, 8)).unbind(1)  # [N, H, D]
-    index = 0 if token is None else 3 + 3 * 6 + 4
-    expected = (torch.einsum("hd,nhd->hn", q[index], k) / 8**0.5).softmax(-1)[:, 3:]  # behind class and registers
-    maps = attention_maps.attention_maps(model, image, 1, token)
-    torch.testing.assert_close(maps.attention.flatten(1), expected)
-    routing = layer.router(inputs[0])
-    assert torch.equal(maps.gates, routing.weights[0, index]) and torch.equal(maps.active, routing.active[0, index])
-    assert maps.token == (token or "cls") and maps.shared == 1 and layer.fused_attn
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_attention_of_a_pyramid_is_that_of_its_last_stage():
-    model, image = pyramid(), torch.randn(3, 64, 96)
-    maps = attention_maps.attention_maps(model, image, 4)
-    assert maps.token == (1, 1) and maps.attention.shape == (4, 2, 3)
-    torch.testing.assert_close(maps.attention.sum((1, 2)), torch.ones(4))
-    with pytest.raises(ValueError, match="layer 2: expected 3 to 4"):
-        attention_maps.attention_maps(model, image, 2)
-    with pytest.raises(ValueError, match="token cls: the model has none; expected rows 0 to 1 and columns 0 to 2"):
-        attention_maps.attention_maps(model, image, 4, "cls")
-
-
 def test_figures_have_a_map_per_head_and_mark_what_is_off():
     """Where heads run the map has colour; the image is grey there and elsewhere."""
     model, image, seen = vit(), torch.randn(3, 16, 24), np.full((16, 24, 3), 0.5)
@@ -94,10 +64,6 @@ def test_figures_have_a_map_per_head_and_mark_what_is_off():
     for cell, active in zip(cells[1:], heads.active):
         shown = cell.images[1].to_rgba(cell.images[1].get_array())  # [4, 6, 4]
         assert np.array_equal(shown[..., :3].any(-1), active.numpy())
-    maps = attention_maps.attention_maps(model, image, 0, (1, 2))
-    figure = attention_maps.draw_attention_maps(maps, seen, "title")
-    for cell, active in zip(figure.axes[1:], maps.active):
-        assert ("off" in cell.get_title()) == (cell.images[1].get_cmap().name == "gray") == (not active)
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +80,17 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_the_commands(run, capsys):
+def test_the_command(run, capsys):
     argv = [str(run / "run"), "--image", str(run / "zero.png")]
     assert main(["patches", *argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
-    assert main(["attention-maps", *argv, "--output", str(run / "maps.svg"), "--token", "3,0"]) == 0
     said = capsys.readouterr().out
     file = next(file for name in ("ema", "model") if (file := run / "run" / f"{name}.safetensors").exists())
     assert f"heads of 1 of 2 layers, weights of {file}\n" in said
-    assert f"attention of patch 3,0 in 8 heads of layer 1, weights of {file}\n" in said
-    assert Image.open(run / "heads.png").size[0] > 600 and (run / "maps.svg").read_text().startswith("<?xml")
-    heads, maps = (json.loads((run / name).read_text()) for name in ("heads.json", "maps.json"))
-    (layer,) = heads["layers"]
+    assert Image.open(run / "heads.png").size[0] > 600
+    (layer,) = json.loads((run / "heads.json").read_text())["layers"]
     gates = np.array(layer["gates"], dtype=float)  # null where a head does not run
     assert gates.shape == (8, 4, 4) and np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
     np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
-    gates = gates[:, 3, 0]  # the same layer and patch
-    np.testing.assert_allclose(np.array(maps["gates"], dtype=float), gates)
-    assert np.array(maps["attention"]).shape == (8, 4, 4) and maps["token"] == [3, 0]
 
 
 def test_layers_that_leave_heads_out_are_drawn(run, tmp_path, capsys):
@@ -163,9 +123,6 @@ MISTAKES = {
     "patches RUN --image IMAGE --model.depth 3": "model.depth has no effect",
     "patches x --model.name dit_small_patch2 --image IMAGE": "x is a diffusion model; expected a class",
     "patches no_such --image IMAGE": "no_such: neither a run, a file of weights, nor a registered model",
-    "attention-maps RUN --image IMAGE --layer 2": "layer 2: expected 0 to 1",
-    "attention-maps RUN --image IMAGE --token 4,0": "token 4,0: expected rows 0 to 3 and columns 0 to",
-    "attention-maps RUN --image IMAGE --token 4": "--token 4: expected cls, or ROW,COLUMN of a patch",
 }
 
 
