@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_form_of_a_run_is_the_same_model(runs, name):
+def test_every_form_of_a_run_is_the_same_model(runs, name, monkeypatch):
     run, kind = runs / name, KINDS[name]
     opened = moh_vision.open_run(run)
     assert opened.kind == kind == kind_of(run) and not opened.model.training
@@ -52,6 +52,9 @@ def test_every_form_of_a_run_is_the_same_model(runs, name):
     inputs, named = opened.example()
     with torch.no_grad():
         opened.model(*inputs, **named)
+    monkeypatch.chdir(run / "checkpoints" / "step_1")
+    earlier = moh_vision.open_run("model.safetensors")
+    assert earlier.metadata["step"] == 1 and not same(earlier.model, opened.model)
 
 
 def test_weights_alone_say_their_kind(runs, tmp_path):

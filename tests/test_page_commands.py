@@ -144,38 +144,16 @@ def stand_ins(tmp_path_factory):
             arguments(kind, root / name, 2, 2, "--data.root", root / "photos", "--data.img_size", 8, *more)
         )
     encode = importlib.import_module("moh_vision.diffusion.latents.__main__").main
-    assert not encode(
-        [
-            "--vae",
-            vae,
-            "--data",
-            str(root / "photos"),
-            "--out",
-            str(root / "latents"),
-            "--size",
-            "256",
-            "--batch-size",
-            "4",
-        ]
-    )
+    assert not encode(f"--vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4".split())
     texts = write_pairs(root / "texts")
     for file in list(texts.glob("val.*")):
         shutil.copyfile(file, file.with_name(file.name.replace("val", "valid", 1)))  # configurations name either
-    places = dict.fromkeys(("IMAGENET", "PHOTOS", "ROOT", "IMAGE_OR_FOLDER"), root / "photos") | {
-        "LATENTS": root / "latents"
-    }
-    places |= {
-        "TEXTS": texts,
-        "PHOTOS/train": root / "photos/train",
-        "PHOTOS/val": root / "photos/val",
-    }
-    places |= {
-        "SAMPLES": root / "photos/train/cat",
-        "REFERENCE": root / "photos/train/dog",
-        "IMAGE.jpg": root / "photos/val/cat/0.jpg",
-        "stabilityai/sd-vae-ft-ema": vae,
-    }
-    places |= {"OTHER_RUN": root / "other", "CLASSES": root / "classes", "SHARDS": "SHARDS"}
+    photos = root / "photos"
+    places = dict.fromkeys(("IMAGENET", "PHOTOS", "ROOT", "IMAGE_OR_FOLDER"), photos)
+    places |= {"LATENTS": root / "latents", "TEXTS": texts, "CLASSES": root / "classes", "OTHER_RUN": root / "other"}
+    places |= {"PHOTOS/train": photos / "train", "PHOTOS/val": photos / "val", "IMAGE.jpg": photos / "val/cat/0.jpg"}
+    places |= {"SAMPLES": photos / "train/cat", "REFERENCE": photos / "train/dog", "stabilityai/sd-vae-ft-ema": vae}
+    places["SHARDS"] = "SHARDS"
     return {"folder": root, **{name: str(place) for name, place in places.items()}}
 
 
@@ -190,12 +168,8 @@ def filled(name, words, places):
         words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
     if "LATENTS" in words and name.endswith("diffusion.train"):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
-    known = {
-        **places,
-        "RUN": run,
-        "DIT": str(places["folder"] / "dit"),
-        "LATENTS": "new" if name.endswith("latents") else places["LATENTS"],
-    }
+    known = {**places, "RUN": run, "DIT": str(places["folder"] / "dit")}
+    known["LATENTS"] = "new" if name.endswith("latents") else places["LATENTS"]
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:
         words[words.index("--extractor") + 1] = str(places["folder"] / "cls")

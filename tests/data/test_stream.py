@@ -218,17 +218,8 @@ SMALL = "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_siz
 def options(kind, output, *more):
     name = dict(cls="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")[kind]
     patch = ["--model.patch_size", "4"] if kind == "cls" else ["--model.head_budget", "0.5"]
-    return [
-        "--model.name",
-        name,
-        *patch,
-        *SMALL.split(),
-        "--output",
-        output,
-        "--data.exact_order",
-        "false",
-        *map(str, more),
-    ]
+    given = ["--model.name", name, *patch, *SMALL.split(), "--output", output]
+    return [*given, "--data.exact_order", "false", *map(str, more)]
 
 
 def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
