@@ -131,18 +131,13 @@ def stand_ins(tmp_path_factory):
         (root / "classes" / name).mkdir(parents=True)
         for i in range(60):  # enough that a tenth is not nothing
             Image.new("RGB", (8, 8), (4 * i, 0, 0)).save(root / "classes" / name / f"{i}.jpg")
-    vae = save_tiny_vae(
-        root / "vae",
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=(8,) * 4,
-    )
+    blocks = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
+    vae = save_tiny_vae(root / "vae", **blocks, block_out_channels=(8,) * 4)
     three = ("--model.depth", 3)  # pages name layer 2
     for name, kind, *more in (("cls", "cls", *three), ("other", "cls", *three, "--seed", 1), ("dit", "dit")):
         module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
-        assert not module.main(
-            arguments(kind, root / name, 2, 2, "--data.root", root / "photos", "--data.img_size", 8, *more)
-        )
+        data = ("--data.root", root / "photos", "--data.img_size", 8)
+        assert not module.main(arguments(kind, root / name, 2, 2, *data, *more))
     encode = importlib.import_module("moh_vision.diffusion.latents.__main__").main
     assert not encode(f"--vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4".split())
     texts = write_pairs(root / "texts")

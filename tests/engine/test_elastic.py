@@ -19,16 +19,8 @@ ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constan
 
 
 def small_model(**kwargs):
-    return timm.create_model(
-        "moh_vit_tiny_patch16_224",
-        img_size=8,
-        patch_size=4,
-        embed_dim=32,
-        depth=3,
-        num_heads=8,
-        num_classes=3,
-        **kwargs,
-    )
+    sizes = dict(img_size=8, patch_size=4, embed_dim=32, depth=3, num_heads=8, num_classes=3)
+    return timm.create_model("moh_vit_tiny_patch16_224", **sizes, **kwargs)
 
 
 def active(model):

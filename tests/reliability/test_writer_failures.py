@@ -179,19 +179,17 @@ def test_a_folder_that_turns_read_only(training, readable, monkeypatch):
     assert sums(run) == before and hidden(run) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "shards --in IMAGES --out /proc/x",
-        "latents --data IMAGES --out /proc/x --vae /no/vae",
-        "tokenise /no.txt --tokenizer /no.json --out /proc/x",
-        "fidelity IMAGES IMAGES --out /proc/x.json",
-        "curves RUN --output /proc/x.png",
-        "report RUN --output /proc/x.html",
-        "publish RUN --output /proc/x",
-        "predict RUN IMAGE --output /proc/x.csv",
-    ],
-)
+WRITERS = """shards --in IMAGES --out /proc/x
+latents --data IMAGES --out /proc/x --vae /no/vae
+tokenise /no.txt --tokenizer /no.json --out /proc/x
+fidelity IMAGES IMAGES --out /proc/x.json
+curves RUN --output /proc/x.png
+report RUN --output /proc/x.html
+publish RUN --output /proc/x
+predict RUN IMAGE --output /proc/x.csv"""
+
+
+@pytest.mark.parametrize("line", WRITERS.splitlines())
 def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_path, capsys, line):
     """Permissions do not tell of it: for root all are there."""
     write_folder(tmp_path / "IMAGES")
