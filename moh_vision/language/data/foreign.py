@@ -1,4 +1,4 @@
-"""Vocabularies that this package did not make: a tokenizer.json of Hugging Face, or a number of tokens alone."""
+"""Vocabularies from elsewhere: a tokenizer.json of Hugging Face, or only a number of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moh_vision.engine.io import write_whole
 from moh_vision.language.data.vocabulary import MASK, SPECIALS, Vocabulary, read_json
 
 COMPANION = "tokenizer_config.json"
-# Where no tokenizer_config.json says it: what LLaMA, GPT-2 and those that came after call them.
+# Used without a tokenizer_config.json: the names in LLaMA, GPT-2 and their successors.
 NAMES = {
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
@@ -24,10 +24,10 @@ MAX_TOKENS = 1 << 24
 
 
 class ForeignVocabulary:
-    """Reads a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
+    """Reads a tokenizer.json, such as LLaMA's or GPT's, and the tokenizer_config.json beside it, if any.
 
-    A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end.
-    What looks like a special token in a text is text.
+    Encodes as the tokenizer does, with its first tokens (LLaMA's bos), and appends eos.
+    Special tokens in a text are read as text.
 
     Args:
         data: the bytes of tokenizer.json.
@@ -71,7 +71,7 @@ class ForeignVocabulary:
         return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:
-        """Write the file it came from, and beside it what transformers' AutoTokenizer asks for."""
+        """Write the source file, and the files that transformers' AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
         write_companion(Path(path).with_name(COMPANION), {k: v for k, v in self.names.items() if v})
 
@@ -97,7 +97,7 @@ class ForeignVocabulary:
 
 
 class NumberedVocabulary:
-    """A vocabulary of `size` tokens of which nothing else is known, for text that comes as ids."""
+    """A vocabulary of `size` tokens that are known only as ids."""
 
     kind, lowercase, specials, bos, eos, pad = "numbers", False, 0, None, None, None
 
@@ -124,7 +124,7 @@ AnyVocabulary = Union[Vocabulary, ForeignVocabulary, NumberedVocabulary]
 
 
 def write_companion(path: Path, names: Dict[str, str]) -> None:
-    """The tokenizer_config.json that AutoTokenizer needs beside a tokenizer.json; `names`: token by role."""
+    """Write the tokenizer_config.json that AutoTokenizer needs; `names`: token by role."""
     about = dict(tokenizer_class="PreTrainedTokenizerFast", **names)
     write_whole(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n", shared=True)
 
@@ -135,8 +135,8 @@ def load_vocabulary(path: Path) -> AnyVocabulary:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to
-    refuse."""
+    """Whether a tokenizer.json begins with our special tokens. True for invalid JSON, which `Vocabulary`
+    refuses."""
     data = read_json(path)
     try:
         content = json.loads(data)
@@ -160,7 +160,7 @@ def _check(content) -> None:
 
 
 def _companion(path: Path) -> Dict[str, str]:
-    """Token by role of the tokenizer_config.json beside a tokenizer.json; empty if there is none."""
+    """Read the tokens by role from the tokenizer_config.json beside a file; empty without one."""
     file = Path(path).with_name(COMPANION)
     if not file.is_file():
         return {}

@@ -42,11 +42,11 @@ class TextInputs:
         data: a `TextDataConfig`.
         cache_dir: folder of caches.
         seed: of the run.
-        tokenizer: run or tokenizer.json whose vocabularies are used; None: they are made from the training split.
-        training: whether there is something to train; else the training split is not opened, and need not be there.
+        tokenizer: run or tokenizer.json with the vocabularies; None: made from the training split.
+        training: False: the training split is not opened, and may be missing.
 
     Attributes:
-        vocabularies: of source and target, twice the same if there is one.
+        vocabularies: source and target; the same twice for one.
         train, val, test: data sets; train and test may be None.
     """
 
@@ -62,12 +62,12 @@ class TextInputs:
         self.test = self.dataset(data.test) if data.test else None
 
     def sources(self) -> List[Tuple[str, str, float]]:
-        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
+        """Return (name, root, weight) of each training source: data.mixture, or data.root alone."""
         d = self.data
         return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
 
     def scored_files(self) -> str:
-        """Name the files of the validation and test set, as they were found for data.val and data.test."""
+        """Name the files found for data.val and data.test."""
         d, found = self.data, []
         trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
         for key, title in (("val", "validation"), ("test", "test")):
@@ -82,11 +82,11 @@ class TextInputs:
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
-        """Record that a resumed run must match: the text, and for translation the micro-batches of a step."""
+        """Record what a resumed run must match: the text, and for translation micro-batches per step."""
         return dict(train=self.fingerprint())
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies beside the weights, as `data.tokenizer` finds them, and the record. A step has
+        """Save the vocabularies beside the weights, for `data.tokenizer`, and the record. A step has
         `micro_batches` over all processes.
         """
         source, target = self.vocabularies
@@ -96,7 +96,7 @@ class TextInputs:
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
-        """Raise ValueError, in one line, unless a run that goes on would go on with what it began with."""
+        """Raise ValueError, in one line, unless the run can resume with its first settings."""
         try:
             began = json.loads((run / RECORD).read_text())
         except (OSError, ValueError):
@@ -130,7 +130,7 @@ class TextInputs:
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def texts(self) -> List[Tuple[str, object]]:
-        """Names and data sets of the texts whose head load is told apart, the validation set first."""
+        """Return names and data sets of the texts with a head load each, the validation set first."""
         return [(self.data.val, self.val)]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
@@ -172,7 +172,7 @@ class TranslationInputs(TextInputs):
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
         d, pair = self.data, self.pair(split)
         source, target = (encoded(*side, self.cache_dir) for side in zip(pair, self.vocabularies))
-        # Pairs are checked only now, because encoding reads no text where both sides were encoded before.
+        # Check pairs here, because cached encodings read no text.
         if len(source) != len(target) or (np.minimum(source.lengths, target.lengths) < 2).any():
             pair.check(d.allow_empty)
         if not training:
@@ -187,7 +187,7 @@ class TranslationInputs(TextInputs):
         return dict(vocab_size=len(source), **({} if target is source else dict(target_vocab_size=len(target))))
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
-        """See `TokenBatches`: accumulation, rank, world, start, stop; as many sentences as data.max_tokens allows."""
+        """See `TokenBatches`: accumulation, rank, world, start, stop; data.max_tokens limits sentences."""
         return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
 
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
@@ -198,11 +198,11 @@ class TranslationInputs(TextInputs):
         return " ".join(side.fingerprint() for side in self.pair(self.data.train))
 
     def record(self, micro_batches: int) -> dict:
-        # How many sentences are in a step follows from its micro-batches; blocks are shared out among them instead.
+        # Micro-batches decide how many sentences a step has; blocks are shared out among them instead.
         return dict(super().record(micro_batches), micro_batches=micro_batches)
 
     def references(self, split: str, pairs: ParallelTokens) -> List[str]:
-        """The target's lines of a split's pairs, as they stand in the file, or in lower case if the vocabulary is."""
+        """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
         found = [lines[number] for number in pairs.numbers]
         return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
@@ -262,7 +262,7 @@ class MaskedInputs(BlockInputs):
 
 
 class CausalInputs(BlockInputs):
-    """For causal language models: text, or token ids; from one place, or from weighted sources."""
+    """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     load = staticmethod(load_vocabulary)
 
@@ -338,8 +338,8 @@ class CausalInputs(BlockInputs):
         return made
 
     def texts(self) -> List[Tuple[str, CausalWindows]]:
-        """As everywhere; and of each source of data.mixture the first training tokens, as many as the validation set
-        has."""
+        """As in the base class; with data.mixture also the first training tokens of each source, as
+        many as in validation."""
         found = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.texts):
@@ -352,7 +352,7 @@ class CausalInputs(BlockInputs):
         texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]
         found = []
         for (_, root, _), text in zip(self.sources(), texts, strict=True):
-            # Of ids those that are open already; of text the text, for its cache is made from it.
+            # Ids are already open; for text take the lines, from which the cache is made.
             ids = isinstance(text.tokens, (TokenFiles, TokenShards))
             found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
         return " ".join(found)
@@ -383,8 +383,8 @@ INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # 
 
 
 def tokenizer_of(config, resumed: bool) -> Optional[str]:
-    """Return the place of a run's vocabulary, or None if it is made from the text: the run's own folder if it
-    resumes, data.tokenizer, or the folder of the weights that it starts from (init_from or model.pretrained).
+    """Return the path of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder
+    of the first weights (init_from or model.pretrained). None: make it from the text.
     """
     d = config.data
     if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):

@@ -39,8 +39,8 @@ class TextFile:
 
 
 def raw_lines(path: Path, most: int, what: str) -> Iterator[Tuple[int, bytes, int]]:
-    """Yield (number of the line, line, bytes of the file read so far); the file is unpacked if its name ends in .gz.
-    A line has at most `most` bytes; messages say that `what` is expected on it.
+    """Yield (line number, line, bytes of the file read so far). A name that ends in .gz is unpacked.
+    A line has at most `most` bytes; messages call its content `what`.
     """
     number = 0
     with open(path, "rb") as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:

@@ -1,12 +1,12 @@
-"""Text that comes as token ids in plain files: .bin, .npy, and this package's own token caches.
+"""Text as token ids in plain files: .bin, .npy, and this package's own token caches.
 
-    SPLIT.bin               little-endian uint16 or uint32, nothing before or behind; SPLIT.json beside it says which
+    SPLIT.bin               little-endian uint16 or uint32, no header; SPLIT.json beside it says which
     SPLIT.npy               one vector of whole numbers
     SPLIT.tokens.safetensors    see `token_cache`
 
-or SPLIT-*.bin and so on, one after the other by name. Nothing is unpickled, and nothing is read into memory as a
-whole. SPLIT.json (optional but for .bin) may say: dtype; eos, the id behind every text; tokens, how many there are;
-largest, the largest id; words; tokenizer, the sha256 of the tokenizer.json. `tokenise` writes all of them.
+or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read into memory as a whole.
+SPLIT.json (optional but for .bin) may have: dtype; eos, the id that ends a text; tokens, their number;
+largest, the largest id; words; tokenizer, the sha256 of tokenizer.json. `tokenise` writes all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.language.data.token_cache import TokenCache
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # what a sidecar may say, and the least of it
+WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # keys of a sidecar, and their least values
 AT_ONCE = 1 << 24  # ids
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a fingerprint
 
@@ -41,9 +41,9 @@ class About(NamedTuple):
 
 
 class TokenFiles:
-    """The ids of a split's files, all of one kind. `ids` has a length and takes slices; `eos` ends every text,
-    `words` is for perplexity per word, None: not known; `tokenizers` are the sha256 of every tokenizer.json that a
-    file names.
+    """Token ids of a split's files, all of one kind. `ids` has a length and takes slices; `eos` ends every
+    text; `words` (None: unknown) is for perplexity per word; `tokenizers` are the sha256 of the files'
+    tokenizer.json.
     """
 
     def __init__(self, paths: Sequence[Path], dtype: Optional[str] = None):
@@ -65,9 +65,9 @@ class TokenFiles:
         return TokenFiles, (self.paths, self.dtype)  # a pickled memory map would be a copy
 
     def check_ids(self, size: int, cache_dir: str) -> None:
-        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens does not have.
+        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks.
 
-        A file that does not say its largest id is read once; that is remembered by its size and time.
+        A file without its largest id is read once; the result is kept by the file's size and time.
         """
         for path, ids, about in zip(self.paths, self.parts, self.abouts):
             if about.largest is not None and ids.dtype.kind == "u":
@@ -85,7 +85,7 @@ class TokenFiles:
         raise IndexError(place)
 
     def fingerprint(self) -> str:
-        """sha256 of sizes and of 64 pieces of every file: a file of terabytes is not read as a whole."""
+        """Hash sizes and 64 pieces of every file: terabytes are not read as a whole."""
         digest = hashlib.sha256()
         for path, ids in zip(self.paths, self.parts):
             digest.update(json.dumps([path.name, ids.dtype.str, len(ids)]).encode())

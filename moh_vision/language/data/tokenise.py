@@ -31,7 +31,7 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
 def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
-    """Make the .bin files of some files of documents in `out`, where they are not there yet, and return them.
+    """Write .bin files of token ids to `out`, skip those already there, and return all paths.
     `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
     """
     refuse_unwritable("--out", out)
@@ -109,8 +109,8 @@ def form_of(path: Path) -> str:
 
 
 def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
-    """Yield (text, bytes of the file read so far) of every document that is not empty. A line is a document (.txt;
-    blanks at either end do not count), or an object with the text under `key` (.jsonl, .json).
+    """Yield (text, bytes of the file read so far) of every document that is not empty: a stripped line
+    (.txt), or the text under `key` of an object a line (.jsonl, .json).
     """
     plain = form_of(path) == ".txt"
     for number, line, position in raw_lines(path, MAX_LINE, "document"):

@@ -1,4 +1,4 @@
-"""What the gates of a text model do with a text: entropy, load of the experts, and the tokens that they prefer.
+"""Statistics of a text model's gates: entropy, load of the experts, and the tokens that they prefer.
 
 Peng 2020 (MAE), section 5.1 and tables 6 and 8; Zhang 2022 (MoA), table 4.
 """
@@ -25,7 +25,7 @@ from moh_vision.language.data.vocabulary import Vocabulary
 
 
 class GateStatistics:
-    """Add up what the gates of some layers did with the tokens that they all read.
+    """Add up the gates of some layers that read the same tokens.
 
     A gate is a distribution over experts, for a token, or for a sequence (MAE, unless causal). It
     attributes this to its k most probable experts, as the router does; MAE, which mixes all, to one.
@@ -38,9 +38,9 @@ class GateStatistics:
             if not 1 <= k <= E:
                 raise ValueError(f"layer {layer} has no gate: it chooses {k} of {E} experts")
         self.entropies = torch.zeros(len(self.experts), dtype=torch.float64)  # [layers], sums in nats
-        self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # how many those are sums of
+        self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # their counts
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
-        # How often each expert of the first layer, at which the papers look, was attributed each token: [V, E].
+        # Attributions of each token to each expert of the first layer, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
     @classmethod
@@ -54,7 +54,7 @@ class GateStatistics:
         return cls(experts, attributed, vocab_size)
 
     def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add a batch: statistics of those layers, ids [B, N], and True where these are padding."""
+        """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
         real = torch.ones_like(tokens, dtype=torch.bool) if padding_mask is None else ~padding_mask.cpu()  # [B, N]
@@ -208,9 +208,9 @@ def report_gates(
 def read_gates(
     model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
 ) -> list[GateReading]:
-    """Read what gates do with this process's share of a data set; return that of all processes.
+    """Read the gates on this process's share of a data set; return all processes' results.
 
-    It is empty for a model without gates. The model is left in eval mode.
+    Empty for a model without gates. Leaves the model in eval mode.
     """
     readings = gated_layers(model, vocabularies)
     if not readings:
@@ -233,9 +233,9 @@ def read_gates(
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
-    """Return the layers that have a gate in use, by part and by what it reads; nothing is read yet.
+    """Return the layers that use a gate, by part and by the text that it reads, without counts.
 
-    The encoder is a part of its own: Peng 2020, section 5.1, looks at the encoders alone.
+    The encoder is its own part: Peng 2020, section 5.1, looks at encoders alone.
     """
     translates = hasattr(model, "encoder")
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]

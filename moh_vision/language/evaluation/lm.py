@@ -97,7 +97,7 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
     try:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # as torch has them for a name, and for a backend that is not built
+    except (RuntimeError, AssertionError) as error:  # torch's, for a wrong name and for a backend not built
         raise ValueError(f"--device {asked}: {reason_of(error)}") from None
     return device
 
