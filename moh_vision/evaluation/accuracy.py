@@ -40,9 +40,9 @@ def evaluate(
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-    """The label of each image that its logits are highest for: an image may have several that are right.
+    """Return the most likely of each image's labels, of which several may be right.
 
-    One of them is among the best k classes if and only if this one is.
+    Some label is among the best k classes if and only if this one is.
 
     Args:
         logits: [B, classes].

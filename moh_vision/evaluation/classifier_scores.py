@@ -14,19 +14,19 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 
 @torch.no_grad()
 def score_with_classifier(classifier, generated: Iterable[dict], reference: Iterable[dict], device) -> dict:
-    """Score samples batch by batch; only the moments of their features are kept, F x F numbers.
+    """Score samples batch by batch; only moments of their features are kept, F x F numbers.
 
     Args:
         classifier: a timm model in eval mode, trained on the same classes.
-        generated: batches of samples, dicts with images [B, C, h, w], normalised for the classifier, and labels [B], the
-            classes asked for.
+        generated: batches of samples, dicts with images [B, C, h, w], normalised for the classifier, and
+            labels [B], the requested classes.
         reference: batches of real images and their labels.
         device: where to compute.
 
     Returns:
-        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): the shares of
-        images that the classifier takes for their class; the distance between Gaussians fitted to its features, or
-        None where there are not more images than features.
+        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): shares of
+        images classified as their class; the distance between Gaussians fitted to the features, or None
+        with no more images than features.
     """
 
     def run(batches: Iterable[dict]):

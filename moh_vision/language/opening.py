@@ -1,4 +1,4 @@
-"""Opening a language model: a run, or a folder of transformers that publish or save_pretrained wrote."""
+"""Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moh_vision.language.models.weights import pretrained_model, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
-WORDS = 10  # of the source and of the target whose translation is counted, as in Zhang 2022, table 1
+WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
 
 
 class OpenedText(Opened):
-    """A language model. Its `config` is the `LanguageConfig` of its run; None: a folder of transformers, without data."""
+    """A language model. `config` is its run's `LanguageConfig`, or None for a transformers folder without data."""
 
     kind, unit, loss_name = "text", "blocks", "nats per token"
     scored_on = "{c.data.root}, {c.data.val}"

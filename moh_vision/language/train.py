@@ -100,12 +100,12 @@ def train(run: Run) -> None:
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():
-        with run.errors(every_rank=True, code=1):  # text that has changed, or ids that are none
+        with run.errors(every_rank=True, code=1):  # changed text, or invalid ids
             own = [
                 send_to_device(batch, accelerator.device, non_blocking=True) for batch in islice(stream, o.accumulation)
             ]
-        # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
-        # step's loss is the mean over all its labels.
+        # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
+        # mean over all its labels.
         labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
         run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
@@ -126,7 +126,7 @@ def train(run: Run) -> None:
 
 
 def keep_weights(run: Run) -> None:
-    """Write OUTPUT/weights/step_N, a model of transformers with its tokenizer; every process calls it."""
+    """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
     folder = run.folder / "weights" / f"step_{run.done}"
     main = run.accelerator.is_main_process
     if main:
@@ -138,7 +138,7 @@ def keep_weights(run: Run) -> None:
 
 
 def final_evaluation(run: Run, text, evaluate) -> None:
-    """Score the weights that the configuration means, and write results.json; every process calls it."""
+    """Score the configured final weights and write results.json; every process calls it."""
     if run.best.exhausted:
         looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")

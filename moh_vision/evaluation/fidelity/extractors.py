@@ -1,4 +1,4 @@
-"""Networks that turn uint8 images into features: Inception as FID means it, timm models, or what the caller hands in."""
+"""Networks from uint8 images to features: FID's Inception, timm models, or the caller's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Extractor(nn.Module):
 
     Attributes:
         name: in results.
-        published: whether this is the Inception of FID with its published weights: only then are scores called FID, sFID,
+        published: whether it is FID's Inception with the published weights, for scores called FID, sFID,
             IS and KID.
         weights_sha256: of the file or the parameters.
     """
@@ -43,10 +43,10 @@ class Extractor(nn.Module):
 
 
 class Inception(Extractor):
-    """torch-fidelity's Inception, with TensorFlow's resizing: features of FID, sFID, IS in one pass.
+    """torch-fidelity's Inception with TensorFlow's resizing: features of FID, sFID, IS in one pass.
 
-    pooled: pool 2048. spatial: the first 7 channels of the 1 x 1 branch of Mixed_6d, 17 x 17, flattened position by
-    position, 2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
+    pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
+    2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
 
     Args:
         weights: path of the .pth file; None: torch-fidelity's own, fetched once.
@@ -69,7 +69,7 @@ class Inception(Extractor):
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
             ) from None
-        # One and a half times faster on a CPU (docs/guides/scores.md); the numbers change by 1e-6.
+        # 1.5 times faster on a CPU (docs/guides/scores.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
         self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
@@ -88,14 +88,14 @@ class Inception(Extractor):
 class TimmExtractor(Extractor):
     """The penultimate features of a timm model, and its logits if it has classes.
 
-    Images are resized and normalised as its pretrained_cfg says. The whole image is resized, without a crop.
+    Whole images are resized, without a crop, and normalised as its pretrained_cfg says.
 
     Args:
         model: a classifier of timm's, or of ours.
         name: of the model.
         weights_sha256: of its weights; None: hashed from the parameters.
-        img_size: height and width that images are resized to, a number or a pair; None: those of the model's
-            patch_embed, or of its pretrained_cfg.
+        img_size: height and width that images are resized to, a number or a pair; None: from patch_embed or
+            pretrained_cfg.
     """
 
     def __init__(
@@ -147,11 +147,11 @@ class ModuleExtractor(Extractor):
 
 
 def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional[Union[str, Path]] = None) -> Extractor:
-    """The extractor that `score` means.
+    """Make the extractor for `score`.
 
     Args:
-        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves a model for
-            the hub), either with "@SIZE" behind it for another image size; a classification run, an `Extractor`, or any
+        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
+            hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any
             module from uint8 images to features.
         inception_weights: path; see `Inception`.
 
@@ -249,9 +249,9 @@ def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
 
 
 def _only_tensors(data: bytes) -> io.BytesIO:
-    """The bytes of a .pth file, as a file that holds its tensors and nothing else.
+    """Copy a .pth file's bytes, keeping only its tensors.
 
-    torch-fidelity's network reads its weights with free unpickling; so it is given what was read here without it.
+    torch-fidelity unpickles its weights freely, so it gets a copy that was read safely here.
     """
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(type(v) is Tensor for v in state.values()):

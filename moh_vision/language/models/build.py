@@ -19,8 +19,8 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
-    """Return the model, and what exported weights say of how it was made. A resumed pre-trained model is built from
-    the config in config.output, without its weights, as a checkpoint will be loaded.
+    """Return the model, and the notes of its making for exported weights. A resumed pre-trained model is built from
+    config.output without weights, because a checkpoint follows.
     """
     m = config.model
     if m.pretrained:
@@ -42,7 +42,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
                 if about is not None:
                     setattr(about, name, number)
     if config.checkpointing:
-        # Not reentrant: that kind loses what is not a plain tensor, such as routing statistics.
+        # Not reentrant: reentrant checkpointing loses routing statistics.
         older = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", older)
         enable(dict(use_reentrant=False))
@@ -50,8 +50,8 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Raise ValueError if a token of the vocabulary has another number than in the folder of model.pretrained, as far as that
-    has a tokenizer: the model would read other words than it learnt."""
+    """Raise ValueError if the vocabulary numbers a token otherwise than a tokenizer in model.pretrained:
+    the model would read other words than it learnt."""
     file = Path(config.model.pretrained, TOKENIZER)
     if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
         return
