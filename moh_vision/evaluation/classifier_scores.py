@@ -32,10 +32,12 @@ def score_with_classifier(classifier, generated: Iterable[dict], reference: Iter
     def run(batches: Iterable[dict]):
         moments, right, count = None, 0, 0
         for batch in batches:
-            features = classifier.forward_head(classifier.forward_features(batch["images"].to(device)), pre_logits=True)
+            features = classifier.forward_features(batch["images"].to(device))
+            features = classifier.forward_head(features, pre_logits=True)
             moments = moments or Moments(features.shape[1])
             moments.add(features)  # [B, F]
-            right += int((classifier.get_classifier()(features).argmax(-1).cpu() == batch["labels"]).sum())
+            labels = classifier.get_classifier()(features).argmax(-1)
+            right += int((labels.cpu() == batch["labels"]).sum())
             count += len(features)
         return right / count, count, moments.result()
 

@@ -54,7 +54,8 @@ class OpenedText(Opened):
         if 2 * count > total:
             raise ValueError(f"--images {count}: these and as many others are needed, {d.train} has {total} blocks")
         numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
-        starts, halves = range(0, count, size), (numbers[::2], numbers[1::2])
+        starts = range(0, count, size)
+        halves = (numbers[::2], numbers[1::2])
         return tuple(list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves)
 
     def inputs(self, batch: dict) -> Tensor:
@@ -69,7 +70,8 @@ class OpenedText(Opened):
             return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
 
     def _validation(self) -> Tuple[List[dict], Callable[[dict], Tensor]]:
-        text, task = self.text(), LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
+        text = self.text()
+        task = LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
 
         def losses(batch: dict) -> Tensor:
             with self.accelerator.autocast():
@@ -79,7 +81,8 @@ class OpenedText(Opened):
 
     def scores(self) -> dict:
         batches, losses = self._validation()
-        return perplexity(losses, Progress.over(batches, "scoring"), self.accelerator.device, lambda total: total)
+        batches = Progress.over(batches, "scoring")
+        return perplexity(losses, batches, self.accelerator.device, lambda total: total)
 
     def forward(self) -> Tuple[Callable[[], Tensor], int]:
         batches, losses = self._validation()
@@ -106,8 +109,10 @@ def open_run(
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = pretrained_model(path).to(device or "cpu").eval()
-        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
-    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
+        about = dict(architecture=model.config.model_type, weights=str(path))
+        return OpenedText(None, model, about)
+    arguments = ["--config", str(folder / "config.yaml"), *options]
+    config = parse_config(LanguageConfig, arguments, command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

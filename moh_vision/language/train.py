@@ -51,7 +51,8 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
-    cache, tokenizer = str(Path(run.index_dir, "text")), tokenizer_of(config, bool(checkpoint))
+    cache = str(Path(run.index_dir, "text"))
+    tokenizer = tokenizer_of(config, bool(checkpoint))
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
 
@@ -101,12 +102,12 @@ def train(run: Run) -> None:
         run.save()
     for step in run.steps():
         with run.errors(every_rank=True, code=1):  # changed text, or invalid ids
-            own = [
-                send_to_device(batch, accelerator.device, non_blocking=True) for batch in islice(stream, o.accumulation)
-            ]
+            micro = islice(stream, o.accumulation)
+            own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
         # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
         # mean over all its labels.
-        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
+        labels = sum((batch["labels"] != -100).sum() for batch in own).float()
+        labels = accelerator.reduce(labels, "sum")
         run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
             v = dict(run.averages(), epoch=batches.epoch(step))
@@ -133,7 +134,8 @@ def keep_weights(run: Run) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file in (*run.folder.glob("*config.json"), *run.folder.glob("*tokenizer.json")):
             shutil.copyfile(file, folder / file.name)
-    export_weights(run.model, folder / "model.safetensors", dict(run.metadata, step=run.done), write=main)
+    metadata = dict(run.metadata, step=run.done)
+    export_weights(run.model, folder / "model.safetensors", metadata, write=main)
     run.log.pause()
 
 

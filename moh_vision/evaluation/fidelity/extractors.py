@@ -64,7 +64,8 @@ class Inception(Extractor):
         data = file.read_bytes()
         self.weights_sha256 = hashlib.sha256(data).hexdigest()
         try:
-            network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
+            outputs = ["2048", "logits_unbiased"]
+            network = FeatureExtractorInceptionV3("inception", outputs, _only_tensors(data))
         except Exception as error:  # damaged files make many kinds
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
@@ -109,7 +110,8 @@ class TimmExtractor(Extractor):
         self.model, self.name = model.eval(), name
         cfg = getattr(model, "pretrained_cfg", None) or {}
         shape = cfg.get("input_size", (3, 224, 224))
-        size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
+        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        size = img_size or own or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
         self.classifies = bool(getattr(model, "num_classes", 0))
@@ -124,7 +126,8 @@ class TimmExtractor(Extractor):
         if self.channels == 1:
             x = x.mean(1, keepdim=True)
         if tuple(x.shape[2:]) != self.size:
-            x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
+            x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True)
+            x = x.clamp(0, 1)
         hidden = self.model.forward_features((x - self.mean) / self.std)
         logits = self.model.forward_head(hidden).float() if self.classifies else None
         return Extracted(self.model.forward_head(hidden, pre_logits=True).float(), logits=logits)
@@ -168,7 +171,8 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional
         )
     if Path(extractor).exists():
         model, about = from_run(extractor, "classifier")
-        name, img_size = f"{about['architecture']} of {about['weights']}", about["arguments"].get("img_size")
+        name = f"{about['architecture']} of {about['weights']}"
+        img_size = about["arguments"].get("img_size")
         return TimmExtractor(model, name, img_size=img_size)
     if not extractor.startswith("timm:"):
         raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
@@ -219,7 +223,8 @@ def parameters_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -108,7 +108,8 @@ class ScoredFolder:
 
 
 def _collect(first: int, pending: list) -> Batch:
-    return first, torch.from_numpy(np.stack([future.result() for future in pending])).permute(0, 3, 1, 2)
+    images = np.stack([future.result() for future in pending])
+    return first, torch.from_numpy(images).permute(0, 3, 1, 2)
 
 
 class SourceImages:
@@ -124,7 +125,8 @@ class SourceImages:
     """
 
     def __init__(self, source, name: str):
-        self.source, self.name, self.size, self.channels = source, name, source.img_size, source.channels
+        self.source, self.name = source, name
+        self.size, self.channels = source.img_size, source.channels
 
     def __len__(self) -> int:
         return len(self.source)

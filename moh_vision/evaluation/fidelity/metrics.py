@@ -16,8 +16,10 @@ def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    one, two = ({"mu": m.double().numpy(), "sigma": c.double().numpy()} for m, c in ((mean1, cov1), (mean2, cov2)))
-    return float(np.real(fid_statistics_to_metric(one, two, verbose=False)["frechet_inception_distance"]))
+    one = {"mu": mean1.double().numpy(), "sigma": cov1.double().numpy()}
+    two = {"mu": mean2.double().numpy(), "sigma": cov2.double().numpy()}
+    found = fid_statistics_to_metric(one, two, verbose=False)
+    return float(np.real(found["frechet_inception_distance"]))
 
 
 def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> Tuple[float, float]:
@@ -79,9 +81,11 @@ def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     """
     from torch_fidelity.metric_kid import kernel_mmd
 
-    size, rng = min(KID_SUBSET, len(generated), len(reference)), np.random.RandomState(2020)
+    size = min(KID_SUBSET, len(generated), len(reference))
+    rng = np.random.RandomState(2020)
 
     def subset(features: Tensor) -> np.ndarray:
-        return features[torch.from_numpy(rng.choice(len(features), size, replace=False))].double().numpy()
+        chosen = rng.choice(len(features), size, replace=False)
+        return features[torch.from_numpy(chosen)].double().numpy()
 
     return float(np.mean([kernel_mmd(subset(generated), subset(reference)) for _ in range(KID_SUBSETS)]))

@@ -81,7 +81,8 @@ def score(
     if rank == 0:
         try:
             reference.check(network, made.pooled.dim, made.count, allow_biased)
-            told = [dict(_numbers(made, statistics, network, device), reference_sha256=reference.sha256)]
+            result = _numbers(made, statistics, network, device)
+            told = [dict(result, reference_sha256=reference.sha256)]
         except Exception as error:  # for all processes, or the others would wait
             told = [_portable(error)]
     if world > 1:

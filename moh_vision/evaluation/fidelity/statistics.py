@@ -170,5 +170,6 @@ class SetStatistics:
         if not self.features:
             return None
         if len(self.features) > 1:  # kept as one from now on, not twice
-            self.features = {0: torch.cat([self.features[first] for first in sorted(self.features)])}
+            features = [self.features[first] for first in sorted(self.features)]
+            self.features = {0: torch.cat(features)}
         return next(iter(self.features.values()))

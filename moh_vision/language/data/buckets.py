@@ -97,7 +97,8 @@ class TokenBatches:
         """Sample numbers of a batch of the run."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if self._drawn[0] != epoch:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
+            bits = np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS))
+            rng = np.random.Generator(bits)
             shuffled = rng.permutation(len(self.key))
             order = shuffled[np.argsort(self.key[shuffled], kind="stable")]  # equal lengths stay shuffled
             self._drawn = epoch, order, rng.permutation(self.batches_per_epoch)

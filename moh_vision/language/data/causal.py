@@ -35,7 +35,8 @@ class CausalWindows(Dataset):
     def __init__(
         self, tokens, width: int, stride: Optional[int] = None, eos: Optional[int] = EOS, size: Optional[int] = None
     ):
-        self.tokens, self.width, self.stride = tokens, width, width if stride is None else stride
+        self.tokens, self.width = tokens, width
+        self.stride = width if stride is None else stride
         self.eos, self.size = eos, size
         if not 1 <= self.stride <= width:
             raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
@@ -55,7 +56,9 @@ class CausalWindows(Dataset):
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
         if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
             refuse_ids(self.tokens.where(first), int(piece.min()), int(piece.max()), self.size)
-        piece = piece if first else np.concatenate([piece[:1] if self.eos is None else [self.eos], piece])
+        if not first:
+            before = piece[:1] if self.eos is None else [self.eos]
+            piece = np.concatenate([before, piece])
         labels = piece[1:].copy()
         if not first and self.eos is None:
             labels[0] = IGNORE

@@ -42,7 +42,8 @@ class ForeignVocabulary:
     kind, lowercase, specials = "foreign", False, 0
 
     def __init__(self, data: bytes, where: str, names: Optional[Dict[str, str]] = None):
-        self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
+        self.data, self.where = data, where
+        self.fingerprint = hashlib.sha256(data).hexdigest()
         try:
             _check(json.loads(data))
             self._tokenizer = Tokenizer.from_buffer(data)
@@ -93,13 +94,15 @@ class ForeignVocabulary:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens."""
-        return " ".join(self._tokenizer.decode(list(ids), skip_special_tokens=True).splitlines()).strip()
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return " ".join(text.splitlines()).strip()
 
 
 class NumberedVocabulary:
     """A vocabulary of `size` tokens that are known only as ids."""
 
-    kind, lowercase, specials, bos, eos, pad = "numbers", False, 0, None, None, None
+    kind, lowercase, specials = "numbers", False, 0
+    bos = eos = pad = None
 
     def __init__(self, size: int):
         self.size, self.fingerprint = size, f"{size} tokens"

@@ -55,7 +55,8 @@ class TextInputs:
     load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
 
     def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, training: bool = True):
-        self.data, self.cache_dir, self.seed, self.tokenizer = data, cache_dir, seed, tokenizer
+        self.data, self.seed = data, seed
+        self.cache_dir, self.tokenizer = cache_dir, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
         self.train = self.dataset(data.train, training=True) if training else None
         self.val = self.dataset(data.val)
@@ -64,7 +65,9 @@ class TextInputs:
     def sources(self) -> List[Tuple[str, str, float]]:
         """Return (name, root, weight) of each training source: data.mixture, or data.root alone."""
         d = self.data
-        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
+        if not d.mixture:
+            return [("text", d.root, 1)]
+        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture]
 
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
@@ -184,7 +187,8 @@ class TranslationInputs(TextInputs):
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
         source, target = self.vocabularies
-        return dict(vocab_size=len(source), **({} if target is source else dict(target_vocab_size=len(target))))
+        sizes = {} if target is source else dict(target_vocab_size=len(target))
+        return dict(vocab_size=len(source), **sizes)
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
         """See `TokenBatches`: accumulation, rank, world, start, stop; data.max_tokens limits sentences."""
@@ -224,7 +228,10 @@ class BlockInputs(TextInputs):
 
     def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d = self.data
-        kind, size = ("bpe", dict(merges=d.merges)) if d.words is None else ("word", dict(max_words=d.words or None))
+        if d.words is None:
+            kind, size = "bpe", dict(merges=d.merges)
+        else:
+            kind, size = "word", dict(max_words=d.words or None)
         options = dict(size, mask=self.mask, lowercase=d.lowercase)
         made = trained_vocabulary(self.training_texts(), self.cache_dir, kind, **options)
         return made, made
@@ -235,7 +242,8 @@ class BlockInputs(TextInputs):
 
     def tokens(self, root: str, split: str, skip_empty: bool):
         """The encoded text of a split."""
-        return encoded(find_lines(root, split), self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
+        lines = find_lines(root, split)
+        return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
 
     def batches(self, batch_size: int, **arguments) -> StepBatches:
         """See `StepBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
@@ -243,7 +251,8 @@ class BlockInputs(TextInputs):
 
     def slices(self, dataset, rank: int, world: int) -> List[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
-        return [[(number, number) for number in batch] for batch in batches]  # masks are drawn by the block's number
+        # Masks are drawn by the block's number.
+        return [[(number, number) for number in batch] for batch in batches]
 
 
 class MaskedInputs(BlockInputs):
@@ -258,7 +267,8 @@ class MaskedInputs(BlockInputs):
 
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
-        return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
+        size = len(self.vocabularies[0])
+        return dict(vocab_size=size, max_position_embeddings=self.data.block + 2)
 
 
 class CausalInputs(BlockInputs):

@@ -60,7 +60,8 @@ class MaskedBlocks(Dataset):
         if vocabulary.specials <= MASK:
             raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
         assert block >= 3
-        self.tokens, self.room, self.seed, self.prob = tokens, block - 1, seed, prob
+        self.tokens, self.room = tokens, block - 1
+        self.seed, self.prob = seed, prob
         self.vocabulary_size = len(vocabulary)
 
     def __len__(self) -> int:
@@ -70,7 +71,8 @@ class MaskedBlocks(Dataset):
     def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
         position, number = item
         own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
-        return mask_tokens(np.concatenate([[BOS], own]), self.seed, position, self.vocabulary_size, self.prob)
+        ids = np.concatenate([[BOS], own])
+        return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
     @staticmethod
     def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:

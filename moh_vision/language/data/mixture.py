@@ -112,7 +112,8 @@ class MixedBatches(StepBatches):
 
     def epochs(self) -> List[float]:
         """How often a run to `stop` goes through each source."""
-        return [n / blocks for n, blocks in zip(self.mixture.drawn(self.stop * self.batch_size), self.mixture.blocks)]
+        drawn = self.mixture.drawn(self.stop * self.batch_size)
+        return [n / blocks for n, blocks in zip(drawn, self.mixture.blocks)]
 
 
 class MixedWindows(Dataset):
@@ -121,7 +122,8 @@ class MixedWindows(Dataset):
     collate = staticmethod(CausalWindows.collate)
 
     def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
-        self.texts, self.names, self.weights = list(texts), list(names), list(weights)
+        self.texts, self.names = list(texts), list(names)
+        self.weights = list(weights)
         self.starts = np.cumsum([0, *map(len, texts)])
 
     def __len__(self) -> int:

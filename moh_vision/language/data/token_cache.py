@@ -126,7 +126,8 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
             file.write(data)
         if sum(lengths) == len(lengths):
             raise ValueError(f"{getattr(lines, 'name', place)}: no text but empty lines")
-        total, ends = sum(lengths), np.cumsum(lengths, dtype=np.int64).tobytes()
+        total = sum(lengths)
+        ends = np.cumsum(lengths, dtype=np.int64).tobytes()
         digest.update(ends)
         file.write(ends)
         middle = total * np.dtype(DTYPES[kind]).itemsize

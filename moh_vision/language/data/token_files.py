@@ -49,10 +49,12 @@ class TokenFiles:
     def __init__(self, paths: Sequence[Path], dtype: Optional[str] = None):
         self.paths, self.dtype = [Path(path) for path in paths], dtype
         read = [_opened(path, dtype) for path in self.paths]
-        self.parts, self.abouts = [ids for ids, _ in read], [about for _, about in read]
+        self.parts = [ids for ids, _ in read]
+        self.abouts = [about for _, about in read]
         self.ids = self.parts[0] if len(read) == 1 else Chained(self.parts)
         self.name = str(self.paths[0]) + (f" and {len(read) - 1} more" if len(read) > 1 else "")
-        known = {about.eos: path for path, about in zip(self.paths, self.abouts) if about.eos is not None}
+        told = zip(self.paths, self.abouts)
+        known = {about.eos: path for path, about in told if about.eos is not None}
         if len(known) > 1:
             told = ", ".join(f"{path.name} {eos}" for eos, path in known.items())
             raise ValueError(f"{self.paths[0].parent}: files of one split with different eos: {told}")
@@ -102,7 +104,8 @@ class Chained:
     """Vectors, such as memory maps, one after the other without a copy."""
 
     def __init__(self, parts: List[np.ndarray]):
-        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -114,7 +117,8 @@ class Chained:
         number = int(np.searchsorted(self.ends, first, "right"))
         found = []
         while first < end:
-            start, stop = int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+            start = int(self.ends[number - 1]) if number else 0
+            stop = int(self.ends[number])
             found.append(self.read(number, first - start, min(end, stop) - start))
             first, number = stop, number + 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -189,7 +193,8 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
     """(smallest, largest) id of a file; remembered in `cache_dir`."""
     stat = path.stat()
     made_from = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, ids.dtype.str])
-    place = Path(cache_dir, f"{path.stem}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.range.json")
+    digest = hashlib.sha256(made_from.encode()).hexdigest()
+    place = Path(cache_dir, f"{path.stem}.{digest[:16]}.range.json")
     if place.exists():
         try:
             smallest, largest = map(int, json.loads(place.read_text()))
@@ -201,7 +206,8 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
     with Progress(f"checking {path.name}", len(ids), "token", scaled=True) as progress:
         for first in pieces:
             piece = ids[first : first + AT_ONCE]
-            smallest, largest = min(smallest, int(piece.min())), max(largest, int(piece.max()))
+            smallest = min(smallest, int(piece.min()))
+            largest = max(largest, int(piece.max()))
             progress.add(len(piece))
     write_whole(place, json.dumps([smallest, largest]), shared=True)
     return smallest, largest

@@ -92,7 +92,8 @@ def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
                 if found is not None:
                     start, ids = found
                     kind = KINDS.index(ids.dtype)
-                    rows.append((number, member.offset_data + start, len(ids), kind, int(ids.min()), int(ids.max())))
+                    place = member.offset_data + start
+                    rows.append((number, place, len(ids), kind, int(ids.min()), int(ids.max())))
         samples.append(len(rows) - before)
     if not rows:
         raise ValueError(f"{paths[0].parent}: the shards hold no .npy of token ids")

@@ -50,12 +50,14 @@ def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train"
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
         )
     for file, target in zip(files, made):
-        made_from = dict(source=file.name, source_sha256=sha256_of(file), tokenizer=vocabulary.fingerprint, key=key)
+        made_from = dict(source=file.name, source_sha256=sha256_of(file))
+        made_from.update(tokenizer=vocabulary.fingerprint, key=key)
         if is_finished(target, made_from):
             say(f"{target}: there already")
         else:
             about = write_ids(target, documents(file, key), vocabulary, file)
-            write_whole(target.with_suffix(".json"), json.dumps({**about, **made_from}, indent=1) + "\n", shared=True)
+            told = json.dumps({**about, **made_from}, indent=1)
+            write_whole(target.with_suffix(".json"), told + "\n", shared=True)
             say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
     return made
 
@@ -85,11 +87,14 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
     read = Progress(source.name, source.stat().st_size, "byte", scaled=True)
     with whole_file(target, shared=True) as file, read:
         for batch, position in batched(texts):
-            ids = np.fromiter((i for row in vocabulary.encode(batch) for i in (*row, vocabulary.eos)), DTYPES[kind])
+            rows = vocabulary.encode(batch)
+            ids = np.fromiter((i for row in rows for i in (*row, vocabulary.eos)), DTYPES[kind])
             data = ids.tobytes()
             digest.update(data)
             file.write(data)
-            count, tokens, largest = count + len(batch), tokens + len(ids), max(largest, int(ids.max()))
+            count += len(batch)
+            tokens += len(ids)
+            largest = max(largest, int(ids.max()))
             words += sum(len(text.split()) + 1 for text in batch)
             read.add(position - read.done)
         if not count:

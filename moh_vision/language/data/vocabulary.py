@@ -113,7 +113,8 @@ def train_bpe(
     comes twice. A joint vocabulary takes the texts of both sides.
     """
     tokens = _first_tokens(mask)
-    tokenizer = _build("bpe", [*tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())], [], lowercase)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = _build("bpe", [*tokens, *alphabet], [], lowercase)
     trainer = trainers.BpeTrainer(
         vocab_size=len(tokens) + 256 + merges,
         min_frequency=2,
@@ -148,8 +149,10 @@ def trained_vocabulary(
     train it. `options` are for `train_bpe` or `count_words`. Caches are safe to delete: a run saves its
     vocabulary.
     """
-    made_from = json.dumps([FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]])
-    place = Path(cache_dir, f"{kind}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.tokenizer.json")
+    fingerprints = [text.fingerprint() for text in texts]
+    made_from = json.dumps([FORMAT, kind, sorted(options.items()), fingerprints])
+    digest = hashlib.sha256(made_from.encode()).hexdigest()
+    place = Path(cache_dir, f"{kind}.{digest[:16]}.tokenizer.json")
     if place.exists():
         try:
             return Vocabulary.load(place)
@@ -200,7 +203,8 @@ def _build(kind: str, tokens: Sequence[str], merges: List[Tuple[str, str]], lowe
 def _read(data: bytes) -> Tuple[str, bool, List[str], List[Tuple[str, str]]]:
     """Return a checked tokenizer.json: kind, lowercase, tokens by number, merges. tokenizers aborts on some."""
     content = json.loads(data)
-    model, kinds = content["model"], {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
+    model = content["model"]
+    kinds = {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
     if model.get("type") not in kinds:
         raise ValueError(f"its model is {model.get('type')!r}, allowed are {' and '.join(kinds)}")
     kind, splitter = kinds[model["type"]]

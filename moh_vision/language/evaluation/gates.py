@@ -72,7 +72,8 @@ class GateStatistics:
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Replace own sums by those of all processes."""
-        self.entropies, self.gates = sum_over_processes(self.entropies), sum_over_processes(self.gates)
+        self.entropies = sum_over_processes(self.entropies)
+        self.gates = sum_over_processes(self.gates)
         self.loads = [sum_over_processes(load) for load in self.loads]
         self.tokens = sum_over_processes(self.tokens)
 
@@ -271,11 +272,13 @@ def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttentio
         left_out = []
         for members in router.members[:2]:
             heads = (members == 0).nonzero().flatten().tolist()
-            left_out.append(f"head{'s' * (len(heads) > 1)} {' and '.join(str(head + 1) for head in heads)}")
+            numbers = " and ".join(str(head + 1) for head in heads)
+            left_out.append(f"head{'s' * (len(heads) > 1)} {numbers}")
         experts = f"expert 1 leaves out {left_out[0]}, expert 2 {left_out[1]}, and so on"
         return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
     alike = [other.budget for other in layers if type(other.router) is type(router)]
-    routed, shared = (span([getattr(budget, kind) for budget in alike]) for kind in ("routed", "shared"))
+    routed = span([budget.routed for budget in alike])
+    shared = span([budget.shared for budget in alike])
     told = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
     if shared != "0":
         told += f" The first {shared} heads are shared: they always run, and E1 is the next."

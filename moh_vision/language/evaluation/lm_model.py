@@ -160,9 +160,11 @@ def read_text(path: Path, tokenizer) -> Text:
         ids = [EOS] + [i for row in tokenizer.encode(lines) for i in (*row, EOS)]
     else:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        ids = [first, *tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)["input_ids"]]
+        encoded = tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)
+        ids = [first, *encoded["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
-    return Text(torch.tensor(ids, dtype=torch.int64), words, len(data), hashlib.sha256(data).hexdigest())
+    ids = torch.tensor(ids, dtype=torch.int64)
+    return Text(ids, words, len(data), hashlib.sha256(data).hexdigest())
 
 
 def sliding_windows(
@@ -191,5 +193,6 @@ def sliding_windows(
     windows = CausalWindows(text, min(context, n), min(stride, n), eos=int(ids[0]))
     numbers = range(len(windows))
     # The first window labels all its tokens; alone in a batch it widens no other's logits.
-    batches = [numbers[:1], *(numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))]
-    return load_batches(windows, [[(number, number) for number in batch] for batch in batches[process::processes]])
+    rest = (numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))
+    batches = [numbers[:1], *rest][process::processes]
+    return load_batches(windows, [[(number, number) for number in batch] for batch in batches])

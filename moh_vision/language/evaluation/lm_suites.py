@@ -126,7 +126,8 @@ def suite_table(name: str, values: Optional[Sequence[Optional[float]]] = None) -
     for i, row in enumerate(suite.rows):
         metric = row.metric.removesuffix(",none") + (" of mc1 and mc2" if len(row.tasks) > 1 else "")
         here = [] if values is None else [_number(values[i], 2)]
-        lines.append([row.title, str(row.shots), metric, *here, *(_number(v[i], 1) for v in suite.paper.values())])
+        printed = [_number(v[i], 1) for v in suite.paper.values()]
+        lines.append([row.title, str(row.shots), metric, *here, *printed])
     here = [] if values is None else [_number(average(values), 2)]
     lines.append(["average", "", "", *here, *(_number(suite.averages[m], 1) for m in suite.paper)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -72,7 +72,8 @@ def final_weights(run: Run) -> Dict:
         state, steps = average_checkpoints(run.folder, config.average, config.save_every)
         load_whole(run.model, state)
         if run.accelerator.is_main_process:
-            export_weights(run.model, run.folder / AVERAGED, dict(run.metadata, averaged_steps=steps))
+            metadata = dict(run.metadata, averaged_steps=steps)
+            export_weights(run.model, run.folder / AVERAGED, metadata)
         run.log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
         return dict(weights=AVERAGED, averaged_steps=steps)
     if config.patience and (run.folder / BEST).exists():
@@ -107,7 +108,9 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str
         if name.startswith(PREFIX):  # one tensor at a time in memory
             values = [file.get_tensor(name) for file in opened]
             newest = values[0]
-            mean = torch.stack(values).double().mean(0).to(newest.dtype) if newest.is_floating_point() else newest
+            mean = newest
+            if newest.is_floating_point():
+                mean = torch.stack(values).double().mean(0).to(newest.dtype)
             averages[name.removeprefix(PREFIX)] = mean
     return averages, list(whole)
 
@@ -125,7 +128,8 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
         dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
         bleu: gate mode of the encoder -> scores; "random": mean over RANDOM_DRAWS draws, std and draws).
     """
-    config, model, accelerator, log = run.config, run.model, run.accelerator, run.log
+    config, model = run.config, run.model
+    accelerator, log = run.accelerator, run.log
     results: Dict = {}
     texts = text.texts()
     load = HeadLoad(head_budget(model)["layers"], {"text": [name for name, _ in texts]})
@@ -133,7 +137,8 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
         counts = texts and dataset is text.val
-        results[title] = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
+        on_routing = (lambda stats: load.add(stats, 0)) if counts else None
+        results[title] = evaluate(dataset, title, on_routing)
         # For byte pairs, to compare across vocabularies; text that comes as ids may not say its words.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
@@ -159,7 +164,8 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
     results.update(left_out=pairs.left_out)
     case = ", lower-cased data" if lowercase else ""
     for mode in config.generate.gate_modes:
-        title, draws = split if mode == "soft" else f"{split}, gates of the encoder {mode}", []
+        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
+        draws = []
         for draw in range(RANDOM_DRAWS if mode == "random" else 1):
             with gate_mode(model, mode):
                 number = f", draw {draw + 1} of {RANDOM_DRAWS}" if mode == "random" else ""
@@ -169,7 +175,10 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
             if accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in found))
-        results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        if mode == "random":
+            results["bleu"][mode] = {form: over_draws(draws, form) for form in draws[0]}
+        else:
+            results["bleu"][mode] = draws[0]
         for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
             log.say(f"{title}, {FORMS[name]}{case}: {bleu.summary(form)}{spread}")

@@ -76,11 +76,13 @@ class AdaptiveVocabulary(nn.Module):
         """Return -log p of each word, not of the whole vocabulary: hidden [T, C], words [T] -> [T]."""
         first, clusters = self._first(hidden)
         frequent = words < self.edges[1]
-        nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1) * frequent  # [T]
+        nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1)
+        nll = nll * frequent  # [T]
         for band in range(1, len(self.embeddings)):
             start, end = self.edges[band : band + 2]
             (where,) = ((words >= start) & (words < end)).nonzero(as_tuple=True)
-            rare = self._rare(hidden[where], band).gather(-1, (words[where] - start).unsqueeze(-1)).squeeze(-1)
+            index = (words[where] - start).unsqueeze(-1)
+            rare = self._rare(hidden[where], band).gather(-1, index).squeeze(-1)
             nll = nll.index_put((where,), -(clusters[where, band - 1] + rare))
         return nll
 

@@ -20,7 +20,8 @@ def sinusoids(positions: Tensor, dim: int) -> Tensor:
     sin(p / 10000^(i / (dim / 2 - 1))) for i = 0 .. dim / 2 - 1, then the cosines. The first token is at position 0.
     """
     half = dim // 2
-    rates = torch.exp(torch.arange(half, device=positions.device) * -(math.log(10_000) / max(half - 1, 1)))
+    step = math.log(10_000) / max(half - 1, 1)
+    rates = torch.exp(torch.arange(half, device=positions.device) * -step)
     angles = positions.unsqueeze(-1).float() * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 

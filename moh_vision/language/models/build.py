@@ -27,7 +27,10 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
         if not resumed:
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
-        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size)
+        if resumed:
+            model = model_as_saved(config.output)
+        else:
+            model = pretrained_model(m.pretrained, m.arguments(), size)
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), vocab_size=size)
     else:
         arguments = config.model_arguments(text.model_arguments())

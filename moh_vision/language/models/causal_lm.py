@@ -82,7 +82,8 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         """The last layer's output [B, N, C], see `forward`."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         x = self.vocabulary(input_ids) * self.config.hidden_size**0.5
-        x = x + sinusoids(token_positions(input_ids, attention_mask, past), self.config.hidden_size).to(x.dtype)
+        positions = token_positions(input_ids, attention_mask, past)
+        x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
         x = self.dropout(x)
         padding = padding_of(attention_mask)
         for index, layer in enumerate(self.layers):

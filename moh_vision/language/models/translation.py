@@ -193,7 +193,8 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
             encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
         if decoder_attention_mask is None and past_key_values is None:
             decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
-        target, source = (decoder_input_ids, decoder_attention_mask), (encoder_outputs[0], attention_mask)
+        target = (decoder_input_ids, decoder_attention_mask)
+        source = (encoder_outputs[0], attention_mask)
         return self.decoder(*target, *source, past_key_values, stats, self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -139,7 +139,8 @@ def _config(source: Union[str, Path]):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide transformers' bars where nobody sees them, and warnings that we give ourselves."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

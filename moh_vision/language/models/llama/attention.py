@@ -186,7 +186,8 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions (Qwen copies LLaMA's)."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
@@ -205,14 +206,16 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             return None
         causal = kwargs.get("is_causal")
         # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
-        first = mask is None and N > 1 and implementation == "sdpa" and (self.is_causal if causal is None else causal)
+        causal = self.is_causal if causal is None else causal
+        first = mask is None and N > 1 and implementation == "sdpa" and causal
         kept = None
         if past is not None:
             # A mask has as many columns as there are keys; without one a cache holds what it was given.
             before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        heads = self.choose(call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept))
+        call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept)
+        heads = self.choose(call)
         # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
         rows = N == 1 and past is not None and mask is None and self.grouped and implementation == "sdpa"
         return None if type(heads) is Masked and not rows else heads

@@ -233,7 +233,8 @@ def convert_llama(
     )
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
-    routed_config = ours.config_class(**dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh))
+    fields = dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh)
+    routed_config = ours.config_class(**fields)
     routed_config._attn_implementation = config._attn_implementation
     attentions = ours.routed_attentions(model, routed_config)
     if calibrate is not None:
@@ -241,7 +242,8 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
+        layers = [layer.self_attn for layer in model.model.layers]
+        order_heads(model.model, layers, calibrate, use_cache=False)
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
