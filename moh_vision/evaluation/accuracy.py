@@ -1,4 +1,4 @@
-"""Accuracy and loss, exact over processes: every sample counts once, none is padded."""
+"""Accuracy and loss, exact over processes: every sample counts once."""
 
 from typing import Callable, Dict, Iterable, Tuple
 

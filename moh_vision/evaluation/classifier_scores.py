@@ -14,7 +14,7 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 
 @torch.no_grad()
 def score_with_classifier(classifier, generated: Iterable[dict], reference: Iterable[dict], device) -> dict:
-    """Score samples batch by batch; only moments of their features are kept, F x F numbers.
+    """Score samples batch by batch, keeping F x F moments of their features.
 
     Args:
         classifier: a timm model in eval mode, trained on the same classes.

@@ -27,7 +27,7 @@ WORDS = 10  # of source and target for counting a translation, as in Zhang 2022,
 
 
 class OpenedText(Opened):
-    """A language model. `config` is its run's `LanguageConfig`, or None for a transformers folder without data."""
+    """A language model. `config`: `LanguageConfig` of its run; None: a folder without data."""
 
     kind, unit, loss_name = "text", "blocks", "nats per token"
     scored_on = "{c.data.root}, {c.data.val}"

@@ -10,13 +10,13 @@ from moh_vision.attention.losses import RoutedTask
 class LanguageTask(RoutedTask):
     """Cross-entropy of the tokens to predict, for translation, masked and causal language models.
 
-    It has label smoothing, because a trainer's own would rebuild the loss without the auxiliary losses.
+    Label smoothing is here, because a trainer's own would drop the auxiliary losses.
     """
 
     def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
-        # Layers that FSDP may gather one by one, for accelerate; None: it gathers the whole model.
+        # For accelerate: layers that FSDP may gather one by one; None: the whole model.
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):

@@ -72,7 +72,7 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 
 def _open_sets(options: argparse.Namespace) -> list:
-    """Open GENERATED and, if given, REFERENCE for `score`; data sets are cropped to a size."""
+    """Open GENERATED and, if given, REFERENCE; data sets get a size."""
     sets = []
     for name, default in SPLITS.items():
         path, split = (getattr(options, key) for key in (name, f"{name}_split"))

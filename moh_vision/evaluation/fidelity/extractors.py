@@ -1,4 +1,4 @@
-"""Networks from uint8 images to features: FID's Inception, timm models, or the caller's."""
+"""Networks for features: FID's Inception, timm models, or the caller's."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
 def _only_tensors(data: bytes) -> io.BytesIO:
     """Copy a .pth file's bytes, keeping only its tensors.
 
-    torch-fidelity unpickles its weights freely, so it gets a copy that was read safely here.
+    torch-fidelity unpickles freely, so it gets a copy that was read safely here.
     """
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(type(v) is Tensor for v in state.values()):

@@ -1,4 +1,4 @@
-"""Images to score: folders, data sets, .npz files, tensors and iterators, as batches of uint8 [B, 3, H, W]."""
+"""Images to score, as batches of uint8 [B, 3, H, W]: folders, data sets, .npz, tensors, iterators."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ScoredFolder:
         return len(self.files)
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield every world-th batch from number `rank` on; batches are the same for any `world`."""
+        """Yield every world-th batch from `rank` on; batches are the same for any `world`."""
         with ThreadPoolExecutor(4) as pool:
             waiting = None
             for first in range(rank * batch_size, len(self.files), world * batch_size):
@@ -214,7 +214,7 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """Wrap a path, tensor or iterator in the class that reads it; return such an object as it is.
+    """Wrap a path, tensor or iterator in its class; return such an object as it is.
 
     Args:
         source: path of a folder or .npz file, a uint8 tensor [N, 3, H, W], an iterator of such batches, or an object
@@ -228,7 +228,7 @@ def open_images(source, name: str):
 
 
 def is_data_set(path: str) -> bool:
-    """Whether a path means a data set (or stored latents), as in data.root, not a file or image folder."""
+    """Whether a path means a data set or stored latents, as in data.root."""
     place = Path(path)
     splits = (split_folder(path, split) or is_latent_cache(path, split) for split in ("train", "val"))
     return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
@@ -274,7 +274,7 @@ def archive_members(path: Path) -> List[str]:
 
 
 def array_header(path: Path, name: str) -> Tuple[tuple, bool, np.dtype]:
-    """Read (shape, Fortran order, dtype) of an array in an .npz file, without its numbers.
+    """Read (shape, Fortran order, dtype) of an array in an .npz file.
 
     Raises:
         ValueError: naming the file and the array.

@@ -1,4 +1,4 @@
-"""Scores from statistics and features of two sets: torch-fidelity's distances, and those that it lacks."""
+"""Scores of two sets: torch-fidelity's distances, and those that it lacks."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def adm_statistics(path: Path) -> Optional[Statistics]:
         raise ValueError(f"{path}: holds {', '.join(members)}, but no {missing[0]}")
     arrays = {}
     for name in (n for n in ADM if n in members):
-        shape, _, dtype = array_header(path, name)  # first: a few kilobytes can unpack to any size
+        shape, _, dtype = array_header(path, name)  # first: it can unpack to any size
         if not np.issubdtype(dtype, np.floating) or len(shape) != (2 if "sigma" in name else 1):
             raise ValueError(
                 f"{path}: {name} is {dtype} {list(shape)}; expected a {'matrix' if 'sigma' in name else 'vector'} of floats"

@@ -1,4 +1,4 @@
-"""`score`: all numbers of a set of generated images in one pass of the extractor."""
+"""`score`: all numbers of generated images in one pass of the extractor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moh_vision.evaluation.fidelity.reference import Statistics, open_reference
 from moh_vision.evaluation.fidelity.statistics import SetStatistics
 
 ImageSet = Union[str, Path, Tensor, Iterable[Tensor]]
-# What the numbers are called when they are not those of Inception with its published weights.
+# Names of the numbers without Inception's published weights.
 OTHER_NAMES = dict(
     fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
 )  # fmt: skip
@@ -39,8 +39,7 @@ def score(
 ) -> dict:
     """FID, sFID, inception score, KID, precision and recall of generated images against a reference.
 
-    With torch.distributed running, the processes share the batches, and all get one process's result, up to
-    rounding.
+    With torch.distributed, the processes share the batches, and all get the same result as one, up to rounding.
 
     Args:
         generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of those.
@@ -96,7 +95,7 @@ class Reference:
     """A reference, opened and checked at once; its images are read once, when needed.
 
     Args:
-        source: as `reference` of `score`, or an object with `name`, `batches` and length, as a `ScoredFolder`.
+        source: as `reference` of `score`, or an object like a `ScoredFolder`.
 
     Raises:
         ValueError, FileNotFoundError: for a source that does not exist or is malformed.
@@ -109,7 +108,7 @@ class Reference:
 
     @cached_property
     def sha256(self) -> Optional[str]:
-        """Of the file that was read; None for a folder, a data set, or what was in memory."""
+        """SHA-256 of the source file; None for a folder, a data set or a tensor."""
         is_path = isinstance(self.source, (str, Path))
         return sha256_of(Path(self.source)) if is_path and Path(self.source).is_file() else None
 
@@ -121,7 +120,7 @@ class Reference:
     def check(
         self, network: Extractor, dims: int, generated: int, allow_biased: bool, channels: Optional[int] = None
     ) -> None:
-        """Raise ValueError if so many generated images cannot be compared with it, if its number is known.
+        """Raise ValueError if what is known of the images forbids a comparison.
 
         Args:
             network: the extractor.
@@ -151,7 +150,7 @@ class Reference:
             )
 
     def read(self, network: Extractor, batch_size: int, device: Device) -> Statistics:
-        """Its statistics under an extractor, always the same one; every process calls it."""
+        """Return its statistics for a fixed extractor; every process calls it."""
         _check_same_extractor(self.statistics, network)
         if self.images is not None:
             own = extract(self.images, network, batch_size, device, "reference")

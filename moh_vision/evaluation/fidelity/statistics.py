@@ -1,4 +1,4 @@
-"""Statistics of a set of images: moments of features, sums of class probabilities, optional features."""
+"""Statistics of images: moments of features, class probabilities, optional features."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ TITLES = dict(
 
 
 def table(result: dict, generated: str, reference: str) -> str:
-    """Format one line per number, with its counts, reasons for missing ones, and notes."""
+    """Format a line per number, reasons for missing ones, and notes."""
     count, label, sha256 = (result[name] for name in ("num_reference", "label", "reference_sha256"))
     lines = [
         f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}"

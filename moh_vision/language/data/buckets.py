@@ -1,4 +1,4 @@
-"""Batches of sentences of similar length, limited by tokens. Pure functions of (lengths, seed, position)."""
+"""Batches of similar sentence lengths, limited by tokens: pure functions of (lengths, seed, position)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def length_key(lengths: np.ndarray) -> np.ndarray:
-    """Return sort keys of pairs: longer side, then source, then target. [n, sides] -> [n]."""
+    """Return sort keys: longer side, then source, then target. [n, sides] -> [n]."""
     lengths = lengths.astype(np.int64)
     key = lengths.max(1)
     for side in lengths.T:
@@ -108,8 +108,8 @@ class TokenBatches:
 
 
 def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> List[List[int]]:
-    """Return evaluation batches of similar lengths; all ranks together have every sample once. A sample
-    longer than `max_tokens` is alone.
+    """Return evaluation batches of similar lengths; all ranks together have every sample once.
+    A sample longer than `max_tokens` is alone.
     """
     order = np.argsort(length_key(lengths), kind="stable")
     ends = batch_ends(lengths.max(1)[order], max_tokens)

@@ -14,7 +14,7 @@ from moh_vision.language.data.vocabulary import EOS, PAD
 
 
 class CausalWindows(Dataset):
-    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
+    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position has no effect.
 
     The stream is the lines, with empty ones (WikiText's words are counted so), each followed by eos; or documents that
     come as ids. Labels are a piece of the stream; inputs are the piece one token earlier, with eos before the first

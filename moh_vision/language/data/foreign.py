@@ -1,4 +1,4 @@
-"""Vocabularies from elsewhere: a tokenizer.json of Hugging Face, or only a number of tokens."""
+"""Foreign vocabularies: a tokenizer.json of Hugging Face, or only a number of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TOKENS = 1 << 24
 
 
 class ForeignVocabulary:
-    """Reads a tokenizer.json, such as LLaMA's or GPT's, and the tokenizer_config.json beside it, if any.
+    """Reads a tokenizer.json (LLaMA, GPT) and, if any, the tokenizer_config.json beside it.
 
     Encodes as the tokenizer does, with its first tokens (LLaMA's bos), and appends eos.
     Special tokens in a text are read as text.
@@ -72,7 +72,7 @@ class ForeignVocabulary:
         return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:
-        """Write the source file, and the files that transformers' AutoTokenizer needs."""
+        """Write the source file, and the files that AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
         write_companion(Path(path).with_name(COMPANION), {k: v for k, v in self.names.items() if v})
 
@@ -88,7 +88,7 @@ class ForeignVocabulary:
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def encode(self, texts: Sequence[str]) -> List[List[int]]:
-        """Ids of each text, with the tokenizer's own first tokens, without eos."""
+        """Encode texts with the tokenizer's first tokens, without eos."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         return [ids[:-1] for ids in found] if self._ends_with_eos else found
 
@@ -152,7 +152,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _check(content) -> None:
-    """Raise ValueError for sizes that would take the memory of the machine."""
+    """Raise ValueError for sizes that would exhaust the memory."""
     vocab = content["model"]["vocab"]
     if not isinstance(vocab, (dict, list)) or len(vocab) > MAX_TOKENS:
         raise ValueError(f"its model has no vocabulary, or one of more than {MAX_TOKENS} tokens")

@@ -1,4 +1,4 @@
-"""Text from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
+"""Text from the Hugging Face hub, or a folder laid out like it, by `datasets`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabularies, training batches and evaluation batches of a run on text, for each task."""
+"""Vocabularies, training and evaluation batches of a run on text, by task."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TextInputs:
         self.test = self.dataset(data.test) if data.test else None
 
     def sources(self) -> List[Tuple[str, str, float]]:
-        """Return (name, root, weight) of each training source: data.mixture, or data.root alone."""
+        """Return (name, root, weight) of each training source."""
         d = self.data
         if not d.mixture:
             return [("text", d.root, 1)]
@@ -85,7 +85,7 @@ class TextInputs:
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
-        """Record what a resumed run must match: the text, and for translation micro-batches per step."""
+        """Record what a resumed run must match: text, and in translation micro-batches per step."""
         return dict(train=self.fingerprint())
 
     def save(self, run: Path, micro_batches: int) -> None:
@@ -133,7 +133,7 @@ class TextInputs:
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def texts(self) -> List[Tuple[str, object]]:
-        """Return names and data sets of the texts with a head load each, the validation set first."""
+        """Return names and data sets of texts with their own head load, first validation."""
         return [(self.data.val, self.val)]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
@@ -163,7 +163,7 @@ class TranslationInputs(TextInputs):
     def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
 
-        def make(texts, merges: int) -> Vocabulary:  # wrong pairs are found before anything is trained
+        def make(texts, merges: int) -> Vocabulary:  # checks pairs before training
             options = dict(merges=merges, lowercase=d.lowercase)
             return trained_vocabulary(texts, self.cache_dir, "bpe", lambda: pair.check(d.allow_empty), **options)
 
@@ -202,7 +202,7 @@ class TranslationInputs(TextInputs):
         return " ".join(side.fingerprint() for side in self.pair(self.data.train))
 
     def record(self, micro_batches: int) -> dict:
-        # Micro-batches decide how many sentences a step has; blocks are shared out among them instead.
+        # They decide how many sentences a step has; blocks are shared out among them instead.
         return dict(super().record(micro_batches), micro_batches=micro_batches)
 
     def references(self, split: str, pairs: ParallelTokens) -> List[str]:
@@ -372,7 +372,7 @@ class CausalInputs(BlockInputs):
         return dict(vocab_size=self.size)
 
     def special_tokens(self) -> dict:
-        """Ids by their names in a transformers config, of those that are known."""
+        """Return known ids by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
         # Our own has a bos, which no text holds: eos is what stands before the first token.
         first = vocabulary.eos if isinstance(vocabulary, Vocabulary) else vocabulary.bos
@@ -382,7 +382,7 @@ class CausalInputs(BlockInputs):
         return {name: number for name, number in known.items() if number is not None}
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Also write the tokenizer_config.json that transformers' AutoTokenizer needs."""
+        """Also write the tokenizer_config.json that AutoTokenizer needs."""
         super().save(run, micro_batches)
         if isinstance(self.vocabularies[0], Vocabulary):
             names = dict(bos_token=SPECIALS[EOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])

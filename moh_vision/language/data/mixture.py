@@ -1,6 +1,6 @@
 """Several weighted sources of text: which block of which source is at which position of a run.
 
-Pure functions of (seed, position): runs resume by arithmetic, whatever the number of processes and workers.
+Pure functions of (seed, position), so runs resume by arithmetic, with any number of processes.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Mixture:
         return [n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))]
 
     def _before(self, number: int) -> List[int]:
-        """Count blocks of each source before a round: differences of rounded shares; they sum to the positions."""
+        """Count blocks of each source before a round: differences of rounded shares."""
         ends = [int(bound * self.length * number) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
     def _make_round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
-        """Return (source [length], its earlier positions in the round [length], `_before`)."""
+        """Return (source [length], its earlier positions [length], `_before`)."""
         before = self._before(number)
         counts = np.subtract(self._before(number + 1), before)
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
@@ -94,7 +94,7 @@ class Mixture:
 
 
 class MixedBatches(StepBatches):
-    """Micro-batches of one rank, as lists of (position, block number); numbers run through all sources."""
+    """Micro-batches of a rank: lists of (position, block number through all sources)."""
 
     def __init__(self, mixture: Mixture, **arguments):
         super().__init__(mixture.blocks, group=1, seed=mixture.seed, **arguments)
@@ -117,7 +117,7 @@ class MixedBatches(StepBatches):
 
 
 class MixedWindows(Dataset):
-    """Windows of several texts, numbered through all; of equal width. `names` are for messages."""
+    """Windows of several texts, of equal width, numbered through all. `names`: for messages."""
 
     collate = staticmethod(CausalWindows.collate)
 

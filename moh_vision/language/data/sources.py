@@ -27,7 +27,7 @@ class ParallelText(NamedTuple):
     target: Lines
 
     def check(self, allow_empty: bool = False) -> int:
-        """Read all pairs and return their number; with `allow_empty` a side may be empty."""
+        """Check and count the pairs; with `allow_empty` a side may be empty."""
         source_lines = target_lines = empty = 0
         for source, target in zip_longest(self.source, self.target):
             source_lines += source is not None
@@ -81,7 +81,7 @@ def find_lines(root: str, split: str) -> Lines:
 
 
 def find_tokens(root: str, split: str) -> Optional[List[Path]]:
-    """Return the files with token ids of a split, or None if there are none (then look for text)."""
+    """Return the files with token ids of a split, or None if there are none."""
     folder = Path(root)
     if root.startswith(PREFIX) or not folder.is_dir():
         return None

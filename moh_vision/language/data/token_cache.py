@@ -37,7 +37,7 @@ class TokenCache:
     def __init__(self, path: Path, made_from: Optional[str] = None):
         self.path = Path(path)
         try:
-            with safe_open(self.path, "numpy") as file:  # checks the header against the file's size
+            with safe_open(self.path, "numpy") as file:  # checks the header
                 metadata = file.metadata() or {}
                 slices = {name: file.get_slice(name) for name in file.keys()}
                 shapes = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
@@ -144,6 +144,6 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
 
 
 def _plain_name(name: str) -> str:
-    """The last part of a path or data set's name, letters, digits and - only."""
+    """Return the last part of a name, with letters, digits and - only."""
     last = name.rstrip("/").rpartition("/")[2].removesuffix(".gz")
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in last)[:60]

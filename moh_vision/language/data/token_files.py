@@ -24,7 +24,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.language.data.token_cache import TokenCache
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # keys of a sidecar, and their least values
+WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # keys and least values
 AT_ONCE = 1 << 24  # ids
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a fingerprint
 
@@ -136,7 +136,7 @@ def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
 
 
 def read_about(path: Path) -> About:
-    """Read the .json beside a file of ids; every field is None if there is none."""
+    """Read the .json beside a file of ids; without it all fields are None."""
     side = path.with_suffix(".json")
     if not side.is_file():
         return About()

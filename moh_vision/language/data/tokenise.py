@@ -31,7 +31,7 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
 def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
-    """Write .bin files of token ids to `out`, skip those already there, and return all paths.
+    """Write missing .bin files of token ids to `out`, and return all paths.
     `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
     """
     refuse_unwritable("--out", out)

@@ -1,4 +1,4 @@
-"""Pairs of encoded sentences: which are trained on, and how a batch of them looks."""
+"""Pairs of encoded sentences: selection for training, and batches."""
 
 from __future__ import annotations
 

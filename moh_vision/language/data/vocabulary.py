@@ -80,7 +80,7 @@ class Vocabulary:
         return self._tokens[number]
 
     def encode(self, texts: Sequence[str]) -> List[List[int]]:
-        """Return the ids of each text, without bos and eos. Special tokens but "<unk>" are read as text."""
+        """Encode texts without bos and eos. Special tokens but "<unk>" are read as text."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
             found = [[i if i >= self.specials else UNK for i in ids] for ids in found]
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 def read_json(path: Path) -> bytes:
-    """Read a tokenizer.json or a file beside it; raises ValueError for a file that is far too large."""
+    """Read a tokenizer.json or a file beside it; raises ValueError if it is far too large."""
     with open(path, "rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -132,7 +132,7 @@ def train_bpe(
 def count_words(
     texts: Iterable[str], *, max_words: Optional[int] = None, mask: bool = False, lowercase=False
 ) -> Vocabulary:
-    """Number words by falling frequency, then alphabet; those beyond `max_words` are unknown."""
+    """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
     counts: Counter = Counter()
     for text in texts:
         counts.update((text.lower() if lowercase else text).split())
@@ -201,7 +201,7 @@ def _build(kind: str, tokens: Sequence[str], merges: List[Tuple[str, str]], lowe
 
 
 def _read(data: bytes) -> Tuple[str, bool, List[str], List[Tuple[str, str]]]:
-    """Return a checked tokenizer.json: kind, lowercase, tokens by number, merges. tokenizers aborts on some."""
+    """Return checked kind, lowercase, tokens by number and merges: tokenizers aborts on some."""
     content = json.loads(data)
     model = content["model"]
     kinds = {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}

@@ -13,7 +13,7 @@ TOKENIZERS = ("13a", "given")
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
-    """BLEU of plain (detokenised) text, for comparison with others: sacrebleu's default, tokenizer 13a.
+    """BLEU of plain (detokenised) text, by sacrebleu's default, tokenizer 13a.
 
     Args:
         hypotheses, references: one sentence each, in the same order.
@@ -66,7 +66,7 @@ def split_compounds(line: str) -> str:
 
 
 def summary(scores: Dict) -> str:
-    """One line of what `bleu` or `tokenised_bleu` found, with the signature."""
+    """Format a result of `bleu` or `tokenised_bleu` with its signature."""
     precisions = "/".join(f"{p:.1f}" for p in scores["precisions"])
     ratio = f"{scores['hypothesis_length']} of {scores['reference_length']} tokens"
     return f"BLEU {scores['bleu']:.2f} ({precisions}, {ratio}) {scores['signature']}"

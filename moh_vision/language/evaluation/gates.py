@@ -1,4 +1,4 @@
-"""Statistics of a text model's gates: entropy, load of the experts, and the tokens that they prefer.
+"""Statistics of a text model's gates: entropy, load and preferred tokens of experts.
 
 Peng 2020 (MAE), section 5.1 and tables 6 and 8; Zhang 2022 (MoA), table 4.
 """
@@ -40,12 +40,12 @@ class GateStatistics:
         self.entropies = torch.zeros(len(self.experts), dtype=torch.float64)  # [layers], sums in nats
         self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # their counts
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
-        # Attributions of each token to each expert of the first layer, as in the papers: [V, E].
+        # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
     @classmethod
     def of(cls, layers: Sequence[HeadMixtureAttention], vocab_size: int) -> GateStatistics:
-        """Start for these attention layers of a model, in the order of their statistics."""
+        """Start for these attention layers, in the order of their statistics."""
         experts, attributed = [], []
         for layer in layers:
             mixed = layer.router.all_heads
@@ -109,7 +109,7 @@ class GateStatistics:
 
 
 class GateReading(NamedTuple):
-    """What the gates in one part of a model that read the same tokens did with a text."""
+    """Statistics of a text for gates of one part that read the same tokens."""
 
     part: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
@@ -184,7 +184,7 @@ def numbers_of(readings: Sequence[GateReading]) -> dict:
 
 
 def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
-    """Return what RUN/gates.json has: also what the columns of the table are."""
+    """Return RUN/gates.json, with the meaning of the table's columns."""
     columns = {f"{r.part}, {r.text}": r.columns for r in readings}
     return dict(split=split, columns=columns, **numbers_of(readings))
 
@@ -253,7 +253,7 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     for (part, text), places in found.items():
         names, layers = zip(*(named[place] for place in places))
         vocabulary = vocabularies[1 if text == "target" else 0]
-        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
+        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may be larger
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
         counted = GateStatistics.of(layers, size)
@@ -291,7 +291,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def readable(vocabulary: Vocabulary, number: int) -> str:
-    """Return a token as text; a blank before it, G with a dot in byte-level BPE, is _."""
+    """Return a token as text; a leading blank (BPE: G with a dot) is _."""
     if number >= len(vocabulary):
         return f"#{number}"
     token = vocabulary.token(number)

@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness (Gao et al. 2024) for a loaded model.
 
-The harness makes prompts, few-shot examples and scores; this module calls it and shortens its errors to a line.
+The harness makes prompts, few-shot examples and scores; here its errors become one line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple
 
     names = [task for row in rows for task in row.tasks]
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
-    if manager is None or not {*names} <= {*manager.all_subtasks}:  # reading 14,000 files takes a while
+    if manager is None or not {*names} <= {*manager.all_subtasks}:  # 14,000 files
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
@@ -74,7 +74,7 @@ def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple
     for row in rows:
         for name in row.tasks:
             try:
-                loaded = manager.load([name])  # anew per row: a task keeps its first shots
+                loaded = manager.load([name])  # per row: it keeps its shots
             except Exception as error:  # of the hub's client, a data builder or a task's own code
                 data = ", ".join(_data_sets(manager.task_index, name)[:3]) or "unknown"
                 reason = reason_of(error)
@@ -156,7 +156,7 @@ def evaluate_rows(
 
 
 def metrics_table(rows: Sequence[dict]) -> str:
-    """Format metrics of tasks outside suites, a line each; tasks inside a group are only in the record."""
+    """Format metrics of tasks outside suites, a line each, without those inside a group."""
     lines = []
     for row in rows:
         for task in row["metrics"]:
@@ -175,7 +175,7 @@ def metrics_table(rows: Sequence[dict]) -> str:
 
 
 def _plain(values: dict) -> Dict[str, float]:
-    """Keep the numbers among a task's results; the harness adds its name and the word N/A."""
+    """Keep the numbers among a task's results, without its name and N/A."""
     kept = {k: float(v) for k, v in values.items() if "," in k and isinstance(v, (int, float))}
     return {k: v for k, v in kept.items() if math.isfinite(v)}
 

@@ -1,4 +1,4 @@
-"""Loading what `moh_vision.language.evaluation.lm` scores: a causal language model, its tokenizer, a text.
+"""Load causal language models, their tokenizers and texts for `moh_vision.language.evaluation.lm`.
 
 It needs the packages of the extra "text".
 """
@@ -123,7 +123,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
 
 
 class Listener:
-    """Stands in for the list of statistics of the layer at `place`; calls `append` with them."""
+    """Replaces the list of statistics for the layer at `place`; calls `append` with them."""
 
     def __init__(self, place: int, append: Callable[[RoutingStats], None]):
         self.place, self.append = place, append
@@ -134,7 +134,7 @@ class Listener:
 
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
-    """Add the heads that run in every forward of a model to one group of `load`, padding included."""
+    """Add the heads that run in a model's forwards to one group of `load`, padding included."""
     hooks = []
     for number, layer in enumerate(attention_layers(model)):
         add = partial(load.add, first=number)

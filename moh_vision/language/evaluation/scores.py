@@ -1,4 +1,4 @@
-"""The last scores of a run on text: perplexities, and for translation BLEU."""
+"""Final scores of a run on text: perplexities and BLEU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moh_vision.language.evaluation.translation import gate_mode, score_translat
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
 
-# The training task's state in a checkpoint: accelerate's file name, and the model's prefix in the task.
+# The state in a checkpoint: accelerate's file name, and the model's prefix in the task.
 STATE, PREFIX = "model.safetensors", "model."
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
@@ -139,7 +139,7 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
         counts = texts and dataset is text.val
         on_routing = (lambda stats: load.add(stats, 0)) if counts else None
         results[title] = evaluate(dataset, title, on_routing)
-        # For byte pairs, to compare across vocabularies; text that comes as ids may not say its words.
+        # To compare byte-pair vocabularies; text that comes as ids may not say its words.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
@@ -159,7 +159,7 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     references = text.references(split, pairs)
-    lowercase = text.vocabularies[1].lowercase  # which the signatures, of what sacrebleu gets, do not tell
+    lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
     results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase)
     results.update(left_out=pairs.left_out)
     case = ", lower-cased data" if lowercase else ""
@@ -186,6 +186,6 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
 
 
 def over_draws(draws: List[Dict], form: str) -> Dict:
-    """Merge BLEU of several draws in one form: the first entry, with mean, standard deviation and all values."""
+    """Merge a form of BLEU over draws: the first entry with mean, deviation and all values."""
     values = [draw[form]["bleu"] for draw in draws]
     return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)

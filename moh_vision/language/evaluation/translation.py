@@ -46,7 +46,7 @@ def translate(
                 do_sample=False,
                 length_penalty=options.length_penalty,
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
-                synced_gpus=False,  # sharded weights are whole here, and batch counts differ
+                synced_gpus=False,  # weights are whole, batch counts differ
             )
         found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
     return [text for _, text in sorted(gather_object(found))]
@@ -61,7 +61,7 @@ def score_translations(hypotheses: List[str], references: List[str], options) ->
 
 
 def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
-    """Raise ValueError for a mode that the gates of MAE in the model's encoder do not have."""
+    """Raise ValueError for a mode that the encoder's gates of MAE lack."""
     routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
         if mode != "soft" and not routers:

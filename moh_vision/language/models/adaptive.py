@@ -51,7 +51,7 @@ class AdaptiveVocabulary(nn.Module):
         """Embed word ids [B, N] -> [B, N, C]."""
         if self.clusters is None:
             return self.embeddings[0](ids)
-        if ids.is_meta:  # without values no word is known to be rare; sizes differ little
+        if ids.is_meta:  # rare words are not known; sizes differ little
             return self.projections[0](self.embeddings[0](ids))
         weight = self.projections[0].weight
         dtype = (

@@ -1,4 +1,4 @@
-"""Base class of the text models: initialisation, routing statistics, loss per token, loading."""
+"""Base class of text models: initialisation, statistics, loss per token, loading."""
 
 from typing import List, Optional, Tuple
 
@@ -133,14 +133,14 @@ class TextModel(RoutedLoss, PreTrainedModel):
         out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
-        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # its parts do not inherit this
+        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
             q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
             init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
             init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a saved model as transformers does, but refuse other shapes than the config's in one line."""
+        """Load a saved model as transformers does; refuse other shapes than the config's."""
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.get("ignore_mismatched_sizes"):
             return super().from_pretrained(

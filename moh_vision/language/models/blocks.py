@@ -1,4 +1,4 @@
-"""Parts of text models: positions, layers around `HeadMixtureAttention`, attention from a config's dict."""
+"""Parts of text models: positions, layers, and attention from a config's dict."""
 
 import math
 
@@ -81,7 +81,7 @@ class ExpertBiasAttention(HeadMixtureAttention):
 
 
 class WithExpertBias(Masked):
-    """An executor that adds each expert's bias, times the expert's weight, in `combine`."""
+    """An executor that adds the experts' weighted biases in `combine`."""
 
     def __init__(self, heads: Masked):
         super().__init__(heads.layer, heads.call)

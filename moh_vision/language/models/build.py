@@ -1,4 +1,4 @@
-"""The model of a run on text: a preset, or a pre-trained one that becomes ours."""
+"""Build the model of a run on text: a preset, or a converted pre-trained one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
-    """Return the model, and the notes of its making for exported weights. A resumed pre-trained model is built from
+    """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
     config.output without weights, because a checkpoint follows.
     """
     m = config.model

@@ -1,4 +1,4 @@
-"""The cache that transformers' `generate` uses, made of the caches of the attention layers."""
+"""The cache for transformers' `generate`, made of the attention layers' caches."""
 
 from torch import Tensor
 from transformers import Cache
@@ -7,7 +7,7 @@ from moh_vision.attention import ContextCache, KeyValueCache
 
 
 class DecoderLayerCache:
-    """Cache of a decoder layer: its keys, values and gate's running state, and the source's keys and values."""
+    """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values."""
 
     is_compileable = False
     is_croppable = False

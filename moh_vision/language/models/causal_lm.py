@@ -1,5 +1,4 @@
-"""Causal language model with adaptive input and softmax (Baevski and Auli 2019) and dense, MAE, MoA or MoH
-attention."""
+"""Causal language model with adaptive softmax (Baevski and Auli 2019); dense, MAE, MoA or MoH."""
 
 from typing import List, Optional, Tuple
 
@@ -95,7 +94,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         return self.vocabulary.log_probs(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
-        """See `TextModel.token_losses`. Without smoothing: an adaptive softmax never computes all words."""
+        """See `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

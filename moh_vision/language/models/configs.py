@@ -1,4 +1,4 @@
-"""Configurations of the text models, saved by transformers: a class per kind, attention as plain dicts."""
+"""Configurations of text models for transformers; attention is a plain dict."""
 
 from typing import Optional
 

@@ -179,7 +179,7 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def llama_config(preset: str, fields: dict) -> MoHLlamaConfig:
-    """Build a LLaMA-style config; `fields` are LlamaConfig's and those of `moh`: router, head_budget and so on."""
+    """Build a LLaMA-style config; `fields` are those of LlamaConfig and of `moh`, such as router."""
     moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
     if moh and moh.get("router") is None:
         given = ", ".join(name for name in moh if name != "router")

@@ -1,4 +1,4 @@
-"""Masked language model: RoBERTa-like encoder (Zhang 2022, section 5.2) with dense, MAE, MoA or MoH attention."""
+"""Masked language model: RoBERTa-like (Zhang 2022, section 5.2); dense, MAE, MoA or MoH."""
 
 from typing import List, Optional
 

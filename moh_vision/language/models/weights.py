@@ -1,4 +1,4 @@
-"""Weights of trained text models: transformers' Llama and Qwen families, and earlier runs."""
+"""Trained text models: transformers' Llama and Qwen families, and runs."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def pretrained_model(
 
 
 def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
-    """Build the model of a folder's config.json with new float32 weights, to load a checkpoint into."""
+    """Build a folder's model with new float32 weights, to load a checkpoint into."""
     config, ours = _config(source)
     config.dtype = torch.float32
     return ours(config)
 
 
 def text_from_run(file: Path) -> nn.Module:
-    """Load a model of train_text.py, in eval mode, from a .safetensors of the run or of a checkpoint."""
+    """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
     about = AutoConfig.from_pretrained(run, trust_remote_code=False)
     model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)

@@ -222,7 +222,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):
-    """LLaMA's. A LlamaAttention, because transformers finds layers with attention matrices by it."""
+    """A LlamaAttention, by which transformers finds layers with attention matrices."""
 
 
 class MoHQwen2Attention(RoutedAttention, Qwen2Attention):

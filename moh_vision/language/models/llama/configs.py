@@ -75,7 +75,7 @@ def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
 
 
 class RoutedConfig:
-    """Checks a config's sizes and completes its field `moh`; a mixin before transformers' class."""
+    """Checks sizes and completes the field `moh`; a mixin before transformers' class."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
