@@ -123,7 +123,7 @@ def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]
 
 
 def is_adm(path: str) -> bool:
-    """Whether a path is a file of ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz.
+    """Whether a path is ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz.
 
     Raises:
         ValueError: for a damaged .npz file.
@@ -133,7 +133,7 @@ def is_adm(path: str) -> bool:
 
 
 def adm_statistics(path: Path) -> Optional[Statistics]:
-    """mu, sigma, mu_s, sigma_s of an .npz of ADM's evaluator; None if it holds no statistics.
+    """Read mu, sigma, mu_s, sigma_s of ADM's .npz; None without statistics.
 
     Raises:
         ValueError: naming the file and the array.

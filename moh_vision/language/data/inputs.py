@@ -137,7 +137,7 @@ class TextInputs:
         return [(self.data.val, self.val)]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
-        """The vocabularies of `tokenizer`; None: they are made from the training split."""
+        """Load the vocabularies of `tokenizer`; None without one."""
         if not self.tokenizer:
             return None
         place = Path(self.tokenizer)

@@ -52,7 +52,7 @@ class MaskedBlocks(Dataset):
         tokens: encoded with skip_empty.
         block: positions of a block, at least 3.
         vocabulary: with a mask.
-        seed: of the run; for validation `EVALUATION_SEED`, with the block number as position.
+        seed: of the run; for validation `EVALUATION_SEED`, with position = block number.
         prob: see `mask_tokens`.
     """
 

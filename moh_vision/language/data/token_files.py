@@ -87,7 +87,7 @@ class TokenFiles:
         raise IndexError(place)
 
     def fingerprint(self) -> str:
-        """Hash sizes and 64 pieces of every file: terabytes are not read as a whole."""
+        """Hash sizes and 64 pieces of every file, without reading it whole."""
         digest = hashlib.sha256()
         for path, ids in zip(self.paths, self.parts):
             digest.update(json.dumps([path.name, ids.dtype.str, len(ids)]).encode())
@@ -129,7 +129,7 @@ class Chained:
 
 
 def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
-    """Raise ValueError unless all ids are of a vocabulary of `size` tokens."""
+    """Raise ValueError unless all ids are below `size`."""
     if smallest < 0 or largest >= size:
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"{where}: token id {wrong}, but the vocabulary has {size} tokens, 0 to {size - 1}")

@@ -94,7 +94,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         )
     try:
         code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
-        if "AutoModelForCausalLM" in code and not released:  # else MoH-LLaMA3-8B is scored with all heads
+        if "AutoModelForCausalLM" in code and not released:  # would run all heads
             raise ValueError(
                 "its config.json has an auto_map to code of its own, which is not run; --moh-llama3 reads the released MoH-LLaMA3-8B, "
                 "and without that entry it is what its model_type says"

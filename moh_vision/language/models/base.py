@@ -86,7 +86,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @property
     def checkpointer(self):
-        """Checkpoint function for `run_block`, or None where all activations are kept."""
+        """Checkpoint function for `run_block`, or None to keep activations."""
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:

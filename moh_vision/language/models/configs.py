@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from moh_vision.engine.commands import closest
 
-# Allowed keys of an attention dict, for the router and for the layer ("bias": of its projections).
+# Allowed keys of an attention dict, for router and layer ("bias": of its projections).
 ROUTER_KEYS = {
     "dense": (),
     "mae": ("leave_out", "mode", "dropout"),
