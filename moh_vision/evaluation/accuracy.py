@@ -1,4 +1,4 @@
-"""Accuracy and loss, exact over processes: every sample counts once, none is padded."""
+"""Accuracy and loss, exact over processes: every sample counts once."""
 
 from typing import Callable, Dict, Iterable, Tuple
 
@@ -36,13 +36,14 @@ def evaluate(
     top1, top5, loss, images = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to evaluate")
-    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
+    scores = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images)
+    return dict(scores, images=int(images))
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-    """The label of each image that its logits are highest for: an image may have several that are right.
+    """Return the most likely of each image's labels, of which several may be right.
 
-    One of them is among the best k classes if and only if this one is.
+    Some label is among the best k classes if and only if this one is.
 
     Args:
         logits: [B, classes].

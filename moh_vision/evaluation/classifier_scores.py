@@ -14,28 +14,30 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 
 @torch.no_grad()
 def score_with_classifier(classifier, generated: Iterable[dict], reference: Iterable[dict], device) -> dict:
-    """Score samples batch by batch; only the moments of their features are kept, F x F numbers.
+    """Score samples batch by batch, keeping F x F moments of their features.
 
     Args:
         classifier: a timm model in eval mode, trained on the same classes.
-        generated: batches of samples, dicts with images [B, C, h, w], normalised for the classifier, and labels [B], the
-            classes asked for.
+        generated: batches of samples, dicts with images [B, C, h, w], normalised for the classifier, and
+            labels [B], the requested classes.
         reference: batches of real images and their labels.
         device: where to compute.
 
     Returns:
-        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): the shares of
-        images that the classifier takes for their class; the distance between Gaussians fitted to its features, or
-        None where there are not more images than features.
+        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): shares of
+        images classified as their class; the distance between Gaussians fitted to the features, or None
+        with no more images than features.
     """
 
     def run(batches: Iterable[dict]):
         moments, right, count = None, 0, 0
         for batch in batches:
-            features = classifier.forward_head(classifier.forward_features(batch["images"].to(device)), pre_logits=True)
+            features = classifier.forward_features(batch["images"].to(device))
+            features = classifier.forward_head(features, pre_logits=True)
             moments = moments or Moments(features.shape[1])
             moments.add(features)  # [B, F]
-            right += int((classifier.get_classifier()(features).argmax(-1).cpu() == batch["labels"]).sum())
+            labels = classifier.get_classifier()(features).argmax(-1)
+            right += int((labels.cpu() == batch["labels"]).sum())
             count += len(features)
         return right / count, count, moments.result()
 

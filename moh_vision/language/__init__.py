@@ -1,4 +1,4 @@
-"""Language models: translation, masked and causal language models, and LLaMA with routed heads.
+"""Language models: translation, masked and causal models, and LLaMA with routed heads.
 
 Nothing here needs the packages of the extra "text" before it is used.
 """

@@ -48,7 +48,7 @@ class TextModelConfig(Section, section="model"):
             )
 
     def arguments(self) -> Optional[dict]:
-        """Arguments of the preset; with `pretrained` those of convert, None: it stays as it is."""
+        """Return arguments of the preset, or with `pretrained` of convert (None: unchanged)."""
         own = self.kwargs if self.pretrained is None else self.convert
         return own if self.head_budget is None else dict(own or {}, head_budget=plain(self.head_budget))
 
@@ -237,7 +237,7 @@ class LanguageConfig(RunConfig):
         return found | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
 
     def model_arguments(self, sizes: dict) -> dict:
-        """Arguments of the model: `sizes`, which follow from the text, and those of its configuration."""
+        """Merge `sizes`, which follow from the text, with the configured arguments."""
         own = self.model.arguments() or {}
         for name, value in sizes.items():
             if name in own:

@@ -1,4 +1,4 @@
-"""Opening a language model: a run, or a folder of transformers that publish or save_pretrained wrote."""
+"""Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moh_vision.language.models.weights import pretrained_model, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
-WORDS = 10  # of the source and of the target whose translation is counted, as in Zhang 2022, table 1
+WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
 
 
 class OpenedText(Opened):
-    """A language model. Its `config` is the `LanguageConfig` of its run; None: a folder of transformers, without data."""
+    """A language model. `config`: `LanguageConfig` of its run; None: a folder without data."""
 
     kind, unit, loss_name = "text", "blocks", "nats per token"
     scored_on = "{c.data.root}, {c.data.val}"
@@ -54,7 +54,8 @@ class OpenedText(Opened):
         if 2 * count > total:
             raise ValueError(f"--images {count}: these and as many others are needed, {d.train} has {total} blocks")
         numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
-        starts, halves = range(0, count, size), (numbers[::2], numbers[1::2])
+        starts = range(0, count, size)
+        halves = (numbers[::2], numbers[1::2])
         return tuple(list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves)
 
     def inputs(self, batch: dict) -> Tensor:
@@ -69,7 +70,8 @@ class OpenedText(Opened):
             return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
 
     def _validation(self) -> Tuple[List[dict], Callable[[dict], Tensor]]:
-        text, task = self.text(), LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
+        text = self.text()
+        task = LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
 
         def losses(batch: dict) -> Tensor:
             with self.accelerator.autocast():
@@ -79,7 +81,8 @@ class OpenedText(Opened):
 
     def scores(self) -> dict:
         batches, losses = self._validation()
-        return perplexity(losses, Progress.over(batches, "scoring"), self.accelerator.device, lambda total: total)
+        batches = Progress.over(batches, "scoring")
+        return perplexity(losses, batches, self.accelerator.device, lambda total: total)
 
     def forward(self) -> Tuple[Callable[[], Tensor], int]:
         batches, losses = self._validation()
@@ -106,8 +109,10 @@ def open_run(
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = pretrained_model(path).to(device or "cpu").eval()
-        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
-    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
+        about = dict(architecture=model.config.model_type, weights=str(path))
+        return OpenedText(None, model, about)
+    arguments = ["--config", str(folder / "config.yaml"), *options]
+    config = parse_config(LanguageConfig, arguments, command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

@@ -8,25 +8,23 @@ from moh_vision.attention.losses import RoutedTask
 
 
 class LanguageTask(RoutedTask):
-    """Translation, masked and causal language models: cross-entropy of the tokens that are to be predicted.
+    """Cross-entropy of the tokens to predict, for translation, masked and causal language models.
 
-    Label smoothing is in here because a trainer's own would rebuild the loss from the logits and lose the auxiliary
-    ones.
+    Label smoothing is here, because a trainer's own would drop the auxiliary losses.
     """
 
     def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
-        # By which accelerate finds the layers that FSDP may gather one by one; None: it gathers the whole model.
+        # For accelerate: layers that FSDP may gather one by one; None: the whole model.
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):
-        """labels [B, T], -100 where nothing is to be predicted; inputs: the model's -> losses, with nll, in nats a
-        token.
+        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token.
 
         Args:
-            tokens: what the sum over the labels is divided by. With all labels of the step over its micro-batches, the
-                mean of the micro-batches' losses is that of the one big batch; None: the labels that are here.
+            tokens: divisor of the sum over labels; None: their number here. With (the step's labels) /
+                (micro-batches), the mean loss of micro-batches is the loss of one big batch.
 
         In eval mode: (nll [B, T], routing statistics).
         """

@@ -51,7 +51,8 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
-    cache, tokenizer = str(Path(run.index_dir, "text")), tokenizer_of(config, bool(checkpoint))
+    cache = str(Path(run.index_dir, "text"))
+    tokenizer = tokenizer_of(config, bool(checkpoint))
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
 
@@ -100,13 +101,13 @@ def train(run: Run) -> None:
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():
-        with run.errors(every_rank=True, code=1):  # text that has changed, or ids that are none
-            own = [
-                send_to_device(batch, accelerator.device, non_blocking=True) for batch in islice(stream, o.accumulation)
-            ]
-        # Every micro-batch has its own number of labels: each is divided by that of a mean one of the step, so that the
-        # step's loss is the mean over all its labels.
-        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
+        with run.errors(every_rank=True, code=1):  # changed text, or invalid ids
+            micro = islice(stream, o.accumulation)
+            own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
+        # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
+        # mean over all its labels.
+        labels = sum((batch["labels"] != -100).sum() for batch in own).float()
+        labels = accelerator.reduce(labels, "sum")
         run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
             v = dict(run.averages(), epoch=batches.epoch(step))
@@ -126,19 +127,20 @@ def train(run: Run) -> None:
 
 
 def keep_weights(run: Run) -> None:
-    """Write OUTPUT/weights/step_N, a model of transformers with its tokenizer; every process calls it."""
+    """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
     folder = run.folder / "weights" / f"step_{run.done}"
     main = run.accelerator.is_main_process
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         for file in (*run.folder.glob("*config.json"), *run.folder.glob("*tokenizer.json")):
             shutil.copyfile(file, folder / file.name)
-    export_weights(run.model, folder / "model.safetensors", dict(run.metadata, step=run.done), write=main)
+    metadata = dict(run.metadata, step=run.done)
+    export_weights(run.model, folder / "model.safetensors", metadata, write=main)
     run.log.pause()
 
 
 def final_evaluation(run: Run, text, evaluate) -> None:
-    """Score the weights that the configuration means, and write results.json; every process calls it."""
+    """Score the configured final weights and write results.json; every process calls it."""
     if run.best.exhausted:
         looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")

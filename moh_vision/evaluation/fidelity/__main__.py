@@ -62,7 +62,7 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
     check_images_fit("--size", options.size, 3, options.batch_size)
     try:
         torch.zeros(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # torch's kinds for devices that it does not know or have
+    except (RuntimeError, AssertionError) as error:  # for devices that torch does not know or have
         raise ValueError(f"--device {options.device}: {reason_of(error)}") from None
     refuse_output("--out", options.out)
     refuse_output("--save-statistics", options.save_statistics)
@@ -72,7 +72,7 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 
 def _open_sets(options: argparse.Namespace) -> list:
-    """GENERATED and REFERENCE, if there is one, each as `score` takes it: data sets are opened, and have their size."""
+    """Open GENERATED and, if given, REFERENCE; data sets get a size."""
     sets = []
     for name, default in SPLITS.items():
         path, split = (getattr(options, key) for key in (name, f"{name}_split"))
@@ -89,7 +89,7 @@ def _open_sets(options: argparse.Namespace) -> list:
 
 
 def _side(images) -> Optional[int]:
-    """Of a path's images, if they are square; None for a data set, which is cropped, and for statistics."""
+    """Return the side of square images; None for a data set, which is cropped, and for statistics."""
     if isinstance(images, SourceImages):
         return None
     images = open_reference(images)[1]

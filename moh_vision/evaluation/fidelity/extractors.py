@@ -1,4 +1,4 @@
-"""Networks that turn uint8 images into features: Inception as FID means it, timm models, or what the caller hands in."""
+"""Networks for features: FID's Inception, timm models, or the caller's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Extractor(nn.Module):
 
     Attributes:
         name: in results.
-        published: whether this is the Inception of FID with its published weights: only then are scores called FID, sFID,
+        published: whether it is FID's Inception with the published weights, for scores called FID, sFID,
             IS and KID.
         weights_sha256: of the file or the parameters.
     """
@@ -43,10 +43,10 @@ class Extractor(nn.Module):
 
 
 class Inception(Extractor):
-    """torch-fidelity's Inception, with TensorFlow's resizing: features of FID, sFID, IS in one pass.
+    """torch-fidelity's Inception with TensorFlow's resizing: features of FID, sFID, IS in one pass.
 
-    pooled: pool 2048. spatial: the first 7 channels of the 1 x 1 branch of Mixed_6d, 17 x 17, flattened position by
-    position, 2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
+    pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
+    2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
 
     Args:
         weights: path of the .pth file; None: torch-fidelity's own, fetched once.
@@ -64,12 +64,13 @@ class Inception(Extractor):
         data = file.read_bytes()
         self.weights_sha256 = hashlib.sha256(data).hexdigest()
         try:
-            network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
+            outputs = ["2048", "logits_unbiased"]
+            network = FeatureExtractorInceptionV3("inception", outputs, _only_tensors(data))
         except Exception as error:  # damaged files make many kinds
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
             ) from None
-        # One and a half times faster on a CPU (docs/guides/scores.md); the numbers change by 1e-6.
+        # 1.5 times faster on a CPU (docs/guides/scores.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
         self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
@@ -88,14 +89,14 @@ class Inception(Extractor):
 class TimmExtractor(Extractor):
     """The penultimate features of a timm model, and its logits if it has classes.
 
-    Images are resized and normalised as its pretrained_cfg says. The whole image is resized, without a crop.
+    Whole images are resized, without a crop, and normalised as its pretrained_cfg says.
 
     Args:
         model: a classifier of timm's, or of ours.
         name: of the model.
         weights_sha256: of its weights; None: hashed from the parameters.
-        img_size: height and width that images are resized to, a number or a pair; None: those of the model's
-            patch_embed, or of its pretrained_cfg.
+        img_size: height and width that images are resized to, a number or a pair; None: from patch_embed or
+            pretrained_cfg.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class TimmExtractor(Extractor):
         self.model, self.name = model.eval(), name
         cfg = getattr(model, "pretrained_cfg", None) or {}
         shape = cfg.get("input_size", (3, 224, 224))
-        size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
+        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        size = img_size or own or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
         self.classifies = bool(getattr(model, "num_classes", 0))
@@ -124,7 +126,8 @@ class TimmExtractor(Extractor):
         if self.channels == 1:
             x = x.mean(1, keepdim=True)
         if tuple(x.shape[2:]) != self.size:
-            x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True).clamp(0, 1)
+            x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True)
+            x = x.clamp(0, 1)
         hidden = self.model.forward_features((x - self.mean) / self.std)
         logits = self.model.forward_head(hidden).float() if self.classifies else None
         return Extracted(self.model.forward_head(hidden, pre_logits=True).float(), logits=logits)
@@ -147,11 +150,11 @@ class ModuleExtractor(Extractor):
 
 
 def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional[Union[str, Path]] = None) -> Extractor:
-    """The extractor that `score` means.
+    """Make the extractor for `score`.
 
     Args:
-        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves a model for
-            the hub), either with "@SIZE" behind it for another image size; a classification run, an `Extractor`, or any
+        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
+            hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any
             module from uint8 images to features.
         inception_weights: path; see `Inception`.
 
@@ -168,7 +171,8 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional
         )
     if Path(extractor).exists():
         model, about = from_run(extractor, "classifier")
-        name, img_size = f"{about['architecture']} of {about['weights']}", about["arguments"].get("img_size")
+        name = f"{about['architecture']} of {about['weights']}"
+        img_size = about["arguments"].get("img_size")
         return TimmExtractor(model, name, img_size=img_size)
     if not extractor.startswith("timm:"):
         raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
@@ -219,7 +223,8 @@ def parameters_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -249,9 +254,9 @@ def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
 
 
 def _only_tensors(data: bytes) -> io.BytesIO:
-    """The bytes of a .pth file, as a file that holds its tensors and nothing else.
+    """Copy a .pth file's bytes, keeping only its tensors.
 
-    torch-fidelity's network reads its weights with free unpickling; so it is given what was read here without it.
+    torch-fidelity unpickles freely, so it gets a copy that was read safely here.
     """
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(type(v) is Tensor for v in state.values()):

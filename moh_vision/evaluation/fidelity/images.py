@@ -1,5 +1,4 @@
-"""What can be scored: folders of images, data sets, .npz files, tensors, iterators; all as batches of uint8 [B, 3, H,
-W]."""
+"""Images to score, as batches of uint8 [B, 3, H, W]: folders, data sets, .npz, tensors, iterators."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ Batch = Tuple[int, Tensor]  # number of the first image in the set, images
 
 
 class ScoredFolder:
-    """The images directly in a folder, in the order of their names; if it has none, those of the folders in it.
+    """The images directly in a folder, in order of name; without any, those of its subfolders.
 
     Args:
-        folder: PNG files of one size, all RGB or all grey. JPEG and WebP are read too; compression is part of the score
-            then. A rotation noted in EXIF is applied, as in data sets.
+        folder: PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is
+            part of the score. EXIF rotation is applied, as in data sets.
 
     Attributes:
         channels: of the files, 1 or 3; what is scored has 3.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder or file, also for one that has transparency, or another size
-            or mode than the first; while reading for one that is damaged.
+        ValueError, FileNotFoundError: naming the folder or file, also for transparency and for another size or mode
+            than the first; while reading for a damaged file.
     """
 
     def __init__(self, folder: Path):
@@ -63,7 +62,7 @@ class ScoredFolder:
         return len(self.files)
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Every world-th batch, from number `rank` on; batches do not depend on how many processes share them."""
+        """Yield every world-th batch from `rank` on; batches are the same for any `world`."""
         with ThreadPoolExecutor(4) as pool:
             waiting = None
             for first in range(rank * batch_size, len(self.files), world * batch_size):
@@ -83,7 +82,7 @@ class ScoredFolder:
             raise ValueError(f"{file}: not a readable image ({error})") from None
 
     def _check(self, file: Path, mode: str, size: Tuple[int, int]) -> None:
-        """Raise ValueError unless an image has the mode, and upright the size, of the first one."""
+        """Raise ValueError unless an image has the first one's mode and upright size."""
         self.mode, self.size = self.mode or mode, self.size or size
         if mode not in ("RGB", "L"):
             raise ValueError(f"{file}: its mode is {mode}; expected RGB, or grey L, 8 bits a channel")
@@ -109,23 +108,25 @@ class ScoredFolder:
 
 
 def _collect(first: int, pending: list) -> Batch:
-    return first, torch.from_numpy(np.stack([future.result() for future in pending])).permute(0, 3, 1, 2)
+    images = np.stack([future.result() for future in pending])
+    return first, torch.from_numpy(images).permute(0, 3, 1, 2)
 
 
 class SourceImages:
-    """The images of a data set, center-cropped to `size` x `size` pixels; see `ScoredFolder`.
+    """Images of a data set, center-cropped to `size` x `size` pixels; see `ScoredFolder`.
 
     Args:
         source: see `splits.open_source`.
         name: of the set, for messages and results.
 
     Attributes:
-        size: that of the images, or None where they have no one size: set it before they are read.
+        size: of the images, or None if they differ: set it before reading.
         channels: see `ScoredFolder`.
     """
 
     def __init__(self, source, name: str):
-        self.source, self.name, self.size, self.channels = source, name, source.img_size, source.channels
+        self.source, self.name = source, name
+        self.size, self.channels = source.img_size, source.channels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -140,7 +141,7 @@ class SourceImages:
 
 
 class ImageArchive:
-    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read batch by batch: it may be larger than memory.
+    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read by batches: it may exceed memory.
 
     Raises:
         ValueError, FileNotFoundError: naming the file, and what it holds instead.
@@ -213,12 +214,12 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """ScoredFolder, ImageArchive or ImageTensors around a path, a tensor or an iterator; one of these as it is.
+    """Wrap a path, tensor or iterator in its class; return such an object as it is.
 
     Args:
-        source: path of a folder or an .npz file, a uint8 tensor [N, 3, H, W], an iterator of such batches, or an object
-            with the `name`, `batches` and length of a `ScoredFolder`.
-        name: what a tensor or iterator is called in messages.
+        source: path of a folder or .npz file, a uint8 tensor [N, 3, H, W], an iterator of such batches, or an object
+            with `name`, `batches` and length, as `ScoredFolder`.
+        name: for a tensor or iterator in messages.
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
@@ -227,7 +228,7 @@ def open_images(source, name: str):
 
 
 def is_data_set(path: str) -> bool:
-    """Whether a path means a data set, as data.root does (stored latents too), and not a file or a folder of images."""
+    """Whether a path means a data set or stored latents, as in data.root."""
     place = Path(path)
     splits = (split_folder(path, split) or is_latent_cache(path, split) for split in ("train", "val"))
     return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
@@ -242,8 +243,8 @@ def open_set(key: str, path: str, split: Optional[str], default_split: str, inde
         index_dir: see `open_source`.
 
     Raises:
-        ValueError, FileNotFoundError: for a path that is not there, a data set that cannot be opened, and a split of what
-            is none.
+        ValueError, FileNotFoundError: for a missing path, a data set that cannot be opened, or a split of
+            something else.
     """
     if not is_data_set(path):
         refuse_missing(key, path)
@@ -273,7 +274,7 @@ def archive_members(path: Path) -> List[str]:
 
 
 def array_header(path: Path, name: str) -> Tuple[tuple, bool, np.dtype]:
-    """(shape, whether in Fortran's order, dtype) of an array in an .npz file, without reading its numbers.
+    """Read (shape, Fortran order, dtype) of an array in an .npz file.
 
     Raises:
         ValueError: naming the file and the array.
@@ -291,7 +292,7 @@ def _member(path: Path, name: str):
         raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")
     try:
         return zipfile.ZipFile(path).open(f"{name}.npy")
-    except Exception as error:  # another file's header at that place, encryption, unknown compression
+    except Exception as error:  # a wrong header, encryption, unknown compression
         raise ValueError(f"{path}: {name} is not an array ({error})") from None
 
 

@@ -1,4 +1,4 @@
-"""Numbers from statistics and features of two sets. torch-fidelity computes distances; what it lacks is here."""
+"""Scores of two sets: torch-fidelity's distances, and those that it lacks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    one, two = ({"mu": m.double().numpy(), "sigma": c.double().numpy()} for m, c in ((mean1, cov1), (mean2, cov2)))
-    return float(np.real(fid_statistics_to_metric(one, two, verbose=False)["frechet_inception_distance"]))
+    one = {"mu": mean1.double().numpy(), "sigma": cov1.double().numpy()}
+    two = {"mu": mean2.double().numpy(), "sigma": cov2.double().numpy()}
+    found = fid_statistics_to_metric(one, two, verbose=False)
+    return float(np.real(found["frechet_inception_distance"]))
 
 
 def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> Tuple[float, float]:
     """Improved precision and recall (Kynkaanniemi 2019) with the 3rd nearest neighbour.
 
-    A point is covered by a set if it lies in the ball around one of the set's points that reaches to that point's 3rd
-    nearest other point. Precision: share of generated covered by reference; recall: the other way round. Distances are
-    taken of features less the reference's mean: an offset that all have in common would cost them their digits.
+    A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
+    point. Precision: share of generated covered by reference; recall: the reverse. Distances are taken after
+    subtracting the reference's mean, because a large common offset would cost digits.
 
     Args:
         generated, reference: features [N, F] and [M, F]; more than 3 each.
@@ -57,7 +59,7 @@ def _radii(x: Tensor, mean: Tensor, chunk: int) -> Tensor:
         nearest = torch.empty(len(rows), 0, device=mean.device)
         for columns in x.split(chunk):
             nearest = torch.cat([nearest, _distances(rows, columns, mean)], 1)
-            nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # the point itself too
+            nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # with itself
         result.append(nearest[:, NEIGHBOURS])
     return torch.cat(result)
 
@@ -73,15 +75,17 @@ def _covered(points: Tensor, centres: Tensor, radius: Tensor, mean: Tensor, chun
 
 
 def kernel_distance(generated: Tensor, reference: Tensor) -> float:
-    """KID (Binkowski 2018): squared MMD with the kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images.
+    """KID (Binkowski 2018): squared MMD, kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images.
 
-    The subsets are torch-fidelity's. In float32, as it has them, the difference of cubes loses its digits.
+    Subsets are torch-fidelity's. Its float32 would lose the digits of the difference of cubes.
     """
     from torch_fidelity.metric_kid import kernel_mmd
 
-    size, rng = min(KID_SUBSET, len(generated), len(reference)), np.random.RandomState(2020)
+    size = min(KID_SUBSET, len(generated), len(reference))
+    rng = np.random.RandomState(2020)
 
     def subset(features: Tensor) -> np.ndarray:
-        return features[torch.from_numpy(rng.choice(len(features), size, replace=False))].double().numpy()
+        chosen = rng.choice(len(features), size, replace=False)
+        return features[torch.from_numpy(chosen)].double().numpy()
 
     return float(np.mean([kernel_mmd(subset(generated), subset(reference)) for _ in range(KID_SUBSETS)]))

@@ -1,4 +1,4 @@
-"""What generated images are compared with: images, ADM's statistics, or statistics that were saved before."""
+"""References for generated images: images, ADM's statistics, or saved statistics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Statistics:
     size: Optional[Tuple[int, int]] = None
 
     def save(self, path: Path) -> None:
-        """Write a .safetensors file: moments, and features if there are any, with where they come from."""
+        """Write moments, features if any, and their origin to a .safetensors file."""
         tensors: Dict[str, Tensor] = {}
         for name, moments in (("pooled", self.pooled), ("spatial", self.spatial)):
             if moments is not None:
@@ -123,7 +123,7 @@ def _refuse_other_statistics(path: Path, about: dict, tensors: Dict[str, Tensor]
 
 
 def is_adm(path: str) -> bool:
-    """Whether a path is a file of ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz.
+    """Whether a path is ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz.
 
     Raises:
         ValueError: for a damaged .npz file.
@@ -133,7 +133,7 @@ def is_adm(path: str) -> bool:
 
 
 def adm_statistics(path: Path) -> Optional[Statistics]:
-    """mu, sigma, mu_s, sigma_s of an .npz of ADM's evaluator; None if it holds no statistics.
+    """Read mu, sigma, mu_s, sigma_s of ADM's .npz; None without statistics.
 
     Raises:
         ValueError: naming the file and the array.
@@ -146,7 +146,7 @@ def adm_statistics(path: Path) -> Optional[Statistics]:
         raise ValueError(f"{path}: holds {', '.join(members)}, but no {missing[0]}")
     arrays = {}
     for name in (n for n in ADM if n in members):
-        shape, _, dtype = array_header(path, name)  # first: a file of kilobytes can unpack to any size
+        shape, _, dtype = array_header(path, name)  # first: it can unpack to any size
         if not np.issubdtype(dtype, np.floating) or len(shape) != (2 if "sigma" in name else 1):
             raise ValueError(
                 f"{path}: {name} is {dtype} {list(shape)}; expected a {'matrix' if 'sigma' in name else 'vector'} of floats"

@@ -1,4 +1,4 @@
-"""`score`: all numbers of a set of generated images in one pass of the extractor."""
+"""`score`: all numbers of generated images in one pass of the extractor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moh_vision.evaluation.fidelity.reference import Statistics, open_reference
 from moh_vision.evaluation.fidelity.statistics import SetStatistics
 
 ImageSet = Union[str, Path, Tensor, Iterable[Tensor]]
-# What the numbers are called when they are not those of Inception with its published weights.
+# Names of the numbers without Inception's published weights.
 OTHER_NAMES = dict(
     fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
 )  # fmt: skip
@@ -39,27 +39,26 @@ def score(
 ) -> dict:
     """FID, sFID, inception score, KID, precision and recall of generated images against a reference.
 
-    With torch.distributed running, the processes share the batches, and all get the result, which is that of one
-    process to rounding.
+    With torch.distributed, the processes share the batches, and all get the same result as one, up to rounding.
 
     Args:
-        generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of such batches.
-        reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); or what
-            `Statistics.save` wrote, or `Statistics`; or a `Reference`, which is read once.
+        generated: folder of images, .npz with arr_0 (uint8 NHWC), uint8 tensor [N, 3, H, W] or iterator of those.
+        reference: the same; or ADM's .npz of mu, sigma, mu_s, sigma_s (with arr_0, also precision and recall); a file
+            of `Statistics.save`, `Statistics`, or a `Reference`, which is read once.
         extractor: "inception", "timm:NAME", or a module from uint8 images [B, 3, H, W] to features [B, F]; see
             `make_extractor`.
         inception_weights: path of torch-fidelity's file; None: fetched once.
         batch_size: images at a time on each process.
         device: where the extractor runs; None: a GPU if there is one.
-        allow_biased: also with no more images than features, where a Frechet distance is far too large; it is labelled
-            FID@N then.
+        allow_biased: also with no more images than features, where a Frechet distance is far too large; the
+            label is then FID@N.
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
-        extractor, weights_sha256, label, missing, notes, reference_sha256: of its file): None where a number cannot be had,
-        and `missing` says why; `notes` are lines on what makes the numbers say less. With another extractor than Inception's
-        published weights the numbers have other keys (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N",
-        "FD-NAME" or "FD-NAME@N".
+        extractor, weights_sha256, label, missing, notes, reference_sha256: of its file). Unavailable numbers are None,
+        and `missing` says why; `notes` are lines on the numbers' limits. Without Inception's published weights the
+        numbers have other keys (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N", "FD-NAME"
+        or "FD-NAME@N".
 
     Raises:
         ValueError, FileNotFoundError: one line that names the file, array or image and what is wrong.
@@ -81,7 +80,8 @@ def score(
     if rank == 0:
         try:
             reference.check(network, made.pooled.dim, made.count, allow_biased)
-            told = [dict(_numbers(made, statistics, network, device), reference_sha256=reference.sha256)]
+            result = _numbers(made, statistics, network, device)
+            told = [dict(result, reference_sha256=reference.sha256)]
         except Exception as error:  # for all processes, or the others would wait
             told = [_portable(error)]
     if world > 1:
@@ -92,10 +92,10 @@ def score(
 
 
 class Reference:
-    """A reference that is opened and checked at once, and whose images are read once, when they are needed.
+    """A reference, opened and checked at once; its images are read once, when needed.
 
     Args:
-        source: as `reference` of `score`, or an object with the `name`, `batches` and length of a `fidelity.images.ScoredFolder`.
+        source: as `reference` of `score`, or an object like a `ScoredFolder`.
 
     Raises:
         ValueError, FileNotFoundError: for a source that does not exist or is malformed.
@@ -108,7 +108,7 @@ class Reference:
 
     @cached_property
     def sha256(self) -> Optional[str]:
-        """Of the file that was read; None for a folder, a data set, or what was in memory."""
+        """SHA-256 of the source file; None for a folder, a data set or a tensor."""
         is_path = isinstance(self.source, (str, Path))
         return sha256_of(Path(self.source)) if is_path and Path(self.source).is_file() else None
 
@@ -120,7 +120,7 @@ class Reference:
     def check(
         self, network: Extractor, dims: int, generated: int, allow_biased: bool, channels: Optional[int] = None
     ) -> None:
-        """Raise ValueError if so many generated images cannot be compared with it, as far as its own number is known.
+        """Raise ValueError if what is known of the images forbids a comparison.
 
         Args:
             network: the extractor.
@@ -150,12 +150,12 @@ class Reference:
             )
 
     def read(self, network: Extractor, batch_size: int, device: Device) -> Statistics:
-        """Its statistics under an extractor, always the same one; every process calls it."""
+        """Return its statistics for a fixed extractor; every process calls it."""
         _check_same_extractor(self.statistics, network)
         if self.images is not None:
             own = extract(self.images, network, batch_size, device, "reference")
             own = of_set(own, network, self.name, self.channels)
-            if self.statistics is not None:  # ADM's file: its moments are of all reference images, its arr_0 of some
+            if self.statistics is not None:  # ADM's file: moments of all images, arr_0 of some
                 count = self.statistics.count or own.count
                 own = replace(self.statistics, features=own.features, count=count, size=own.size)
             self.statistics, self.images = own, None

@@ -1,4 +1,4 @@
-"""What is kept of a set of images: moments of features, sums of class probabilities, and features if need be."""
+"""Statistics of images: moments of features, class probabilities, optional features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ROWS = 512  # features that are gathered before they enter the second moments
-SPLIT = 5000  # images of one split of the inception score, in file order, as in ADM's evaluator
+SPLIT = 5000  # images per split of the inception score, in file order, as in ADM's evaluator
 
 
 class Moments:
@@ -60,7 +60,7 @@ class Moments:
 
 
 class ClassScore:
-    """The inception score of logits, batch by batch, in splits of `SPLIT` images in their order."""
+    """Inception score of logits, batch by batch, in ordered splits of `SPLIT` images."""
 
     def __init__(self, classes: int):
         self.classes = classes
@@ -88,7 +88,7 @@ class ClassScore:
 
     @property
     def short(self) -> Optional[str]:
-        """What is to be said of a last split that is smaller than the others; None: there is none."""
+        """Return a note on a last split that is smaller than the others, or None."""
         number = max(self.splits)
         count = self.splits[number][0]
         if not number or count == SPLIT:
@@ -170,5 +170,6 @@ class SetStatistics:
         if not self.features:
             return None
         if len(self.features) > 1:  # kept as one from now on, not twice
-            self.features = {0: torch.cat([self.features[first] for first in sorted(self.features)])}
+            features = [self.features[first] for first in sorted(self.features)]
+            self.features = {0: torch.cat(features)}
         return next(iter(self.features.values()))

@@ -9,7 +9,7 @@ TITLES = dict(
 
 
 def table(result: dict, generated: str, reference: str) -> str:
-    """One line a number, with what it is of, why one is missing, and what makes them say less."""
+    """Format a line per number, reasons for missing ones, and notes."""
     count, label, sha256 = (result[name] for name in ("num_reference", "label", "reference_sha256"))
     lines = [
         f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}"

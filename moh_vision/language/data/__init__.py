@@ -1,5 +1,4 @@
-"""Text: where it is (`sources`), its tokens (`vocabulary`, `token_cache`), and what a step sees of them (`inputs`).
+"""Text: its files (`sources`), tokens (`vocabulary`, `token_cache`) and training items (`inputs`).
 
-`translation` and `buckets` are for pairs, `masked`, `causal` and `mixture` for plain text; `loader` loads batches of
-any of them.
+`translation` and `buckets` are for pairs, `masked`, `causal` and `mixture` for plain text.
 """

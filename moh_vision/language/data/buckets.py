@@ -1,4 +1,4 @@
-"""Batches of sentences that are about as long, limited by tokens. Pure functions of (lengths, seed, position)."""
+"""Batches of similar sentence lengths, limited by tokens: pure functions of (lengths, seed, position)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def length_key(lengths: np.ndarray) -> np.ndarray:
-    """Sort key of pairs: the longer side, then source, then target. lengths [n, sides] -> [n]."""
+    """Return sort keys: longer side, then source, then target. [n, sides] -> [n]."""
     lengths = lengths.astype(np.int64)
     key = lengths.max(1)
     for side in lengths.T:
@@ -20,8 +20,8 @@ def length_key(lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
-    """Ends of batches among sentences sorted by size; each batch is as large as (longest size) x (sentences) <=
-    max_tokens allows, and a longer sentence is alone."""
+    """Cut sentences sorted by size into batches of at most max_tokens, longest size x sentences.
+    A longer sentence is alone."""
     ends = [0]
     while ends[-1] < len(sizes):
         first = ends[-1]
@@ -34,13 +34,12 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
 class TokenBatches:
     """The micro-batches of one rank, step after step, as lists of sample numbers.
 
-    Padded size, as fairseq has it: sentences x the longest of all their sources and targets, eos included; it is at most
-    `max_tokens`. Samples are sorted by length and cut into batches; where is decided by the lengths alone, so every
-    epoch has as many batches. Which of the samples of equal lengths stand where, and the order of the batches, are drawn
-    each epoch from (seed, epoch), and every sample comes once in it.
+    The padded size, sentences x longest source or target with eos (as in fairseq), is at most `max_tokens`. Samples
+    are sorted by length and cut by the lengths alone, so all epochs have equally many batches. The order of batches,
+    and of samples of equal length, is drawn from (seed, epoch). An epoch has every sample once.
 
-    Batch number step * (world * accumulation) + micro * world + rank of the run is that of micro-batch `micro` of a
-    rank, so one process with twice the accumulation sees the same steps as two. A step may span two epochs.
+    Micro-batch `micro` of a rank is batch step * (world * accumulation) + micro * world + rank of the run, so
+    one process with twice the accumulation sees the same steps as two. A step may span two epochs.
 
     Args:
         lengths: [n, sides] tokens of each sample as batches hold them.
@@ -98,7 +97,8 @@ class TokenBatches:
         """Sample numbers of a batch of the run."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if self._drawn[0] != epoch:
-            rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
+            bits = np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS))
+            rng = np.random.Generator(bits)
             shuffled = rng.permutation(len(self.key))
             order = shuffled[np.argsort(self.key[shuffled], kind="stable")]  # equal lengths stay shuffled
             self._drawn = epoch, order, rng.permutation(self.batches_per_epoch)
@@ -108,8 +108,8 @@ class TokenBatches:
 
 
 def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> List[List[int]]:
-    """Return batches for evaluation, of about equal lengths, with every sample number once over all ranks. A sample
-    longer than `max_tokens` is alone.
+    """Return evaluation batches of similar lengths; all ranks together have every sample once.
+    A sample longer than `max_tokens` is alone.
     """
     order = np.argsort(length_key(lengths), kind="stable")
     ends = batch_ends(lengths.max(1)[order], max_tokens)

@@ -14,28 +14,29 @@ from moh_vision.language.data.vocabulary import EOS, PAD
 
 
 class CausalWindows(Dataset):
-    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position changes nothing.
+    """Items (position, window number) -> (inputs [W], labels [W]), int64; the position has no effect.
 
-    The text is one stream: its lines, empty ones too (as WikiText's words are counted), with eos behind each; or the
-    documents of a text that comes as ids. A window's labels are a piece of the stream, and its inputs the same piece one
-    token earlier, with eos before the first token. Windows advance by `stride` and label only what none before them did,
-    so every token is predicted once. The last window is as wide and ends with the stream.
+    The stream is the lines, with empty ones (WikiText's words are counted so), each followed by eos; or documents that
+    come as ids. Labels are a piece of the stream; inputs are the piece one token earlier, with eos before the first
+    token. Windows advance by `stride` and label only tokens that no earlier window labels. The last window
+    is as wide and ends with the stream.
 
     Training takes stride = width: contiguous blocks, the same in every epoch, as fairseq's break mode "none".
-    Evaluation "512/480" takes width 512 and stride 32: each token but the first 480 has 480 to 511 before it.
+    Evaluation "512/480": width 512 and stride 32, so tokens after the first 480 have 480 to 511 before them.
 
     Args:
         tokens: a `TokenCache` encoded with empty lines, `TokenFiles` or `TokenShards`.
         width: tokens of a window, W.
         stride: 1 <= stride <= width; left out: width.
-        eos: id before the first token; None: not known, and then the first token is not predicted.
-        size: of the vocabulary, to check ids as they are read; None: they are known to be right.
+        eos: id before the first token; None: unknown, and the first token is not predicted.
+        size: of the vocabulary, to check ids as they are read; None: no check.
     """
 
     def __init__(
         self, tokens, width: int, stride: Optional[int] = None, eos: Optional[int] = EOS, size: Optional[int] = None
     ):
-        self.tokens, self.width, self.stride = tokens, width, width if stride is None else stride
+        self.tokens, self.width = tokens, width
+        self.stride = width if stride is None else stride
         self.eos, self.size = eos, size
         if not 1 <= self.stride <= width:
             raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
@@ -55,7 +56,9 @@ class CausalWindows(Dataset):
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
         if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
             refuse_ids(self.tokens.where(first), int(piece.min()), int(piece.max()), self.size)
-        piece = piece if first else np.concatenate([piece[:1] if self.eos is None else [self.eos], piece])
+        if not first:
+            before = piece[:1] if self.eos is None else [self.eos]
+            piece = np.concatenate([before, piece])
         labels = piece[1:].copy()
         if not first and self.eos is None:
             labels[0] = IGNORE

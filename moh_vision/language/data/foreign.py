@@ -1,4 +1,4 @@
-"""Vocabularies that this package did not make: a tokenizer.json of Hugging Face, or a number of tokens alone."""
+"""Foreign vocabularies: a tokenizer.json of Hugging Face, or only a number of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moh_vision.engine.io import write_whole
 from moh_vision.language.data.vocabulary import MASK, SPECIALS, Vocabulary, read_json
 
 COMPANION = "tokenizer_config.json"
-# Where no tokenizer_config.json says it: what LLaMA, GPT-2 and those that came after call them.
+# Used without a tokenizer_config.json: the names in LLaMA, GPT-2 and their successors.
 NAMES = {
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
@@ -24,10 +24,10 @@ MAX_TOKENS = 1 << 24
 
 
 class ForeignVocabulary:
-    """Reads a tokenizer.json such as LLaMA's or GPT's, and the tokenizer_config.json beside it where there is one.
+    """Reads a tokenizer.json (LLaMA, GPT) and, if any, the tokenizer_config.json beside it.
 
-    A text becomes what the tokenizer makes of it, its own first tokens (LLaMA's bos) included, and eos at its end.
-    What looks like a special token in a text is text.
+    Encodes as the tokenizer does, with its first tokens (LLaMA's bos), and appends eos.
+    Special tokens in a text are read as text.
 
     Args:
         data: the bytes of tokenizer.json.
@@ -42,7 +42,8 @@ class ForeignVocabulary:
     kind, lowercase, specials = "foreign", False, 0
 
     def __init__(self, data: bytes, where: str, names: Optional[Dict[str, str]] = None):
-        self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
+        self.data, self.where = data, where
+        self.fingerprint = hashlib.sha256(data).hexdigest()
         try:
             _check(json.loads(data))
             self._tokenizer = Tokenizer.from_buffer(data)
@@ -71,7 +72,7 @@ class ForeignVocabulary:
         return cls(read_json(path), str(path), _companion(path))
 
     def save(self, path: Path) -> None:
-        """Write the file it came from, and beside it what transformers' AutoTokenizer asks for."""
+        """Write the source file, and the files that AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
         write_companion(Path(path).with_name(COMPANION), {k: v for k, v in self.names.items() if v})
 
@@ -87,19 +88,21 @@ class ForeignVocabulary:
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def encode(self, texts: Sequence[str]) -> List[List[int]]:
-        """Ids of each text, with the tokenizer's own first tokens, without eos."""
+        """Encode texts with the tokenizer's first tokens, without eos."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         return [ids[:-1] for ids in found] if self._ends_with_eos else found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens."""
-        return " ".join(self._tokenizer.decode(list(ids), skip_special_tokens=True).splitlines()).strip()
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return " ".join(text.splitlines()).strip()
 
 
 class NumberedVocabulary:
-    """A vocabulary of `size` tokens of which nothing else is known, for text that comes as ids."""
+    """A vocabulary of `size` tokens that are known only as ids."""
 
-    kind, lowercase, specials, bos, eos, pad = "numbers", False, 0, None, None, None
+    kind, lowercase, specials = "numbers", False, 0
+    bos = eos = pad = None
 
     def __init__(self, size: int):
         self.size, self.fingerprint = size, f"{size} tokens"
@@ -124,7 +127,7 @@ AnyVocabulary = Union[Vocabulary, ForeignVocabulary, NumberedVocabulary]
 
 
 def write_companion(path: Path, names: Dict[str, str]) -> None:
-    """The tokenizer_config.json that AutoTokenizer needs beside a tokenizer.json; `names`: token by role."""
+    """Write the tokenizer_config.json that AutoTokenizer needs; `names`: token by role."""
     about = dict(tokenizer_class="PreTrainedTokenizerFast", **names)
     write_whole(path, json.dumps(about, indent=1, ensure_ascii=False) + "\n", shared=True)
 
@@ -135,8 +138,8 @@ def load_vocabulary(path: Path) -> AnyVocabulary:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a tokenizer.json begins with the special tokens of this package; what is no JSON is for `Vocabulary` to
-    refuse."""
+    """Whether a tokenizer.json begins with our special tokens. True for invalid JSON, which `Vocabulary`
+    refuses."""
     data = read_json(path)
     try:
         content = json.loads(data)
@@ -149,7 +152,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _check(content) -> None:
-    """Raise ValueError for sizes that would take the memory of the machine."""
+    """Raise ValueError for sizes that would exhaust the memory."""
     vocab = content["model"]["vocab"]
     if not isinstance(vocab, (dict, list)) or len(vocab) > MAX_TOKENS:
         raise ValueError(f"its model has no vocabulary, or one of more than {MAX_TOKENS} tokens")
@@ -160,7 +163,7 @@ def _check(content) -> None:
 
 
 def _companion(path: Path) -> Dict[str, str]:
-    """Token by role of the tokenizer_config.json beside a tokenizer.json; empty if there is none."""
+    """Read the tokens by role from the tokenizer_config.json beside a file; empty without one."""
     file = Path(path).with_name(COMPANION)
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Text from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
+"""Text from the Hugging Face hub, or a folder laid out like it, by `datasets`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from moh_vision.data.hub import hub_split
 
 
 class HubText:
-    """The texts of one split's table, read as by `lines.TextFile`: the column text, or `language` of the column
-    translation. `name` names data set and split in messages.
+    """Texts of one split, read as by `lines.TextFile`: the column text, or `language` of the column
+    translation. `name` is for messages.
     """
 
     def __init__(self, table, name: str, language: Optional[str] = None):

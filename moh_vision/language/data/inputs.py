@@ -1,4 +1,4 @@
-"""The vocabularies, training batches and evaluation batches of a run on text, for each task."""
+"""Vocabularies, training and evaluation batches of a run on text, by task."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class TextInputs:
         data: a `TextDataConfig`.
         cache_dir: folder of caches.
         seed: of the run.
-        tokenizer: run or tokenizer.json whose vocabularies are used; None: they are made from the training split.
-        training: whether there is something to train; else the training split is not opened, and need not be there.
+        tokenizer: run or tokenizer.json with the vocabularies; None: made from the training split.
+        training: False: the training split is not opened, and may be missing.
 
     Attributes:
-        vocabularies: of source and target, twice the same if there is one.
+        vocabularies: source and target; the same twice for one.
         train, val, test: data sets; train and test may be None.
     """
 
@@ -55,19 +55,22 @@ class TextInputs:
     load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
 
     def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, training: bool = True):
-        self.data, self.cache_dir, self.seed, self.tokenizer = data, cache_dir, seed, tokenizer
+        self.data, self.seed = data, seed
+        self.cache_dir, self.tokenizer = cache_dir, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
         self.train = self.dataset(data.train, training=True) if training else None
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 
     def sources(self) -> List[Tuple[str, str, float]]:
-        """(name, root, weight) of all that is trained on; data.root alone where there are no data.mixture."""
+        """Return (name, root, weight) of each training source."""
         d = self.data
-        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture or ()] or [("text", d.root, 1)]
+        if not d.mixture:
+            return [("text", d.root, 1)]
+        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture]
 
     def scored_files(self) -> str:
-        """Name the files of the validation and test set, as they were found for data.val and data.test."""
+        """Name the files found for data.val and data.test."""
         d, found = self.data, []
         trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
         for key, title in (("val", "validation"), ("test", "test")):
@@ -82,11 +85,11 @@ class TextInputs:
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
-        """Record that a resumed run must match: the text, and for translation the micro-batches of a step."""
+        """Record what a resumed run must match: text, and in translation micro-batches per step."""
         return dict(train=self.fingerprint())
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies beside the weights, as `data.tokenizer` finds them, and the record. A step has
+        """Save the vocabularies beside the weights, for `data.tokenizer`, and the record. A step has
         `micro_batches` over all processes.
         """
         source, target = self.vocabularies
@@ -96,7 +99,7 @@ class TextInputs:
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
-        """Raise ValueError, in one line, unless a run that goes on would go on with what it began with."""
+        """Raise ValueError, in one line, unless the run can resume with its first settings."""
         try:
             began = json.loads((run / RECORD).read_text())
         except (OSError, ValueError):
@@ -130,11 +133,11 @@ class TextInputs:
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def texts(self) -> List[Tuple[str, object]]:
-        """Names and data sets of the texts whose head load is told apart, the validation set first."""
+        """Return names and data sets of texts with their own head load, first validation."""
         return [(self.data.val, self.val)]
 
     def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
-        """The vocabularies of `tokenizer`; None: they are made from the training split."""
+        """Load the vocabularies of `tokenizer`; None without one."""
         if not self.tokenizer:
             return None
         place = Path(self.tokenizer)
@@ -160,7 +163,7 @@ class TranslationInputs(TextInputs):
     def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
 
-        def make(texts, merges: int) -> Vocabulary:  # wrong pairs are found before anything is trained
+        def make(texts, merges: int) -> Vocabulary:  # checks pairs before training
             options = dict(merges=merges, lowercase=d.lowercase)
             return trained_vocabulary(texts, self.cache_dir, "bpe", lambda: pair.check(d.allow_empty), **options)
 
@@ -172,7 +175,7 @@ class TranslationInputs(TextInputs):
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
         d, pair = self.data, self.pair(split)
         source, target = (encoded(*side, self.cache_dir) for side in zip(pair, self.vocabularies))
-        # Pairs are checked only now, because encoding reads no text where both sides were encoded before.
+        # Check pairs here, because cached encodings read no text.
         if len(source) != len(target) or (np.minimum(source.lengths, target.lengths) < 2).any():
             pair.check(d.allow_empty)
         if not training:
@@ -184,10 +187,11 @@ class TranslationInputs(TextInputs):
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
         source, target = self.vocabularies
-        return dict(vocab_size=len(source), **({} if target is source else dict(target_vocab_size=len(target))))
+        sizes = {} if target is source else dict(target_vocab_size=len(target))
+        return dict(vocab_size=len(source), **sizes)
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
-        """See `TokenBatches`: accumulation, rank, world, start, stop; as many sentences as data.max_tokens allows."""
+        """See `TokenBatches`: accumulation, rank, world, start, stop; data.max_tokens limits sentences."""
         return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
 
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
@@ -198,11 +202,11 @@ class TranslationInputs(TextInputs):
         return " ".join(side.fingerprint() for side in self.pair(self.data.train))
 
     def record(self, micro_batches: int) -> dict:
-        # How many sentences are in a step follows from its micro-batches; blocks are shared out among them instead.
+        # They decide how many sentences a step has; blocks are shared out among them instead.
         return dict(super().record(micro_batches), micro_batches=micro_batches)
 
     def references(self, split: str, pairs: ParallelTokens) -> List[str]:
-        """The target's lines of a split's pairs, as they stand in the file, or in lower case if the vocabulary is."""
+        """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
         found = [lines[number] for number in pairs.numbers]
         return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
@@ -224,7 +228,10 @@ class BlockInputs(TextInputs):
 
     def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
         d = self.data
-        kind, size = ("bpe", dict(merges=d.merges)) if d.words is None else ("word", dict(max_words=d.words or None))
+        if d.words is None:
+            kind, size = "bpe", dict(merges=d.merges)
+        else:
+            kind, size = "word", dict(max_words=d.words or None)
         options = dict(size, mask=self.mask, lowercase=d.lowercase)
         made = trained_vocabulary(self.training_texts(), self.cache_dir, kind, **options)
         return made, made
@@ -235,7 +242,8 @@ class BlockInputs(TextInputs):
 
     def tokens(self, root: str, split: str, skip_empty: bool):
         """The encoded text of a split."""
-        return encoded(find_lines(root, split), self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
+        lines = find_lines(root, split)
+        return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
 
     def batches(self, batch_size: int, **arguments) -> StepBatches:
         """See `StepBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
@@ -243,7 +251,8 @@ class BlockInputs(TextInputs):
 
     def slices(self, dataset, rank: int, world: int) -> List[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
-        return [[(number, number) for number in batch] for batch in batches]  # masks are drawn by the block's number
+        # Masks are drawn by the block's number.
+        return [[(number, number) for number in batch] for batch in batches]
 
 
 class MaskedInputs(BlockInputs):
@@ -258,11 +267,12 @@ class MaskedInputs(BlockInputs):
 
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
-        return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
+        size = len(self.vocabularies[0])
+        return dict(vocab_size=size, max_position_embeddings=self.data.block + 2)
 
 
 class CausalInputs(BlockInputs):
-    """For causal language models: text, or token ids; from one place, or from weighted sources."""
+    """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     load = staticmethod(load_vocabulary)
 
@@ -338,8 +348,8 @@ class CausalInputs(BlockInputs):
         return made
 
     def texts(self) -> List[Tuple[str, CausalWindows]]:
-        """As everywhere; and of each source of data.mixture the first training tokens, as many as the validation set
-        has."""
+        """As in the base class; with data.mixture also the first training tokens of each source, as
+        many as in validation."""
         found = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.texts):
@@ -352,7 +362,7 @@ class CausalInputs(BlockInputs):
         texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]
         found = []
         for (_, root, _), text in zip(self.sources(), texts, strict=True):
-            # Of ids those that are open already; of text the text, for its cache is made from it.
+            # Ids are already open; for text take the lines, from which the cache is made.
             ids = isinstance(text.tokens, (TokenFiles, TokenShards))
             found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
         return " ".join(found)
@@ -362,7 +372,7 @@ class CausalInputs(BlockInputs):
         return dict(vocab_size=self.size)
 
     def special_tokens(self) -> dict:
-        """Ids by their names in a transformers config, of those that are known."""
+        """Return known ids by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
         # Our own has a bos, which no text holds: eos is what stands before the first token.
         first = vocabulary.eos if isinstance(vocabulary, Vocabulary) else vocabulary.bos
@@ -372,7 +382,7 @@ class CausalInputs(BlockInputs):
         return {name: number for name, number in known.items() if number is not None}
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Also write the tokenizer_config.json that transformers' AutoTokenizer needs."""
+        """Also write the tokenizer_config.json that AutoTokenizer needs."""
         super().save(run, micro_batches)
         if isinstance(self.vocabularies[0], Vocabulary):
             names = dict(bos_token=SPECIALS[EOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
@@ -383,8 +393,8 @@ INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # 
 
 
 def tokenizer_of(config, resumed: bool) -> Optional[str]:
-    """Return the place of a run's vocabulary, or None if it is made from the text: the run's own folder if it
-    resumes, data.tokenizer, or the folder of the weights that it starts from (init_from or model.pretrained).
+    """Return the path of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder
+    of the first weights (init_from or model.pretrained). None: make it from the text.
     """
     d = config.data
     if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):

@@ -9,7 +9,7 @@ from typing import Iterator, List, Optional, Tuple
 
 from moh_vision.data.shards.record import sha256_of
 
-MAX_LINE = 1 << 24  # bytes; a file without line breaks would otherwise be read as a whole
+MAX_LINE = 1 << 24  # bytes; a file may have no line breaks
 BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -39,8 +39,8 @@ class TextFile:
 
 
 def raw_lines(path: Path, most: int, what: str) -> Iterator[Tuple[int, bytes, int]]:
-    """Yield (number of the line, line, bytes of the file read so far); the file is unpacked if its name ends in .gz.
-    A line has at most `most` bytes; messages say that `what` is expected on it.
+    """Yield (line number, line, bytes of the file read so far). A name that ends in .gz is unpacked.
+    A line has at most `most` bytes; messages call its content `what`.
     """
     number = 0
     with open(path, "rb") as raw, gzip.open(raw, "rb") if path.suffix == ".gz" else raw as file:
@@ -58,7 +58,7 @@ def raw_lines(path: Path, most: int, what: str) -> Iterator[Tuple[int, bytes, in
 
 
 def decoded(line: bytes, where: str) -> str:
-    """A line as text; raises ValueError, naming `where` and the byte, if it is not UTF-8."""
+    """Decode a line; raises ValueError, naming `where` and the byte, unless it is UTF-8."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:

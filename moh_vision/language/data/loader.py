@@ -12,8 +12,8 @@ from moh_vision.data.workers import leave_signals_to_the_parent
 
 
 def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[Dict[str, Tensor]]:
-    """Load batches of a text data set, in order; the same for any number of workers. Each of `batches` lists items.
-    Encoded text needs no loader processes (`workers`) but on the fastest machines.
+    """Load batches of a text data set in order, the same for any number of workers. Each of `batches` lists
+    items. Encoded text rarely needs `workers`.
     """
     loader = DataLoader(
         dataset,

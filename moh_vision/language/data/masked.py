@@ -1,4 +1,4 @@
-"""Blocks for masked language models, in RoBERTa's full-sentences form, with dynamic masking (Liu et al. 2019)."""
+"""Blocks for masked language models: RoBERTa's full sentences, dynamic masking (Liu et al. 2019)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 def mask_tokens(
     ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Hide tokens, drawn from (seed, position), as BERT does (Devlin et al. 2019): each is chosen with `prob`, at least
-    one is; of those 80 % become the mask, 10 % a random token, 10 % stay. Pad, bos and eos are never chosen.
+    """Hide tokens as BERT does (Devlin et al. 2019), drawn from (seed, position): each with `prob`, at least one.
+    80 % become the mask, 10 % a random token, 10 % stay. Pad, bos and eos are never chosen.
 
     Args:
         ids: [T].
-        vocabulary_size: random tokens are from len(SPECIALS) up to this.
+        vocabulary_size: random tokens are len(SPECIALS) <= id < this.
 
     Returns:
-        (inputs [T], labels [T]: the token where it was chosen, else -100).
+        (inputs [T], labels [T]: the token where chosen, else -100).
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
     draw, kind = rng.random(len(ids)), rng.random(len(ids))
@@ -44,15 +44,15 @@ def mask_tokens(
 class MaskedBlocks(Dataset):
     """Items (position, block number) -> (inputs, labels), int64.
 
-    The text, its lines one after the other with eos behind each and empty ones left out, is cut into blocks of
-    `block - 1` tokens with bos before them, across lines and articles; the last may be shorter. A paragraph of
-    WikiText is often longer than a block, so blocks cut lines, where RoBERTa's of 512 hold whole sentences.
+    Joins the lines that are not empty, each with eos, and cuts them into bos and `block - 1` tokens; the last
+    block may be shorter. Blocks cut lines, because paragraphs of WikiText are often longer than a block;
+    RoBERTa's blocks of 512 hold whole sentences.
 
     Args:
         tokens: encoded with skip_empty.
         block: positions of a block, at least 3.
         vocabulary: with a mask.
-        seed: of the run; for validation `EVALUATION_SEED`, with the block's number for the position.
+        seed: of the run; for validation `EVALUATION_SEED`, with position = block number.
         prob: see `mask_tokens`.
     """
 
@@ -60,7 +60,8 @@ class MaskedBlocks(Dataset):
         if vocabulary.specials <= MASK:
             raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
         assert block >= 3
-        self.tokens, self.room, self.seed, self.prob = tokens, block - 1, seed, prob
+        self.tokens, self.room = tokens, block - 1
+        self.seed, self.prob = seed, prob
         self.vocabulary_size = len(vocabulary)
 
     def __len__(self) -> int:
@@ -70,7 +71,8 @@ class MaskedBlocks(Dataset):
     def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
         position, number = item
         own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
-        return mask_tokens(np.concatenate([[BOS], own]), self.seed, position, self.vocabulary_size, self.prob)
+        ids = np.concatenate([[BOS], own])
+        return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
     @staticmethod
     def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:

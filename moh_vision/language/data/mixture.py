@@ -1,6 +1,6 @@
-"""Several sources of text with weights: which block of which source comes at which position of a run.
+"""Several weighted sources of text: which block of which source is at which position of a run.
 
-A pure function of (seed, position), so resuming is arithmetic and any number of processes and workers sees the same.
+Pure functions of (seed, position), so runs resume by arithmetic, with any number of processes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class Draw(NamedTuple):
 class Mixture:
     """The order of blocks of weighted sources.
 
-    Positions come in rounds. A round has of every source its exact share: percentages with two decimals make rounds
-    of at most 10,000 positions, others are rounded so that no source is ever a whole block from its share at the end
-    of a round. Inside a round sources are shuffled. Each source goes through all its blocks, in an order of its own
-    for every epoch, before one comes again.
+    A round of positions has the exact share of every source: percentages with two decimals make rounds of at most
+    10,000; others are rounded, so that at the end of a round every source is within one block of its share. Sources
+    are shuffled inside a round. Each goes through all its blocks, in a new order every epoch, before one repeats.
 
     Args:
         weights: above 0, in any unit.
@@ -75,12 +74,12 @@ class Mixture:
         return [n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))]
 
     def _before(self, number: int) -> List[int]:
-        """Blocks of each source before a round: differences of rounded shares, whose sum is every position there is."""
+        """Count blocks of each source before a round: differences of rounded shares."""
         ends = [int(bound * self.length * number) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
     def _make_round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
-        """(source [length], how many of that source stand before it in the round [length], `_before`)."""
+        """Return (source [length], its earlier positions [length], `_before`)."""
         before = self._before(number)
         counts = np.subtract(self._before(number + 1), before)
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
@@ -95,7 +94,7 @@ class Mixture:
 
 
 class MixedBatches(StepBatches):
-    """The micro-batches of one rank, as lists of (position, block number); blocks are numbered through all sources."""
+    """Micro-batches of a rank: lists of (position, block number through all sources)."""
 
     def __init__(self, mixture: Mixture, **arguments):
         super().__init__(mixture.blocks, group=1, seed=mixture.seed, **arguments)
@@ -107,22 +106,24 @@ class MixedBatches(StepBatches):
         return int(self.starts[draw.source]) + draw.block
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, of the source that has been gone through most often; the same on every rank."""
+        """Return the epoch, from 0, of the most repeated source; the same on every rank."""
         drawn = self.mixture.drawn(step * self.batch_size)
         return max(count // blocks for count, blocks in zip(drawn, self.mixture.blocks))
 
     def epochs(self) -> List[float]:
         """How often a run to `stop` goes through each source."""
-        return [n / blocks for n, blocks in zip(self.mixture.drawn(self.stop * self.batch_size), self.mixture.blocks)]
+        drawn = self.mixture.drawn(self.stop * self.batch_size)
+        return [n / blocks for n, blocks in zip(drawn, self.mixture.blocks)]
 
 
 class MixedWindows(Dataset):
-    """The windows of several texts, numbered through all of them; their widths are equal, `names` are for messages."""
+    """Windows of several texts, of equal width, numbered through all. `names`: for messages."""
 
     collate = staticmethod(CausalWindows.collate)
 
     def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
-        self.texts, self.names, self.weights = list(texts), list(names), list(weights)
+        self.texts, self.names = list(texts), list(names)
+        self.weights = list(weights)
         self.starts = np.cumsum([0, *map(len, texts)])
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""`data.root` to the texts behind it: pairs for translation, lines or token ids for language models."""
+"""Find the texts in `data.root`: pairs for translation, lines or token ids for language models."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TOKEN_ENDINGS = (".bin", ".npy", ".tokens.safetensors")
 
 
 class ParallelText(NamedTuple):
-    """Sentences and their translations: source and target, each an iterable of lines, line by line a pair."""
+    """Aligned sentences: source and target, each an iterable of lines."""
 
     source: Lines
     target: Lines
 
     def check(self, allow_empty: bool = False) -> int:
-        """Read all pairs and return their number; with `allow_empty` a side may be empty."""
+        """Check and count the pairs; with `allow_empty` a side may be empty."""
         source_lines = target_lines = empty = 0
         for source, target in zip_longest(self.source, self.target):
             source_lines += source is not None
@@ -50,9 +50,8 @@ class ParallelText(NamedTuple):
 
 
 def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
-    """Find the pairs of a split; nothing is read yet. `root` is a folder with {split}.{language}[.gz], or
-    hfds/NAME[:CONFIG], a data set with a column translation. The split "val" may also be named valid, validation or
-    dev.
+    """Find the pairs of a split, unread. `root` is a folder with {split}.{language}[.gz], or hfds/NAME[:CONFIG],
+    a data set with a column translation. The split "val" may also be named valid, validation or dev.
     """
     names = SPLIT_NAMES.get(split, (split,))
     if source == target:
@@ -72,7 +71,7 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
 
 
 def find_lines(root: str, split: str) -> Lines:
-    """Find the lines of a split, empty ones included; nothing is read yet. `root` is a folder with {split}.txt[.gz],
+    """Find the lines of a split, with empty ones, unread. `root` is a folder with {split}.txt[.gz],
     or hfds/NAME[:CONFIG], a data set with a column text.
     """
     names = SPLIT_NAMES.get(split, (split,))
@@ -82,7 +81,7 @@ def find_lines(root: str, split: str) -> Lines:
 
 
 def find_tokens(root: str, split: str) -> Optional[List[Path]]:
-    """Return the files of a split that holds token ids; None if there are none, and text is to be looked for."""
+    """Return the files with token ids of a split, or None if there are none."""
     folder = Path(root)
     if root.startswith(PREFIX) or not folder.is_dir():
         return None
@@ -102,9 +101,7 @@ def find_tokens(root: str, split: str) -> Optional[List[Path]]:
 
 
 def open_tokens(paths: List[Path], index_dir: Optional[str] = None, dtype: Optional[str] = None) -> Tokens:
-    """Open the ids of the files that `find_tokens` found; `index_dir` is as for `TokenShards`, `dtype` as for
-    `TokenFiles`.
-    """
+    """Open files from `find_tokens`; see `TokenShards` for `index_dir`, `TokenFiles` for `dtype`."""
     if paths[0].suffix == ".tar":
         return TokenShards(paths, paths[0].name.rpartition("-")[0], index_dir)
     return TokenFiles(paths, dtype)

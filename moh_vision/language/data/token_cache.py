@@ -1,7 +1,7 @@
-"""Encoded texts on disk: token ids of all lines, one after the other, read through a memory map.
+"""Encoded texts on disk: the token ids of all lines in order, read through a memory map.
 
-A safetensors file with `ids` (uint16 or int32) and `ends` (int64: where each line ends), and in its metadata what it
-was made from, the sha256 of the numbers, and the number of words. Safe to delete at any time.
+A safetensors file with `ids` (uint16 or int32), `ends` (int64: where each line ends), and metadata: what it was
+made from, the sha256 of the numbers, and the number of words. Safe to delete at any time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ DTYPES = {"U16": np.uint16, "I32": np.int32}
 
 
 class TokenCache:
-    """The lines of a text as token ids, each with eos at its end. Raises ValueError, naming the file, if it is
-    damaged, or made from something else than `made_from`; None allows anything.
+    """The lines of a text as token ids, each with eos. Raises ValueError, naming the file, if it is
+    damaged or not made from `made_from` (None: any).
 
-    Attributes: `ids` (all, a memory map), `ends` (where each line ends in it), `lengths` (of the lines, with eos),
-    `words` (blank-separated words, and one for each line's end: what word-level perplexity divides by).
+    Attributes: `ids` (all, a memory map), `ends` (of each line in `ids`), `lengths` (of lines, with eos),
+    `words` (blank-separated words plus one per line end, as word-level perplexity counts them).
     """
 
     def __init__(self, path: Path, made_from: Optional[str] = None):
         self.path = Path(path)
         try:
-            with safe_open(self.path, "numpy") as file:  # checks the header against the file's size
+            with safe_open(self.path, "numpy") as file:  # checks the header
                 metadata = file.metadata() or {}
                 slices = {name: file.get_slice(name) for name in file.keys()}
                 shapes = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
@@ -89,11 +89,11 @@ class TokenCache:
 
 
 def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool = False) -> TokenCache:
-    """Return the token cache of a text, `TextFile` or `HubText`; it is made where there is none or a damaged one. The
-    file's name holds what it was made from, so a changed text finds none.
+    """Return the token cache of a text, `TextFile` or `HubText`; make it if missing or damaged. The file's
+    name depends on what it is made from, so a changed text gets a new file.
     """
     made_by = vocabulary.fingerprint
-    if vocabulary.kind == "foreign":  # whose tokenizer.json does not say which token ends a text
+    if vocabulary.kind == "foreign":  # its tokenizer.json does not name its eos
         made_by += f" eos {vocabulary.eos}"
     made_from = json.dumps([FORMAT, lines.fingerprint(), made_by, skip_empty])
     key = hashlib.sha256(made_from.encode()).hexdigest()[:16]
@@ -108,8 +108,7 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, *, skip_empty: bool =
 
 
 def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made_from: str, skip_empty: bool) -> None:
-    """Encode lines into a file, `LINES_AT_ONCE` at a time: memory does not grow with the text, but for 8 bytes a
-    line."""
+    """Encode lines into a file, `LINES_AT_ONCE` at a time, so memory grows by 8 bytes a line only."""
     kind = "U16" if len(vocabulary) <= 1 << 16 else "I32"
     lengths, words, digest = [], 0, hashlib.sha256()
     title = f"encoding {place.name.partition('.')[0]}"
@@ -127,7 +126,8 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
             file.write(data)
         if sum(lengths) == len(lengths):
             raise ValueError(f"{getattr(lines, 'name', place)}: no text but empty lines")
-        total, ends = sum(lengths), np.cumsum(lengths, dtype=np.int64).tobytes()
+        total = sum(lengths)
+        ends = np.cumsum(lengths, dtype=np.int64).tobytes()
         digest.update(ends)
         file.write(ends)
         middle = total * np.dtype(DTYPES[kind]).itemsize
@@ -144,6 +144,6 @@ def write_tokens(place: Path, lines: Iterable[str], vocabulary: Vocabulary, made
 
 
 def _plain_name(name: str) -> str:
-    """The last part of a path or data set's name, letters, digits and - only."""
+    """Return the last part of a name, with letters, digits and - only."""
     last = name.rstrip("/").rpartition("/")[2].removesuffix(".gz")
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in last)[:60]

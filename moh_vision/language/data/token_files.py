@@ -1,12 +1,12 @@
-"""Text that comes as token ids in plain files: .bin, .npy, and this package's own token caches.
+"""Text as token ids in plain files: .bin, .npy, and this package's own token caches.
 
-    SPLIT.bin               little-endian uint16 or uint32, nothing before or behind; SPLIT.json beside it says which
+    SPLIT.bin               little-endian uint16 or uint32, no header; SPLIT.json beside it says which
     SPLIT.npy               one vector of whole numbers
     SPLIT.tokens.safetensors    see `token_cache`
 
-or SPLIT-*.bin and so on, one after the other by name. Nothing is unpickled, and nothing is read into memory as a
-whole. SPLIT.json (optional but for .bin) may say: dtype; eos, the id behind every text; tokens, how many there are;
-largest, the largest id; words; tokenizer, the sha256 of the tokenizer.json. `tokenise` writes all of them.
+or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read into memory as a whole.
+SPLIT.json (optional but for .bin) may have: dtype; eos, the id that ends a text; tokens, their number;
+largest, the largest id; words; tokenizer, the sha256 of tokenizer.json. `tokenise` writes all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.language.data.token_cache import TokenCache
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # what a sidecar may say, and the least of it
+WHOLE_NUMBERS = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # keys and least values
 AT_ONCE = 1 << 24  # ids
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of a fingerprint
 
@@ -41,18 +41,20 @@ class About(NamedTuple):
 
 
 class TokenFiles:
-    """The ids of a split's files, all of one kind. `ids` has a length and takes slices; `eos` ends every text,
-    `words` is for perplexity per word, None: not known; `tokenizers` are the sha256 of every tokenizer.json that a
-    file names.
+    """Token ids of a split's files, all of one kind. `ids` has a length and takes slices; `eos` ends every
+    text; `words` (None: unknown) is for perplexity per word; `tokenizers` are the sha256 of the files'
+    tokenizer.json.
     """
 
     def __init__(self, paths: Sequence[Path], dtype: Optional[str] = None):
         self.paths, self.dtype = [Path(path) for path in paths], dtype
         read = [_opened(path, dtype) for path in self.paths]
-        self.parts, self.abouts = [ids for ids, _ in read], [about for _, about in read]
+        self.parts = [ids for ids, _ in read]
+        self.abouts = [about for _, about in read]
         self.ids = self.parts[0] if len(read) == 1 else Chained(self.parts)
         self.name = str(self.paths[0]) + (f" and {len(read) - 1} more" if len(read) > 1 else "")
-        known = {about.eos: path for path, about in zip(self.paths, self.abouts) if about.eos is not None}
+        told = zip(self.paths, self.abouts)
+        known = {about.eos: path for path, about in told if about.eos is not None}
         if len(known) > 1:
             told = ", ".join(f"{path.name} {eos}" for eos, path in known.items())
             raise ValueError(f"{self.paths[0].parent}: files of one split with different eos: {told}")
@@ -65,9 +67,9 @@ class TokenFiles:
         return TokenFiles, (self.paths, self.dtype)  # a pickled memory map would be a copy
 
     def check_ids(self, size: int, cache_dir: str) -> None:
-        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens does not have.
+        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks.
 
-        A file that does not say its largest id is read once; that is remembered by its size and time.
+        A file without its largest id is read once; the result is kept by the file's size and time.
         """
         for path, ids, about in zip(self.paths, self.parts, self.abouts):
             if about.largest is not None and ids.dtype.kind == "u":
@@ -85,7 +87,7 @@ class TokenFiles:
         raise IndexError(place)
 
     def fingerprint(self) -> str:
-        """sha256 of sizes and of 64 pieces of every file: a file of terabytes is not read as a whole."""
+        """Hash sizes and 64 pieces of every file, without reading it whole."""
         digest = hashlib.sha256()
         for path, ids in zip(self.paths, self.parts):
             digest.update(json.dumps([path.name, ids.dtype.str, len(ids)]).encode())
@@ -102,7 +104,8 @@ class Chained:
     """Vectors, such as memory maps, one after the other without a copy."""
 
     def __init__(self, parts: List[np.ndarray]):
-        self.parts, self.ends = parts, np.cumsum([len(part) for part in parts])
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -114,7 +117,8 @@ class Chained:
         number = int(np.searchsorted(self.ends, first, "right"))
         found = []
         while first < end:
-            start, stop = int(self.ends[number - 1]) if number else 0, int(self.ends[number])
+            start = int(self.ends[number - 1]) if number else 0
+            stop = int(self.ends[number])
             found.append(self.read(number, first - start, min(end, stop) - start))
             first, number = stop, number + 1
         return np.concatenate(found) if found else np.empty(0, np.int64)
@@ -125,14 +129,14 @@ class Chained:
 
 
 def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
-    """Raise ValueError unless all ids are of a vocabulary of `size` tokens."""
+    """Raise ValueError unless all ids are below `size`."""
     if smallest < 0 or largest >= size:
         wrong = smallest if smallest < 0 else largest
         raise ValueError(f"{where}: token id {wrong}, but the vocabulary has {size} tokens, 0 to {size - 1}")
 
 
 def read_about(path: Path) -> About:
-    """Read the .json beside a file of ids; every field is None if there is none."""
+    """Read the .json beside a file of ids; without it all fields are None."""
     side = path.with_suffix(".json")
     if not side.is_file():
         return About()
@@ -189,7 +193,8 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
     """(smallest, largest) id of a file; remembered in `cache_dir`."""
     stat = path.stat()
     made_from = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, ids.dtype.str])
-    place = Path(cache_dir, f"{path.stem}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.range.json")
+    digest = hashlib.sha256(made_from.encode()).hexdigest()
+    place = Path(cache_dir, f"{path.stem}.{digest[:16]}.range.json")
     if place.exists():
         try:
             smallest, largest = map(int, json.loads(place.read_text()))
@@ -201,7 +206,8 @@ def _range(path: Path, ids: np.ndarray, cache_dir: str) -> Tuple[int, int]:
     with Progress(f"checking {path.name}", len(ids), "token", scaled=True) as progress:
         for first in pieces:
             piece = ids[first : first + AT_ONCE]
-            smallest, largest = min(smallest, int(piece.min())), max(largest, int(piece.max()))
+            smallest = min(smallest, int(piece.min()))
+            largest = max(largest, int(piece.max()))
             progress.add(len(piece))
     write_whole(place, json.dumps([smallest, largest]), shared=True)
     return smallest, largest

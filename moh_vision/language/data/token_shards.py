@@ -1,7 +1,7 @@
-"""Text that comes as token ids in webdataset shards: SPLIT-*.tar with one .npy of ids for every document.
+"""Text as token ids in webdataset shards: SPLIT-*.tar with one .npy of ids per document.
 
-An index of all documents is built once and kept (see `tar_index`); it also has every document's largest id. So any
-piece of the text is a few reads at known places, and the order of a run can be a pure function. Nothing is unpickled.
+An index of all documents, with their largest ids, is built once and kept (see `tar_index`). So any piece of the
+text takes a few reads, and the order of a run can be a pure function. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ARRAYS = ("shard", "offset", "count", "kind", "smallest", "largest")
 
 
 class TokenShards(Chained):
-    """The ids of a split, document after document as they stand in the shards, with eos where the documents have it.
-    The index goes to `index_dir` if the folder is read-only. SPLIT.json says eos, words and tokenizer, see
+    """Token ids of a split, documents in the shards' order, with eos where the documents have it. The index
+    goes to `index_dir` if the folder is read-only. SPLIT.json gives eos, words and tokenizer, see
     `TokenFiles`.
     """
 
@@ -72,7 +72,7 @@ class TokenShards(Chained):
         return f"{shard}, ids at byte {self.arrays['offset'][number]}"
 
     def fingerprint(self) -> str:
-        """sha256 of the index: places, lengths and extreme ids of all documents, and the shards' names and sizes."""
+        """Return the sha256 of the index: places, lengths, extreme ids, and the shards' names and sizes."""
         digest = hashlib.sha256(repr([stat[:2] for stat in self.files.stats]).encode())
         for name in ARRAYS:
             digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
@@ -92,7 +92,8 @@ def _scan(paths: List[Path]) -> Tuple[Dict[str, np.ndarray], List[int]]:
                 if found is not None:
                     start, ids = found
                     kind = KINDS.index(ids.dtype)
-                    rows.append((number, member.offset_data + start, len(ids), kind, int(ids.min()), int(ids.max())))
+                    place = member.offset_data + start
+                    rows.append((number, place, len(ids), kind, int(ids.min()), int(ids.max())))
         samples.append(len(rows) - before)
     if not rows:
         raise ValueError(f"{paths[0].parent}: the shards hold no .npy of token ids")

@@ -31,7 +31,7 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
 def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
-    """Make the .bin files of some files of documents in `out`, where they are not there yet, and return them.
+    """Write missing .bin files of token ids to `out`, and return all paths.
     `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
     """
     refuse_unwritable("--out", out)
@@ -50,12 +50,14 @@ def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train"
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
         )
     for file, target in zip(files, made):
-        made_from = dict(source=file.name, source_sha256=sha256_of(file), tokenizer=vocabulary.fingerprint, key=key)
+        made_from = dict(source=file.name, source_sha256=sha256_of(file))
+        made_from.update(tokenizer=vocabulary.fingerprint, key=key)
         if is_finished(target, made_from):
             say(f"{target}: there already")
         else:
             about = write_ids(target, documents(file, key), vocabulary, file)
-            write_whole(target.with_suffix(".json"), json.dumps({**about, **made_from}, indent=1) + "\n", shared=True)
+            told = json.dumps({**about, **made_from}, indent=1)
+            write_whole(target.with_suffix(".json"), told + "\n", shared=True)
             say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
     return made
 
@@ -85,11 +87,14 @@ def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVoc
     read = Progress(source.name, source.stat().st_size, "byte", scaled=True)
     with whole_file(target, shared=True) as file, read:
         for batch, position in batched(texts):
-            ids = np.fromiter((i for row in vocabulary.encode(batch) for i in (*row, vocabulary.eos)), DTYPES[kind])
+            rows = vocabulary.encode(batch)
+            ids = np.fromiter((i for row in rows for i in (*row, vocabulary.eos)), DTYPES[kind])
             data = ids.tobytes()
             digest.update(data)
             file.write(data)
-            count, tokens, largest = count + len(batch), tokens + len(ids), max(largest, int(ids.max()))
+            count += len(batch)
+            tokens += len(ids)
+            largest = max(largest, int(ids.max()))
             words += sum(len(text.split()) + 1 for text in batch)
             read.add(position - read.done)
         if not count:
@@ -109,8 +114,8 @@ def form_of(path: Path) -> str:
 
 
 def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
-    """Yield (text, bytes of the file read so far) of every document that is not empty. A line is a document (.txt;
-    blanks at either end do not count), or an object with the text under `key` (.jsonl, .json).
+    """Yield (text, bytes of the file read so far) of every document that is not empty: a stripped line
+    (.txt), or the text under `key` of an object a line (.jsonl, .json).
     """
     plain = form_of(path) == ".txt"
     for number, line, position in raw_lines(path, MAX_LINE, "document"):

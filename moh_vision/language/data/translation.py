@@ -1,4 +1,4 @@
-"""Pairs of encoded sentences: which are trained on, and how a batch of them looks."""
+"""Pairs of encoded sentences: selection for training, and batches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ IGNORE = -100  # a label that nothing is to be predicted for
 
 
 class ParallelTokens(Dataset):
-    """Items number -> (source ids with eos, target ids with eos), int64; pairs with an empty side are left out.
+    """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Lengths in limits are tokens without eos, as where corpora are cleaned after BPE.
+    Limits count tokens without eos, as when corpora are cleaned after BPE.
 
     Args:
         source, target: encoded lines, as many each.
-        max_length: longest side; longer pairs are left out; None: any.
-        max_ratio: longest side over shortest, 1.5 for the papers' IWSLT and EN-FR; None: any.
-        share: of the pairs that are left, 0 < share <= 1, drawn without regard to the run's seed; a larger share
-            holds every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+        max_length: of the longer side; longer pairs are left out; None: any.
+        max_ratio: longer side over shorter, 1.5 for the papers' IWSLT and EN-FR; None: any.
+        share: of the remaining pairs, 0 < share <= 1, drawn whatever the run's seed; a larger share
+            includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.
-        lengths: [n, 2] tokens of source and target with eos, as batches hold them.
+        lengths: [n, 2] tokens of source and target, with eos.
         left_out: reason -> number of pairs.
     """
 
@@ -79,8 +79,8 @@ class ParallelTokens(Dataset):
 
     @staticmethod
     def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
-        """dict of int64: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn and labels
-        y1..yn eos [B, T], padded on the right with PAD, and labels with -100."""
+        """Make an int64 dict: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn and
+        labels y1..yn eos [B, T], right-padded with PAD, labels with -100."""
         sources, targets = zip(*items)
         return dict(
             input_ids=padded(sources, PAD),

@@ -1,9 +1,8 @@
-"""Text to token ids and back. A vocabulary is a tokenizer.json of the package tokenizers.
+"""Text to token ids and back, by a tokenizer.json of the package tokenizers.
 
 BPE is byte-level (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is unknown,
-and decoding gives the encoded text back exactly, so that BLEU needs no undoing of marks. It splits punctuation from
-words by itself, so raw text can go in. Words, split at blanks as WikiText is, are for adaptive softmaxes, and
-numbered by falling frequency.
+and decoding restores the text exactly, so BLEU needs no post-processing. It separates punctuation, so raw text
+can go in. Words, split at blanks as in WikiText and numbered by falling frequency, are for adaptive softmaxes.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ FORMAT = "1"  # of cached vocabularies
 
 
 class Vocabulary:
-    """Turns text into token ids and back, as one tokenizer.json says.
+    """Turns text into token ids and back, by a tokenizer.json.
 
-    What is read from a file is never run as it stands: kind, tokens and merges are taken from it, checked, and the
-    tokenizer is built from them.
+    Kind, tokens and merges are read from the file and checked, and a new tokenizer is built from them;
+    nothing of the file is run as it is.
 
     Args:
         data: the file's bytes.
@@ -43,8 +42,8 @@ class Vocabulary:
     Attributes:
         kind: "bpe" or "word".
         lowercase: whether texts are.
-        specials: ids below this are no text: 4, or 5 with a mask.
-        fingerprint: sha256 of the file, which checkpoints keep.
+        specials: ids below this are special: 4, or 5 with a mask.
+        fingerprint: sha256 of the file, kept in checkpoints.
         bos, eos, pad: ids.
     """
 
@@ -63,7 +62,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """Read a tokenizer.json; raises ValueError, naming the file, as above, or FileNotFoundError."""
+        """Read a tokenizer.json; raises FileNotFoundError, or ValueError that names the file."""
         return cls(read_json(path), str(path))
 
     def save(self, path: Path) -> None:
@@ -81,7 +80,7 @@ class Vocabulary:
         return self._tokens[number]
 
     def encode(self, texts: Sequence[str]) -> List[List[int]]:
-        """Ids of each text, without bos and eos. "<unk>" is UNK; what else looks like a special token is text."""
+        """Encode texts without bos and eos. Special tokens but "<unk>" are read as text."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
             found = [[i if i >= self.specials else UNK for i in ids] for ids in found]
@@ -99,7 +98,7 @@ class Vocabulary:
 
 
 def read_json(path: Path) -> bytes:
-    """The bytes of a tokenizer.json, or of what stands beside it; raises ValueError for a file that is far too large."""
+    """Read a tokenizer.json or a file beside it; raises ValueError if it is far too large."""
     with open(path, "rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -110,11 +109,12 @@ def read_json(path: Path) -> bytes:
 def train_bpe(
     texts: Iterable[str], merges: int, *, mask: bool = False, lowercase: bool = False, progress: bool = False
 ) -> Vocabulary:
-    """Train byte-level BPE on texts: special tokens, 256 bytes and at most `merges` more tokens; fewer where no pair
+    """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
     comes twice. A joint vocabulary takes the texts of both sides.
     """
     tokens = _first_tokens(mask)
-    tokenizer = _build("bpe", [*tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())], [], lowercase)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = _build("bpe", [*tokens, *alphabet], [], lowercase)
     trainer = trainers.BpeTrainer(
         vocab_size=len(tokens) + 256 + merges,
         min_frequency=2,
@@ -125,14 +125,14 @@ def train_bpe(
     tokenizer.train_from_iterator((text.replace(UNKNOWN, " ") for text in texts), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     ordered = sorted(model["vocab"], key=model["vocab"].get)
-    # Built anew, because the trainer makes <unk> a special token, which encoding would then take for text.
+    # Build it anew: the trainer makes <unk> special, and encoding would read it as text.
     return _written(_build("bpe", ordered, [tuple(pair) for pair in model["merges"]], lowercase))
 
 
 def count_words(
     texts: Iterable[str], *, max_words: Optional[int] = None, mask: bool = False, lowercase=False
 ) -> Vocabulary:
-    """All words, by falling frequency, then by alphabet; those beyond `max_words` are unknown."""
+    """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
     counts: Counter = Counter()
     for text in texts:
         counts.update((text.lower() if lowercase else text).split())
@@ -145,12 +145,14 @@ def count_words(
 def trained_vocabulary(
     texts: Sequence, cache_dir: str, kind: str, before: Callable = lambda: None, **options
 ) -> Vocabulary:
-    """Return the vocabulary of the training texts (two for a joint one) from the cache, or train it after calling
-    `before`. `options` are those of `train_bpe` or `count_words`. Caches are safe to delete: a run saves its
+    """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and
+    train it. `options` are for `train_bpe` or `count_words`. Caches are safe to delete: a run saves its
     vocabulary.
     """
-    made_from = json.dumps([FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]])
-    place = Path(cache_dir, f"{kind}.{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.tokenizer.json")
+    fingerprints = [text.fingerprint() for text in texts]
+    made_from = json.dumps([FORMAT, kind, sorted(options.items()), fingerprints])
+    digest = hashlib.sha256(made_from.encode()).hexdigest()
+    place = Path(cache_dir, f"{kind}.{digest[:16]}.tokenizer.json")
     if place.exists():
         try:
             return Vocabulary.load(place)
@@ -199,9 +201,10 @@ def _build(kind: str, tokens: Sequence[str], merges: List[Tuple[str, str]], lowe
 
 
 def _read(data: bytes) -> Tuple[str, bool, List[str], List[Tuple[str, str]]]:
-    """(kind, lowercase, tokens by number, merges) of a tokenizer.json, checked: tokenizers itself aborts on some."""
+    """Return checked kind, lowercase, tokens by number and merges: tokenizers aborts on some."""
     content = json.loads(data)
-    model, kinds = content["model"], {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
+    model = content["model"]
+    kinds = {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
     if model.get("type") not in kinds:
         raise ValueError(f"its model is {model.get('type')!r}, allowed are {' and '.join(kinds)}")
     kind, splitter = kinds[model["type"]]

@@ -1,1 +1,1 @@
-"""Scores of language models: perplexity, BLEU, the suites of lm_eval, the use of gates."""
+"""Scores of language models: perplexity, BLEU, suites of lm_eval, gates."""

@@ -1,6 +1,6 @@
-"""BLEU of translations: as sacrebleu defines it, and in the form of the papers of MAE and MoA.
+"""BLEU of translations: sacrebleu's definition, and the form of the MAE and MoA papers.
 
-The two differ by more than a point on one output, so every result carries what it was counted on.
+The two differ by more than a point, so every result records how it was counted.
 """
 
 import re
@@ -13,7 +13,7 @@ TOKENIZERS = ("13a", "given")
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
-    """BLEU of plain (detokenised) text, to compare with what others report today: sacrebleu's default, tokenizer 13a.
+    """BLEU of plain (detokenised) text, by sacrebleu's default, tokenizer 13a.
 
     Args:
         hypotheses, references: one sentence each, in the same order.
@@ -28,17 +28,17 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
 def tokenised_bleu(
     hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a", compound_split: bool = False
 ) -> Dict:
-    """BLEU of tokenised text without smoothing, as multi-bleu.perl counts it: the papers' form (Zhang 2022, 5.1).
+    """BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
 
-    The papers tokenised with Moses. Text that was (and whatever else its preprocessing did, such as replacing unicode
-    punctuation) is scored with tokenizer "given"; then the number is theirs. "13a" is sacrebleu's own tokenizer, which
-    is near to Moses' and not the same; the signature names which it was.
+    The papers tokenised with Moses. Text in the papers' form (also otherwise preprocessed as theirs, such as
+    replaced unicode punctuation) is scored with tokenizer "given". "13a", sacrebleu's own, is near to
+    Moses' but not the same; the signature names the tokenizer.
 
     Args:
         hypotheses, references: as for `bleu`.
-        tokenizer: "13a", or "given": the text is tokenised already, tokens are separated by spaces.
-        compound_split: after it, write "rich-text" as "rich ##AT##-##AT## text" on both sides. For EN-DE only, where
-            both papers do so (Vaswani et al. 2017); worth up to about a point.
+        tokenizer: "13a", or "given": the text is tokenised, with spaces between tokens.
+        compound_split: then write "rich-text" as "rich ##AT##-##AT## text" on both sides. For EN-DE only, as in
+            both papers (Vaswani et al. 2017); worth up to about a point.
 
     Returns:
         as `bleu`; the signature ends with the tokenizer and the compounds.
@@ -58,15 +58,15 @@ def tokenised_bleu(
 
 
 def split_compounds(line: str) -> str:
-    """A hyphen between two characters that are no spaces becomes a token of its own, as in tensor2tensor's script.
+    """Make a hyphen between two non-space characters a token, as tensor2tensor's script does.
 
-    Like there, a character belongs to one match: of "a-b-c" only the first hyphen is split.
+    As there, a character belongs to one match: only the first hyphen of "a-b-c" is split.
     """
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
 def summary(scores: Dict) -> str:
-    """One line of what `bleu` or `tokenised_bleu` found, with the signature."""
+    """Format a result of `bleu` or `tokenised_bleu` with its signature."""
     precisions = "/".join(f"{p:.1f}" for p in scores["precisions"])
     ratio = f"{scores['hypothesis_length']} of {scores['reference_length']} tokens"
     return f"BLEU {scores['bleu']:.2f} ({precisions}, {ratio}) {scores['signature']}"

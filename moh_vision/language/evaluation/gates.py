@@ -1,4 +1,4 @@
-"""What the gates of a text model do with a text: entropy, load of the experts, and the tokens that they prefer.
+"""Statistics of a text model's gates: entropy, load and preferred tokens of experts.
 
 Peng 2020 (MAE), section 5.1 and tables 6 and 8; Zhang 2022 (MoA), table 4.
 """
@@ -25,7 +25,7 @@ from moh_vision.language.data.vocabulary import Vocabulary
 
 
 class GateStatistics:
-    """Add up what the gates of some layers did with the tokens that they all read.
+    """Add up the gates of some layers that read the same tokens.
 
     A gate is a distribution over experts, for a token, or for a sequence (MAE, unless causal). It
     attributes this to its k most probable experts, as the router does; MAE, which mixes all, to one.
@@ -38,14 +38,14 @@ class GateStatistics:
             if not 1 <= k <= E:
                 raise ValueError(f"layer {layer} has no gate: it chooses {k} of {E} experts")
         self.entropies = torch.zeros(len(self.experts), dtype=torch.float64)  # [layers], sums in nats
-        self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # how many those are sums of
+        self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # their counts
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
-        # How often each expert of the first layer, at which the papers look, was attributed each token: [V, E].
+        # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
     @classmethod
     def of(cls, layers: Sequence[HeadMixtureAttention], vocab_size: int) -> GateStatistics:
-        """Start for these attention layers of a model, in the order of their statistics."""
+        """Start for these attention layers, in the order of their statistics."""
         experts, attributed = [], []
         for layer in layers:
             mixed = layer.router.all_heads
@@ -54,7 +54,7 @@ class GateStatistics:
         return cls(experts, attributed, vocab_size)
 
     def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add a batch: statistics of those layers, ids [B, N], and True where these are padding."""
+        """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
         real = torch.ones_like(tokens, dtype=torch.bool) if padding_mask is None else ~padding_mask.cpu()  # [B, N]
@@ -72,7 +72,8 @@ class GateStatistics:
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Replace own sums by those of all processes."""
-        self.entropies, self.gates = sum_over_processes(self.entropies), sum_over_processes(self.gates)
+        self.entropies = sum_over_processes(self.entropies)
+        self.gates = sum_over_processes(self.gates)
         self.loads = [sum_over_processes(load) for load in self.loads]
         self.tokens = sum_over_processes(self.tokens)
 
@@ -108,7 +109,7 @@ class GateStatistics:
 
 
 class GateReading(NamedTuple):
-    """What the gates in one part of a model that read the same tokens did with a text."""
+    """Statistics of a text for gates of one part that read the same tokens."""
 
     part: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
@@ -183,7 +184,7 @@ def numbers_of(readings: Sequence[GateReading]) -> dict:
 
 
 def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
-    """Return what RUN/gates.json has: also what the columns of the table are."""
+    """Return RUN/gates.json, with the meaning of the table's columns."""
     columns = {f"{r.part}, {r.text}": r.columns for r in readings}
     return dict(split=split, columns=columns, **numbers_of(readings))
 
@@ -208,9 +209,9 @@ def report_gates(
 def read_gates(
     model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
 ) -> list[GateReading]:
-    """Read what gates do with this process's share of a data set; return that of all processes.
+    """Read the gates on this process's share of a data set; return all processes' results.
 
-    It is empty for a model without gates. The model is left in eval mode.
+    Empty for a model without gates. Leaves the model in eval mode.
     """
     readings = gated_layers(model, vocabularies)
     if not readings:
@@ -233,9 +234,9 @@ def read_gates(
 
 
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
-    """Return the layers that have a gate in use, by part and by what it reads; nothing is read yet.
+    """Return the layers that use a gate, by part and by the text that it reads, without counts.
 
-    The encoder is a part of its own: Peng 2020, section 5.1, looks at the encoders alone.
+    The encoder is its own part: Peng 2020, section 5.1, looks at encoders alone.
     """
     translates = hasattr(model, "encoder")
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
@@ -252,7 +253,7 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     for (part, text), places in found.items():
         names, layers = zip(*(named[place] for place in places))
         vocabulary = vocabularies[1 if text == "target" else 0]
-        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may go beyond the tokenizer's
+        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may be larger
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
         counted = GateStatistics.of(layers, size)
@@ -271,11 +272,13 @@ def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttentio
         left_out = []
         for members in router.members[:2]:
             heads = (members == 0).nonzero().flatten().tolist()
-            left_out.append(f"head{'s' * (len(heads) > 1)} {' and '.join(str(head + 1) for head in heads)}")
+            numbers = " and ".join(str(head + 1) for head in heads)
+            left_out.append(f"head{'s' * (len(heads) > 1)} {numbers}")
         experts = f"expert 1 leaves out {left_out[0]}, expert 2 {left_out[1]}, and so on"
         return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
     alike = [other.budget for other in layers if type(other.router) is type(router)]
-    routed, shared = (span([getattr(budget, kind) for budget in alike]) for kind in ("routed", "shared"))
+    routed = span([budget.routed for budget in alike])
+    shared = span([budget.shared for budget in alike])
     told = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
     if shared != "0":
         told += f" The first {shared} heads are shared: they always run, and E1 is the next."
@@ -288,7 +291,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def readable(vocabulary: Vocabulary, number: int) -> str:
-    """Return a token as text; a blank before it, G with a dot in byte-level BPE, is _."""
+    """Return a token as text; a leading blank (BPE: G with a dot) is _."""
     if number >= len(vocabulary):
         return f"#{number}"
     token = vocabulary.token(number)

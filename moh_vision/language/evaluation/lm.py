@@ -60,7 +60,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
     if options.model is None:
         raise ValueError("--model RUN is missing")
-    of_tasks, of_texts = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
+    of_tasks = ("num_fewshot", "include_path", "limit", "head_load")
+    of_texts = ("context", "stride")
     for name in of_tasks if options.perplexity else of_texts:
         if getattr(options, name) is not None:
             other = "--tasks" if options.perplexity else "--perplexity"
@@ -73,7 +74,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     if options.limit is not None and not (0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0):
         raise ValueError(f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1")
     for name in ("num_fewshot", "context", "stride"):
-        value, least = getattr(options, name), 0 if name == "num_fewshot" else 1
+        value = getattr(options, name)
+        least = 0 if name == "num_fewshot" else 1
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     if options.include_path and not Path(options.include_path).is_dir():
@@ -97,7 +99,7 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
     try:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # as torch has them for a name, and for a backend that is not built
+    except (RuntimeError, AssertionError) as error:  # torch's, for a wrong name and for a backend not built
         raise ValueError(f"--device {asked}: {reason_of(error)}") from None
     return device
 
@@ -179,7 +181,8 @@ def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[st
         f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)",
         f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes",
     ]
-    source = dict(file=str(Path(options.perplexity).resolve()), sha256=text.sha256, context=context, stride=stride)
+    file = str(Path(options.perplexity).resolve())
+    source = dict(file=file, sha256=text.sha256, context=context, stride=stride)
     return dict(scores, **source, **about), lines
 
 

@@ -1,6 +1,6 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (Gao et al. 2024) for a model that is loaded already.
+"""Tasks of EleutherAI's lm-evaluation-harness (Gao et al. 2024) for a loaded model.
 
-The harness does the work: prompts, few-shot examples, scores. Here is what is asked of it, and its errors in one line.
+The harness makes prompts, few-shot examples and scores; here its errors become one line.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def require_harness() -> str:
 
 
 def plan(items: Sequence[str], shots: Optional[int]) -> List[Row]:
-    """List what to score, each task and number of shots once. `items` name suites, or the harness' tasks, groups and
-    tags, which have `shots` examples, or None: their own number.
+    """List what to score, each (task, shots) once. `items` name suites, or the harness' tasks, groups and
+    tags, with `shots` examples; None: their own number.
     """
     rows: List[Row] = []
     for item in items:
@@ -58,14 +58,14 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
 
 
 def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple[Dict[Row, list], object]:
-    """Return (row -> the harness' tasks and groups, its TaskManager); all data are fetched before anything is scored.
-    Task files (YAML) in `include_path` come before the harness' own.
+    """Return (row -> the harness' tasks and groups, its TaskManager), and fetch all data. Task files (YAML) in
+    `include_path` come before the harness' own.
     """
     from lm_eval.tasks import TaskManager
 
     names = [task for row in rows for task in row.tasks]
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path else None
-    if manager is None or not {*names} <= {*manager.all_subtasks}:  # reading the harness' 14,000 files takes a while
+    if manager is None or not {*names} <= {*manager.all_subtasks}:  # 14,000 files
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
@@ -74,8 +74,8 @@ def load_tasks(rows: Sequence[Row], include_path: Optional[str] = None) -> Tuple
     for row in rows:
         for name in row.tasks:
             try:
-                loaded = manager.load([name])  # anew for every row: a task keeps the shots that it was given
-            except Exception as error:  # whatever the hub's client, a builder of data or a task's own code raises
+                loaded = manager.load([name])  # per row: it keeps its shots
+            except Exception as error:  # of the hub's client, a data builder or a task's own code
                 data = ", ".join(_data_sets(manager.task_index, name)[:3]) or "unknown"
                 reason = reason_of(error)
                 raise ValueError(f"task {name}: its data set ({data}) cannot be loaded: {reason}") from None
@@ -94,21 +94,21 @@ def evaluate_rows(
     accelerator,
     counting: Callable[[int], ContextManager] = lambda row: nullcontext(),
 ) -> Optional[Tuple[List[dict], dict]]:
-    """Score a model; every process calls it, each takes a share of the questions.
+    """Score a model; every process calls it and scores a share of the questions.
 
     Args:
         tasks: of `load_tasks`.
         model: a transformers causal language model, in eval mode on its device.
-        tokenizer: transformers' kind.
+        tokenizer: of transformers.
         batch_size: questions at a time on each process, or "auto".
-        limit: the first so many questions of each task; below 1 a share of them; None: all.
+        limit: first questions of each task, a number, or below 1 a share; None: all.
         accelerator: accelerate's Accelerator.
-        counting: what each row is scored in, by its number.
+        counting: row number -> its context manager.
 
     Returns:
-        On the main process (rows as dicts, versions of tasks): each row has title, tasks, shots, metric, value in
-        percent (None where it is no number), metrics: task -> its metrics as the harness has them, samples: task ->
-        questions scored. None on the others.
+        On the main process (rows as dicts, versions of tasks), else None. A row has title, tasks, shots, metric,
+        value in percent (None: not a number), metrics: task -> its harness metrics, samples: task -> questions
+        scored.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -156,7 +156,7 @@ def evaluate_rows(
 
 
 def metrics_table(rows: Sequence[dict]) -> str:
-    """The metrics of tasks that are in no suite, one line each; those of tasks inside a group are left to the record."""
+    """Format metrics of tasks outside suites, a line each, without those inside a group."""
     lines = []
     for row in rows:
         for task in row["metrics"]:
@@ -175,7 +175,7 @@ def metrics_table(rows: Sequence[dict]) -> str:
 
 
 def _plain(values: dict) -> Dict[str, float]:
-    """The numbers among a task's results; the harness has its name and the word N/A there too."""
+    """Keep the numbers among a task's results, without its name and N/A."""
     kept = {k: float(v) for k, v in values.items() if "," in k and isinstance(v, (int, float))}
     return {k: v for k, v in kept.items() if math.isfinite(v)}
 

@@ -1,4 +1,4 @@
-"""Loading what `moh_vision.language.evaluation.lm` scores: a causal language model, its tokenizer, a text.
+"""Load causal language models, their tokenizers and texts for `moh_vision.language.evaluation.lm`.
 
 It needs the packages of the extra "text".
 """
@@ -56,8 +56,8 @@ class Text:
 
 
 def load_tokenizer(folder: str, text: bool):
-    """Load the tokenizer of transformers in a folder, or of a run of train_text.py: for a running `text` as a
-    `Vocabulary`, else in the form of transformers, with eos for bos too, as training puts eos before the first token.
+    """Load the transformers tokenizer of a folder, or of a run of train_text.py: a `Vocabulary` for a running
+    `text`, else transformers' form with eos as bos too, because training puts eos first.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -84,8 +84,8 @@ def load_tokenizer(folder: str, text: bool):
 
 
 def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
-    """Load a causal language model in eval mode; return also what is needed to repeat its scores. The model must have
-    the tokens of `tokenizer`. A `released` folder is laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
+    """Load a causal language model in eval mode, and the facts needed to repeat its scores. It must have the
+    tokens of `tokenizer`. `released`: laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
     """
     place = Path(folder)
     if not (place / "config.json").is_file():
@@ -94,7 +94,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         )
     try:
         code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
-        if "AutoModelForCausalLM" in code and not released:  # the released MoH-LLaMA3-8B would be scored with all heads
+        if "AutoModelForCausalLM" in code and not released:  # would run all heads
             raise ValueError(
                 "its config.json has an auto_map to code of its own, which is not run; --moh-llama3 reads the released MoH-LLaMA3-8B, "
                 "and without that entry it is what its model_type says"
@@ -123,7 +123,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
 
 
 class Listener:
-    """Stand in for the list to which the layer at `place` appends its statistics, and call `append` with them."""
+    """Replaces the list of statistics for the layer at `place`; calls `append` with them."""
 
     def __init__(self, place: int, append: Callable[[RoutingStats], None]):
         self.place, self.append = place, append
@@ -134,8 +134,7 @@ class Listener:
 
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
-    """Add the heads that run in every forward of a model, whoever calls it, to one group of `load`. Padding counts
-    too."""
+    """Add the heads that run in a model's forwards to one group of `load`, padding included."""
     hooks = []
     for number, layer in enumerate(attention_layers(model)):
         add = partial(load.add, first=number)
@@ -153,37 +152,39 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
 
 
 def read_text(path: Path, tokenizer) -> Text:
-    """A file, encoded: as it stands by a tokenizer of transformers, line by line with eos behind each by a
-    `Vocabulary`."""
+    """Read and encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each
+    with eos."""
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):
         ids = [EOS] + [i for row in tokenizer.encode(lines) for i in (*row, EOS)]
     else:
         first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        ids = [first, *tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)["input_ids"]]
+        encoded = tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)
+        ids = [first, *encoded["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
-    return Text(torch.tensor(ids, dtype=torch.int64), words, len(data), hashlib.sha256(data).hexdigest())
+    ids = torch.tensor(ids, dtype=torch.int64)
+    return Text(ids, words, len(data), hashlib.sha256(data).hexdigest())
 
 
 def sliding_windows(
     ids: Tensor, context: int, stride: int, batch_size: int = 1, process: int = 0, processes: int = 1
 ) -> Iterator[Dict[str, Tensor]]:
-    """Batches of windows of a text for `perplexity`, see `CausalWindows`: every token but the first is a label once.
+    """Yield windows of a text for `perplexity`, see `CausalWindows`: every token but the first is a label once.
 
-    The labels of every window but the first have at least context - stride + 1 tokens before them, the one they are
-    predicted from included (Baevski and Auli 2019, section 4.3).
+    Labels of all windows but the first have context - stride + 1 or more tokens before them in the window
+    (Baevski and Auli 2019, section 4.3).
 
     Args:
-        ids: int64 [n + 1]; the first is what comes before the text, such as bos.
+        ids: int64 [n + 1]; the first precedes the text, such as bos.
         context: tokens that the model sees at a time, C.
-        stride: from window to window, 1 <= S <= C; S = C are blocks side by side, S = 1 is the dearest.
+        stride: from window to window, 1 <= S <= C; S = C: separate blocks, S = 1: the most costly.
         batch_size: windows at a time.
         process, processes: which share of the batches.
 
     Returns:
-        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs and -100 where an
-        earlier window has them.
+        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs, -100 if in
+        an earlier window.
     """
     n = len(ids) - 1
     if not n:
@@ -191,6 +192,7 @@ def sliding_windows(
     text = SimpleNamespace(name="the text", ids=ids[1:].numpy())
     windows = CausalWindows(text, min(context, n), min(stride, n), eos=int(ids[0]))
     numbers = range(len(windows))
-    # The first window labels all that it predicts: in a batch of its own it widens the logits of no other.
-    batches = [numbers[:1], *(numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))]
-    return load_batches(windows, [[(number, number) for number in batch] for batch in batches[process::processes]])
+    # The first window labels all its tokens; alone in a batch it widens no other's logits.
+    rest = (numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))
+    batches = [numbers[:1], *rest][process::processes]
+    return load_batches(windows, [[(number, number) for number in batch] for batch in batches])

@@ -1,14 +1,14 @@
-"""The task suites of MoH's language models (Jin et al. 2024), with the numbers that the paper prints. Data only.
+"""The task suites of MoH's language models (Jin et al. 2024), with the paper's numbers. Data only.
 
-The paper says "accuracy" or "exact match" and names the harness, not the harness' metric. What is taken here, and why:
+The paper says "accuracy" or "exact match" and names the harness, not its metric. Metrics chosen here, and why:
 
-- acc_norm wherever a task has it. LLaMA3-8B's row of table 5 says so: HellaSwag 81.9 and ARC-C 59.0, where public runs of
-  that model in the harness have acc 62 and 55, acc_norm 82.1 and 57.5. LLM-S of table 4 too: its LogiQA of 26.9 and
-  SciQ of 63.0 are what models of its size have as acc_norm (Pythia-160M: 26.4 and 66.0, acc 19.5 and 73.5).
-- TruthfulQA is the mean of MC1 and MC2, which harnesses of 2024 printed for the group `truthfulqa`: a public run of LLaMA3-8B has 27, 43.9
-  and, for the group, 35; the paper prints 35.4.
-- GSM8K is the task gsm8k with 8 shots (strict-match), LAMBADA is lambada_openai, CEVAL its validation split (the answers of the test
-  split are not public).
+- acc_norm wherever a task has it. LLaMA3-8B in table 5 has HellaSwag 81.9 and ARC-C 59.0; public runs of it in
+  the harness have acc 62 and 55, acc_norm 82.1 and 57.5. LLM-S in table 4 has LogiQA 26.9 and SciQ 63.0, the
+  acc_norm of models of its size (Pythia-160M: 26.4 and 66.0, acc 19.5 and 73.5).
+- TruthfulQA is the mean of MC1 and MC2, which harnesses of 2024 printed for the group `truthfulqa`: a public run of
+  LLaMA3-8B has 27, 43.9 and for the group 35; the paper prints 35.4.
+- GSM8K is gsm8k with 8 shots (strict-match), LAMBADA is lambada_openai, CEVAL its validation split (the test
+  answers are not public).
 
 The paper's averages are plain means of a table's columns: all 13 rows of tables 4, 5 and E agree to the digit printed.
 """
@@ -117,8 +117,8 @@ def average(values: Sequence[Optional[float]]) -> Optional[float]:
 
 
 def suite_table(name: str, values: Optional[Sequence[Optional[float]]] = None) -> str:
-    """Return a suite as text: one line a task, then the average; beside the paper's numbers. `values` are percent, in
-    the order of its rows; None: no model was scored.
+    """Format a suite: one line a task, then the average, beside the paper's numbers. `values` are percent in the
+    order of its rows; None: no model was scored.
     """
     suite = SUITES[name]
     head = ["task", "shots", "metric", *([] if values is None else ["here"]), *suite.paper]
@@ -126,7 +126,8 @@ def suite_table(name: str, values: Optional[Sequence[Optional[float]]] = None) -
     for i, row in enumerate(suite.rows):
         metric = row.metric.removesuffix(",none") + (" of mc1 and mc2" if len(row.tasks) > 1 else "")
         here = [] if values is None else [_number(values[i], 2)]
-        lines.append([row.title, str(row.shots), metric, *here, *(_number(v[i], 1) for v in suite.paper.values())])
+        printed = [_number(v[i], 1) for v in suite.paper.values()]
+        lines.append([row.title, str(row.shots), metric, *here, *printed])
     here = [] if values is None else [_number(average(values), 2)]
     lines.append(["average", "", "", *here, *(_number(suite.averages[m], 1) for m in suite.paper)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -13,20 +13,20 @@ from torch.nn import functional as F
 def perplexity(
     losses: Callable[[dict], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]
 ) -> Dict[str, float]:
-    """exp of the mean negative log-likelihood of the tokens that have a label.
+    """exp of the mean negative log-likelihood of the labelled tokens.
 
-    Which tokens count is said by the labels alone: the windows of a language model overlap, and what is context only
-    has the label -100 there, as padding has.
+    Labels alone decide which tokens count: context in overlapping windows, like padding, has
+    label -100.
 
     Args:
-        losses: a batch on the device -> negative log-likelihood in nats [B, T], aligned with its labels; of a model of
-            ours `lambda batch: model.routed_loss(**batch)[1]`, in eval mode.
+        losses: batch on the device -> negative log-likelihood in nats [B, T], aligned with labels; for our
+            models `lambda batch: model.routed_loss(**batch)[1]`, in eval mode.
         batches: dicts of tensors with labels [B, T], -100 where nothing counts; this process's share.
         device: where to compute.
         reduce: sums a tensor over processes.
 
     Returns:
-        dict(perplexity, loss in nats per token, tokens). The perplexity is inf where the loss is too large for it.
+        dict(perplexity (inf if it overflows), loss in nats per token, tokens).
     """
     total = torch.zeros(3, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -54,9 +54,9 @@ def exp(nats: float) -> float:
 
 
 def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
-    """The `losses` of `perplexity` for any causal language model of transformers in eval mode.
+    """Make `losses` of `perplexity` for any causal model of transformers in eval mode.
 
-    Only positions from the first label on get logits, where the model knows `logits_to_keep`; they are read in float32.
+    Logits are float32, and computed from the first label on if the model knows `logits_to_keep`.
     """
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -74,8 +74,8 @@ def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
 
 
 def per_unit(scores: Dict, words: int, size: int) -> Dict[str, float]:
-    """Return perplexities by which tokenizers can be compared, and bits_per_byte, from `perplexity` scores of a whole
-    text that has so many words and so many bytes (`size`).
+    """Return tokenizer-independent perplexities and bits_per_byte, from `perplexity` scores of a whole text
+    with these words and bytes (`size`).
     """
     nats = scores["loss"] * scores["tokens"]
     return dict(

@@ -1,4 +1,4 @@
-"""The last scores of a run on text: perplexities, and for translation BLEU."""
+"""Final scores of a run on text: perplexities and BLEU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from moh_vision.language.evaluation.translation import gate_mode, score_translat
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
 
-# The state of the training task in a checkpoint: its name is of accelerate, the prefix of the model in the task.
+# The state in a checkpoint: accelerate's file name, and the model's prefix in the task.
 STATE, PREFIX = "model.safetensors", "model."
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
@@ -37,8 +37,8 @@ RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
 def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
-    """Return a function (data set, title, on_routing) -> loss and perplexity of the model's present weights, exact
-    over processes. It calls on_routing, if given, with the routing statistics of every batch of this process.
+    """Return a function (data set, title, on_routing) -> exact loss and perplexity of the present weights over all
+    processes. on_routing, if given, gets the routing statistics of every batch of this process.
     """
 
     def evaluate(dataset, title: str, on_routing: Optional[Callable[[List[RoutingStats]], None]] = None) -> dict:
@@ -63,8 +63,8 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
 
 
 def final_weights(run: Run) -> Dict:
-    """Load the weights that are scored at the end, and return their file's name, and averaged_steps. They are the
-    average of the last checkpoints (written here), with patience the best, or the last; every process calls it.
+    """Load the weights scored at the end: the average of the last checkpoints (written here), with patience the
+    best, or the last. Return their file's name and averaged_steps. Every process calls it.
     """
     config = run.config
     if config.average > 1:
@@ -72,7 +72,8 @@ def final_weights(run: Run) -> Dict:
         state, steps = average_checkpoints(run.folder, config.average, config.save_every)
         load_whole(run.model, state)
         if run.accelerator.is_main_process:
-            export_weights(run.model, run.folder / AVERAGED, dict(run.metadata, averaged_steps=steps))
+            metadata = dict(run.metadata, averaged_steps=steps)
+            export_weights(run.model, run.folder / AVERAGED, metadata)
         run.log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
         return dict(weights=AVERAGED, averaged_steps=steps)
     if config.patience and (run.folder / BEST).exists():
@@ -84,8 +85,8 @@ def final_weights(run: Run) -> Dict:
 def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str, Tensor], List[int]]:
     """Average the weights of a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1), in float64.
 
-    Apart from the newest, only those at multiples of `every` steps count: a run that was stopped between two saves ends
-    with the weights of a run without a stop. Counters, such as batch norm's, are the newest's.
+    Older ones count only at multiples of `every` steps, so a run that was stopped between two saves gives the same
+    weights as one that was not. Counters, such as batch norm's, are the newest's.
 
     Returns:
         (state dict of the model, steps of the checkpoints, newest first).
@@ -107,25 +108,28 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str
         if name.startswith(PREFIX):  # one tensor at a time in memory
             values = [file.get_tensor(name) for file in opened]
             newest = values[0]
-            mean = torch.stack(values).double().mean(0).to(newest.dtype) if newest.is_floating_point() else newest
+            mean = newest
+            if newest.is_floating_point():
+                mean = torch.stack(values).double().mean(0).to(newest.dtype)
             averages[name.removeprefix(PREFIX)] = mean
     return averages, list(whole)
 
 
 def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> Dict:
-    """Scores of the model's present weights, which are whole; every process calls it.
+    """Score the model's present weights, which are whole; every process calls it.
 
-    Writes what `report_gates` does, OUTPUT/head_load.json if tokens choose among heads, and OUTPUT/translations.txt
-    with a line for every pair that is scored (of another use of the gates: translations.MODE.txt).
+    Writes the output of `report_gates`, OUTPUT/head_load.json if tokens choose among heads, and
+    OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
 
     Args:
         evaluate: of `evaluation_of`.
 
     Returns:
-        dict(validation, test, gate_entropy of each layer, mean_gate_entropy of encoder and decoder, and for translation
-        bleu: mode of the encoder's gates -> scores; of "random" the mean over RANDOM_DRAWS draws, std and draws).
+        dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
+        bleu: gate mode of the encoder -> scores; "random": mean over RANDOM_DRAWS draws, std and draws).
     """
-    config, model, accelerator, log = run.config, run.model, run.accelerator, run.log
+    config, model = run.config, run.model
+    accelerator, log = run.accelerator, run.log
     results: Dict = {}
     texts = text.texts()
     load = HeadLoad(head_budget(model)["layers"], {"text": [name for name, _ in texts]})
@@ -133,8 +137,9 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
     splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
     for title, dataset in splits.items():
         counts = texts and dataset is text.val
-        results[title] = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
-        # Of byte pairs, to compare with others' vocabularies; text that comes as ids may not say how many words it has.
+        on_routing = (lambda stats: load.add(stats, 0)) if counts else None
+        results[title] = evaluate(dataset, title, on_routing)
+        # To compare byte-pair vocabularies; text that comes as ids may not say its words.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
             nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
             results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
@@ -154,12 +159,13 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
         return results
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     references = text.references(split, pairs)
-    lowercase = text.vocabularies[1].lowercase  # which the signatures, of what sacrebleu gets, do not tell
+    lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
     results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase)
     results.update(left_out=pairs.left_out)
     case = ", lower-cased data" if lowercase else ""
     for mode in config.generate.gate_modes:
-        title, draws = split if mode == "soft" else f"{split}, gates of the encoder {mode}", []
+        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
+        draws = []
         for draw in range(RANDOM_DRAWS if mode == "random" else 1):
             with gate_mode(model, mode):
                 number = f", draw {draw + 1} of {RANDOM_DRAWS}" if mode == "random" else ""
@@ -169,7 +175,10 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
             if accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in found))
-        results["bleu"][mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        if mode == "random":
+            results["bleu"][mode] = {form: over_draws(draws, form) for form in draws[0]}
+        else:
+            results["bleu"][mode] = draws[0]
         for name, form in results["bleu"][mode].items():
             spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
             log.say(f"{title}, {FORMS[name]}{case}: {bleu.summary(form)}{spread}")
@@ -177,6 +186,6 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> D
 
 
 def over_draws(draws: List[Dict], form: str) -> Dict:
-    """One form of BLEU over several draws: the first draw's entry, with mean, standard deviation and all values."""
+    """Merge a form of BLEU over draws: the first entry with mean, deviation and all values."""
     values = [draw[form]["bleu"] for draw in draws]
     return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)

@@ -27,8 +27,8 @@ def translate(
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
     draw: int = 0,
 ) -> List[str]:
-    """Return the model's translation of every pair's source, the same list on every process. `draw` is the seed of
-    experts that are drawn at random. The model is left in eval mode.
+    """Translate the source of every pair; all processes return the same list. `draw` seeds experts that are
+    drawn at random. The model is left in eval mode.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
@@ -46,7 +46,7 @@ def translate(
                 do_sample=False,
                 length_penalty=options.length_penalty,
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
-                synced_gpus=False,  # where weights are sharded they are whole here, and others may have fewer batches
+                synced_gpus=False,  # weights are whole, batch counts differ
             )
         found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
     return [text for _, text in sorted(gather_object(found))]
@@ -61,7 +61,7 @@ def score_translations(hypotheses: List[str], references: List[str], options) ->
 
 
 def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
-    """Raise ValueError for a mode that the gates of MAE in the model's encoder do not have."""
+    """Raise ValueError for a mode that the encoder's gates of MAE lack."""
     routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
         if mode != "soft" and not routers:
@@ -72,9 +72,9 @@ def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
 
 @contextlib.contextmanager
 def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Use the gates of MAE in the encoder in another way, see `MAERouter` (Peng 2020, section 5.1 and table 5).
+    """Use the encoder's MAE gates in another mode, see `MAERouter` (Peng 2020, section 5.1 and table 5).
 
-    The paper makes this study of the encoders alone. "soft" leaves the model as it is.
+    The paper studies encoders alone. "soft" leaves the model as it is.
     """
     routers = mae_routers(model.encoder) if mode != "soft" else []
     before = [router.mode for router in routers]

@@ -1,1 +1,1 @@
-"""Language models on the attention core: presets, pre-trained models, weights of runs."""
+"""Language models: presets, pre-trained models, weights of runs."""

@@ -1,5 +1,4 @@
-"""Adaptive input and softmax with shared weights: narrow embeddings for rare words (Grave 2017; Baevski and Auli
-2019)."""
+"""Adaptive input and softmax with shared weights (Grave 2017; Baevski and Auli 2019)."""
 
 from typing import Optional, Sequence, Tuple
 
@@ -9,11 +8,11 @@ from torch.nn import functional as F
 
 
 class Projection(nn.Linear):
-    """A linear layer whose weight is also used transposed. Dynamic quantisation replaces nn.Linear, not this class."""
+    """A linear layer also used transposed. Dynamic quantisation replaces only nn.Linear itself."""
 
 
 class AdaptiveVocabulary(nn.Module):
-    """Embedding and softmax of a vocabulary sorted by frequency, one set of weights for both.
+    """Embedding and softmax of a vocabulary sorted by frequency, with shared weights.
 
     The words are cut into bands. Band i has embeddings E_i of width C / factor^i and a projection W_i to C, and
 
@@ -21,9 +20,9 @@ class AdaptiveVocabulary(nn.Module):
         output   log p(w) = log softmax over (band 0, clusters 1 ..) of h, for a word of band 0: E_0 h
                  log p(w) = log p(cluster i) + log softmax over band i of E_i dropout(W_i^T h), for a word of band i
 
-    so that the input's projections serve the output of the rare bands, and only the rows for the clusters are the
-    output's own. (Baevski and Auli's released models do the same; band 0 has a projection in the input only.)
-    Without cutoffs there is one band without projection: an ordinary embedding tied to an ordinary softmax.
+    so the rare bands' outputs use the input's projections, and only the clusters' rows are the output's own. (In
+    Baevski and Auli's released models too; there band 0 has a projection in the input only.)
+    Without cutoffs, one band without projection: an ordinary embedding tied to an ordinary softmax.
 
     Args:
         vocab_size: V.
@@ -52,7 +51,7 @@ class AdaptiveVocabulary(nn.Module):
         """Embed word ids [B, N] -> [B, N, C]."""
         if self.clusters is None:
             return self.embeddings[0](ids)
-        if ids.is_meta:  # which words are rare is not known without values, and widens no matrix by much
+        if ids.is_meta:  # rare words are not known; sizes differ little
             return self.projections[0](self.embeddings[0](ids))
         weight = self.projections[0].weight
         dtype = (
@@ -74,21 +73,23 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def nll(self, hidden: Tensor, words: Tensor) -> Tensor:
-        """-log p of one word each, never over the whole vocabulary: hidden [T, C], words [T] -> [T]."""
+        """Return -log p of each word, not of the whole vocabulary: hidden [T, C], words [T] -> [T]."""
         first, clusters = self._first(hidden)
         frequent = words < self.edges[1]
-        nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1) * frequent  # [T]
+        nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1)
+        nll = nll * frequent  # [T]
         for band in range(1, len(self.embeddings)):
             start, end = self.edges[band : band + 2]
             (where,) = ((words >= start) & (words < end)).nonzero(as_tuple=True)
-            rare = self._rare(hidden[where], band).gather(-1, (words[where] - start).unsqueeze(-1)).squeeze(-1)
+            index = (words[where] - start).unsqueeze(-1)
+            rare = self._rare(hidden[where], band).gather(-1, index).squeeze(-1)
             nll = nll.index_put((where,), -(clusters[where, band - 1] + rare))
         return nll
 
     def _first(self, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """log p of the words of band 0 and of the clusters."""
         weight = self.embeddings[0].weight
-        if weight.is_meta and not hidden.is_meta:  # F.linear would multiply by whatever happens to be in memory
+        if weight.is_meta and not hidden.is_meta:  # F.linear would read uninitialised memory
             raise RuntimeError(
                 "the weights of the adaptive vocabulary are offloaded: its softmax reads them, and hooks that load "
                 "offloaded weights do not run; keep the module `vocabulary` on a device in accelerate's device_map"

@@ -1,4 +1,4 @@
-"""Base class of the text models: first weights, routing statistics, the loss per token, loading."""
+"""Base class of text models: initialisation, statistics, loss per token, loading."""
 
 from typing import List, Optional, Tuple
 
@@ -16,21 +16,21 @@ from moh_vision.language.models.blocks import ExpertBiasAttention
 class RoutedLoss:
     """The loss of language models with routed heads.
 
-    Subclasses have `states_and_stats(**inputs)`, the last layer's output and the statistics of every attention layer,
-    and `token_losses(hidden, labels, label_smoothing)`.
+    Subclasses have `states_and_stats(**inputs)`, the last layer's output and all attention statistics, and
+    `token_losses(hidden, labels, label_smoothing)`.
     """
 
     def routed_loss(
         self, labels: Tensor, label_smoothing: float = 0.0, **inputs
     ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
-        """Losses per token, for a task that averages them and adds those of the routers.
+        """Return losses per token; a task averages them and adds the routers' losses.
 
-        Logits are computed where labels are, and nowhere else.
+        Logits are computed only where there are labels.
 
         Args:
-            labels: [B, N] aligned with the outputs, nothing is shifted here; -100: no loss.
-            label_smoothing: s; the loss is (1 - s) times -log p of the label plus s times the mean of -log p over the
-                vocabulary.
+            labels: [B, N] aligned with the outputs (no shift); -100: no loss.
+            label_smoothing: s; loss = (1 - s) * (-log p of the label) + s * (mean of -log p over the
+                vocabulary).
             **inputs: as for forward.
 
         Returns:
@@ -46,7 +46,7 @@ class RoutedLoss:
 class TextModel(RoutedLoss, PreTrainedModel):
     """A transformers model whose attention is `HeadMixtureAttention`.
 
-    Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs(hidden)`.
+    Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs`.
     """
 
     supports_gradient_checkpointing = True
@@ -60,7 +60,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
             set_routed_heads(self, self.config.layer_budgets)
 
     def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
-        """As forward: log-probabilities [B, N, V], which serve as logits, and the statistics of every attention layer
+        """Like forward; returns log-probabilities [B, N, V], used as logits, and all attention statistics
         in the order of `modules()`."""
         hidden, stats = self.states_and_stats(**inputs)
         return self.log_probs(hidden), stats
@@ -86,17 +86,17 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @property
     def checkpointer(self):
-        """Checkpoint function for `run_block`, or None where all activations are kept."""
+        """Checkpoint function for `run_block`, or None to keep activations."""
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: in models from elsewhere transformers skips modules whose weights are all in their
-        children, but attention sets the weights of its projections. `init` leaves loaded weights alone."""
+        """Initialise every module. transformers skips modules without weights of their own in models from elsewhere,
+        but attention initialises its projections. `init` leaves loaded weights alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """fairseq's first weights, in which the papers' models were trained; children come before what holds them."""
+        """Initialise as fairseq did for the papers' models; children come before their parents."""
         if isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight)
             if module.bias is not None:
@@ -114,7 +114,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
             module.init_weights()
         elif isinstance(module, MoHRouter):
             for linear in module.children():
-                init.normal_(linear.weight, std=0.02)  # as released; children are linear layers without biases
+                init.normal_(linear.weight, std=0.02)  # as released; linear layers without biases
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)
@@ -123,9 +123,9 @@ class TextModel(RoutedLoss, PreTrainedModel):
             super()._init_weights(module)
 
     def _init_attention(self, attention: HeadMixtureAttention) -> None:
-        """Xavier for each projection by itself: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022).
+        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022).
 
-        Queries, keys and values that are of one width have the gain 1 / sqrt(2).
+        Queries, keys and values of one width have gain 1 / sqrt(2).
         """
         dim = attention.qkv.in_features
         experts = isinstance(attention.router, MoARouter)
@@ -133,14 +133,14 @@ class TextModel(RoutedLoss, PreTrainedModel):
         out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
-        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # which its parts do not inherit
+        if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
             q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
             init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
             init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a saved model, as transformers does, but refuse weights of other shapes than the config's in one line."""
+        """Load a saved model as transformers does; refuse other shapes than the config's."""
         wants_info = kwargs.pop("output_loading_info", False)
         if kwargs.get("ignore_mismatched_sizes"):
             return super().from_pretrained(

@@ -1,4 +1,4 @@
-"""The parts of text models: positions, layers around `HeadMixtureAttention`, and attention from a config's dict."""
+"""Parts of text models: positions, layers, and attention from a config's dict."""
 
 import math
 
@@ -15,19 +15,19 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 
 def sinusoids(positions: Tensor, dim: int) -> Tensor:
-    """Positions [...] -> [..., dim] in tensor2tensor's form, which fairseq shares: all sines, then all cosines.
+    """Positions [...] -> [..., dim] as in tensor2tensor and fairseq: all sines, then all cosines.
 
     sin(p / 10000^(i / (dim / 2 - 1))) for i = 0 .. dim / 2 - 1, then the cosines. The first token is at position 0.
     """
     half = dim // 2
-    rates = torch.exp(torch.arange(half, device=positions.device) * -(math.log(10_000) / max(half - 1, 1)))
+    step = math.log(10_000) / max(half - 1, 1)
+    rates = torch.exp(torch.arange(half, device=positions.device) * -step)
     angles = positions.unsqueeze(-1).float() * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
-    """Position of each token among the real ones of its text: ids [B, N], attention_mask [B, past + N] -> [B or 1,
-    N]."""
+    """Number each token among its text's real ones: ids [B, N], attention_mask [B, past + N] -> [B or 1, N]."""
     if attention_mask is None:
         return torch.arange(past, past + ids.shape[1], device=ids.device).unsqueeze(0)
     return (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
@@ -41,8 +41,8 @@ def padding_of(attention_mask: Tensor | None) -> Tensor | None:
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
 ) -> list[HeadMixtureAttention]:
-    """Make the attention of a stack of layers from an attention dict, see `TextConfig`. A gate of MAE reads `pool`,
-    "sequence", "running" or "window", of the tokens of `route_by`, "query" or "context".
+    """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens
+    of `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window".
     """
     dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
@@ -81,7 +81,7 @@ class ExpertBiasAttention(HeadMixtureAttention):
 
 
 class WithExpertBias(Masked):
-    """An executor and, behind its `combine`, the bias of every expert times the expert's weight."""
+    """An executor that adds the experts' weighted biases in `combine`."""
 
     def __init__(self, heads: Masked):
         super().__init__(heads.layer, heads.call)
@@ -105,7 +105,7 @@ class FeedForward(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """Self-attention, perhaps cross-attention, feed-forward; each with a residual sum, normalised after or before it.
+    """Self-attention, optional cross-attention and feed-forward; residual sums, pre- or post-normalised.
 
     Args:
         config: of the model.
@@ -144,7 +144,7 @@ class TextLayer(nn.Module):
         cache=None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C] -> [B, N, C]; appends the statistics of its attention to `stats`.
+        """x [B, N, C] -> [B, N, C]; appends its attention statistics to `stats`.
 
         padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a
         DecoderLayerCache.

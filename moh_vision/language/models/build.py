@@ -1,4 +1,4 @@
-"""The model of a run on text: a preset, or a pre-trained one that becomes ours."""
+"""Build the model of a run on text: a preset, or a converted pre-trained one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
-    """Return the model, and what exported weights say of how it was made. A resumed pre-trained model is built from
-    the config in config.output, without its weights, as a checkpoint will be loaded.
+    """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
+    config.output without weights, because a checkpoint follows.
     """
     m = config.model
     if m.pretrained:
         if not resumed:
             check_same_tokens(text.vocabularies[0], config)
         size = text.model_arguments()["vocab_size"]
-        model = model_as_saved(config.output) if resumed else pretrained_model(m.pretrained, m.arguments(), size)
+        if resumed:
+            model = model_as_saved(config.output)
+        else:
+            model = pretrained_model(m.pretrained, m.arguments(), size)
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), vocab_size=size)
     else:
         arguments = config.model_arguments(text.model_arguments())
@@ -42,7 +45,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
                 if about is not None:
                     setattr(about, name, number)
     if config.checkpointing:
-        # Not reentrant: that kind loses what is not a plain tensor, such as routing statistics.
+        # Not reentrant: reentrant checkpointing loses routing statistics.
         older = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", older)
         enable(dict(use_reentrant=False))
@@ -50,8 +53,8 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Raise ValueError if a token of the vocabulary has another number than in the folder of model.pretrained, as far as that
-    has a tokenizer: the model would read other words than it learnt."""
+    """Raise ValueError if the vocabulary numbers a token otherwise than a tokenizer in model.pretrained:
+    the model would read other words than it learnt."""
     file = Path(config.model.pretrained, TOKENIZER)
     if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
         return

@@ -1,4 +1,4 @@
-"""The cache that transformers' `generate` uses, made of the caches of the attention layers."""
+"""The cache for transformers' `generate`, made of the attention layers' caches."""
 
 from torch import Tensor
 from transformers import Cache
@@ -7,7 +7,7 @@ from moh_vision.attention import ContextCache, KeyValueCache
 
 
 class DecoderLayerCache:
-    """One decoder layer: keys, values and the gate's running state of its tokens, and keys and values of the source."""
+    """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values."""
 
     is_compileable = False
     is_croppable = False
@@ -45,8 +45,8 @@ class DecoderLayerCache:
 
 
 class TextCache(Cache):
-    """One `DecoderLayerCache` per decoder layer. transformers' own caches keep keys and values only: a beam that
-    moves would leave the state of MAE's gate behind."""
+    """One `DecoderLayerCache` per decoder layer. transformers' caches keep only keys and values; when
+    beams move, the state of MAE's gate must move too."""
 
     def __init__(self, layers: int, cross: bool):
         super().__init__(layers=[DecoderLayerCache(cross) for _ in range(layers)])
@@ -56,7 +56,7 @@ class TextCache(Cache):
 
 
 class CachedGeneration:
-    """For models with `generate`: it starts with a `TextCache`. Goes before PreTrainedModel among the bases."""
+    """Starts `generate` with a `TextCache`. A mixin to put before PreTrainedModel."""
 
     def new_cache(self) -> TextCache:
         """An empty cache, `past_key_values` of forward."""

@@ -1,5 +1,4 @@
-"""Causal language model with adaptive input and softmax (Baevski and Auli 2019) whose attention is dense, MAE, MoA or
-MoH."""
+"""Causal language model with adaptive softmax (Baevski and Auli 2019); dense, MAE, MoA or MoH."""
 
 from typing import List, Optional, Tuple
 
@@ -17,7 +16,7 @@ from moh_vision.language.models.configs import CausalLMConfig
 
 
 class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
-    """`CausalLMConfig` says what it is. As in the released models, no norm follows the last layer."""
+    """Decoder of a `CausalLMConfig`. As in the released models, no norm follows the last layer."""
 
     config_class = CausalLMConfig
 
@@ -53,11 +52,11 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         """Predict the next word after each.
 
         Args:
-            input_ids: [B, N]; with past_key_values the tokens after those that it has seen.
+            input_ids: [B, N]; with past_key_values only the new tokens.
             attention_mask: [B, past + N]; 1 real, 0 padding, on either side.
             past_key_values: what `new_cache` made.
-            labels: [B, N], as transformers' causal models have them: input_ids, with -100 where there is no loss. They
-                are shifted here, unlike those of `routed_loss`.
+            labels: [B, N], as in transformers' causal models: input_ids, with -100 for no loss. They are
+                shifted here, but not in `routed_loss`.
             logits_to_keep: only for the last so many tokens; 0: all.
 
         Returns:
@@ -82,7 +81,8 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         """The last layer's output [B, N, C], see `forward`."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         x = self.vocabulary(input_ids) * self.config.hidden_size**0.5
-        x = x + sinusoids(token_positions(input_ids, attention_mask, past), self.config.hidden_size).to(x.dtype)
+        positions = token_positions(input_ids, attention_mask, past)
+        x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
         x = self.dropout(x)
         padding = padding_of(attention_mask)
         for index, layer in enumerate(self.layers):
@@ -94,8 +94,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         return self.vocabulary.log_probs(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
-        """See `TextModel.token_losses`. An adaptive softmax never computes the whole vocabulary, so it has no
-        smoothing."""
+        """See `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

@@ -1,5 +1,4 @@
-"""Configurations of the text models, as transformers saves them: one class per kind, attention described by plain
-dicts."""
+"""Configurations of text models for transformers; attention is a plain dict."""
 
 from typing import Optional
 
@@ -7,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from moh_vision.engine.commands import closest
 
-# What an attention dict may say: of the router itself, and of the layer ("bias" is that of its projections).
+# Allowed keys of an attention dict, for router and layer ("bias": of its projections).
 ROUTER_KEYS = {
     "dense": (),
     "mae": ("leave_out", "mode", "dropout"),
@@ -25,7 +24,7 @@ LAYER_KEYS = {
 
 
 def check_attention(spec: dict, where: str) -> None:
-    """Check a dict that describes an attention, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
+    """Check an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
     allowed = ("bias", "executor", *LAYER_KEYS[spec["router"]], *ROUTER_KEYS[spec["router"]])
@@ -50,12 +49,12 @@ class TextConfig(PreTrainedConfig):
         hidden_size: C.
         intermediate_size: width of the feed-forward layers.
         num_attention_heads: H, of every router but "moa", which has its experts.
-        attention: what every attention layer is, a dict of its router and the router's numbers:
+        attention: of all layers, a dict of the router and its numbers:
             dict(router="dense"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
             dict(router="moa", top_k, experts, head_dim); dict(router="moh" | "query_norm", head_budget=0.75).
-            Every one may say bias=False (projections without biases), executor, and what its router takes.
-        dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention matrix;
-            activation_dropout: inside the feed-forward layers.
+            Each may have bias=False (projections without biases), executor, and the router's options.
+        dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention
+            matrix; activation_dropout: inside the feed-forward layers.
         layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
     """
 
@@ -109,13 +108,13 @@ class TextConfig(PreTrainedConfig):
 
 
 class TranslationConfig(TextConfig):
-    """Encoder-decoder of Vaswani 2017, normalised after the residual sum.
+    """Encoder-decoder of Vaswani 2017, post-normalised.
 
     Args:
-        target_vocab_size: a vocabulary of its own for the target, with its own embedding; None: one embedding for
-            source, target and output.
+        target_vocab_size: of a separate target vocabulary and embedding; None: one embedding for source,
+            target and output.
         encoder_layers, decoder_layers: how many.
-        encoder_attention, decoder_attention, cross_attention: an attention dict where it differs from `attention`.
+        encoder_attention, decoder_attention, cross_attention: dicts that replace `attention`.
     """
 
     model_type = "moh_translation"
@@ -144,7 +143,7 @@ class TranslationConfig(TextConfig):
 
 
 class MaskedLMConfig(TextConfig):
-    """Encoder for masked language modelling, as RoBERTa: learned positions, embedding norm, normalised after the sum.
+    """Encoder for masked language modelling, as RoBERTa: learned positions, embedding norm, post-normalised.
 
     Args:
         num_hidden_layers: how many.
@@ -162,13 +161,13 @@ class MaskedLMConfig(TextConfig):
 
 
 class CausalLMConfig(TextConfig):
-    """Decoder for language modelling with adaptive input and output of Baevski and Auli 2019, normalised before.
+    """Decoder for language modelling with Baevski and Auli's adaptive input and output (2019), pre-normalised.
 
     Args:
         num_hidden_layers: how many.
-        adaptive_cutoffs: word ids, sorted by frequency, at which a band of narrower embeddings begins; empty: one
+        adaptive_cutoffs: word ids, sorted by frequency, that begin bands of narrower embeddings; empty: one
             embedding of full width, tied to an ordinary softmax.
-        adaptive_factor: a band's embeddings are that many times narrower than those of the band before.
+        adaptive_factor: how many times narrower each band is than the one before.
         adaptive_dropout: inside the softmax of the narrower bands.
     """
 

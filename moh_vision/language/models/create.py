@@ -1,6 +1,6 @@
-"""Text models for transformers whose attention heads are experts, by name: what the papers trained.
+"""Text models of the papers by name, for transformers, with attention heads as experts.
 
-They need the packages of the extra "text", so that nothing else imports this module.
+They need the extra "text", so nothing else imports this module.
 """
 
 import re
@@ -53,7 +53,7 @@ MAE = {
     "mae_6": {"router": "mae", "leave_out": 2},
     "uni_mae_7": {"router": "mae", "leave_out": 1, "mode": "uniform"},
     "uni_mae_6": {"router": "mae", "leave_out": 2, "mode": "uniform"},
-    # The model of MAE-7; what differs is that gates and experts are trained together (Peng 2020, section 3).
+    # MAE-7's model; but gates and experts are trained together (Peng 2020, section 3).
     "nobcd": {"router": "mae", "leave_out": 1},
 }
 # The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
@@ -61,7 +61,7 @@ MOA_TRANSLATION = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E64D", "8K32E128D",
 MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
 MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 
-# Zhang 2022, tables 5 and 6, and Peng 2020, appendix A. A vocabulary of 32K merges: Zhang's has about 37,000 words.
+# Zhang 2022, tables 5 and 6, and Peng 2020, appendix A. 32K merges; Zhang's vocabulary has about 37,000 words.
 MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
@@ -74,8 +74,8 @@ WT103 = dict(
     attention_dropout=0.1,
     activation_dropout=0.1,
 )
-# Jin 2024, appendix B.1: LLaMA's architecture, output embedding of its own. The paper says neither the epsilon of the norms
-# (here LLaMA 2's) nor the first weights (here transformers' normal distribution of deviation 0.02).
+# Jin 2024, appendix B.1: LLaMA's architecture, untied output. The paper omits the norms' epsilon (here LLaMA 2's)
+# and the initialisation (here transformers' normal distribution of deviation 0.02).
 LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
 LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LLAMA_SIZES = {
@@ -114,8 +114,8 @@ def presets() -> Dict[str, Tuple[type, dict]]:
     for size, fields in LLAMA_SIZES.items():
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
-            # The paper gives the share of active heads, neither how it is spread over layers nor how many are shared: here
-            # the same in every layer, and 45 % of the active ones, which rounds to 42 to 50 % (section 4.5: above 40 %).
+            # The paper gives the share of active heads, not their spread over layers or the shared ones: here equal
+            # layers with 45 % of the active heads shared, which rounds to 42 to 50 % (section 4.5: above 40 %).
             routed = dict(fields, router="moh", head_budget=f"uniform:{percent / 100}:0.45")
             named[f"clm_moh_{size}_{percent}"] = (MoHLlamaConfig, routed)
     for name in ("nobcd", "mae_7", "uni_mae_7"):
@@ -129,7 +129,7 @@ def list_text_presets() -> List[str]:
 
 
 def task_of(preset: str) -> str:
-    """What a preset is for: "mt" translates, "mlm" fills in masked tokens, "clm" continues a text."""
+    """Return a preset's task: "mt" (translation), "mlm" (masked tokens) or "clm" (causal)."""
     preset_config(preset)
     return preset.partition("_")[0]
 
@@ -142,10 +142,9 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
     Args:
         preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
             clm_{small,base} are LLaMA-style (`moh_vision.language.models.llama.model`), clm_moh_{small,base}_{75,50}
-            the same with MoH's routers and so many percent of the heads active in every layer (Jin 2024, section
-            4.3).
+            the same with MoH's routers and this percentage of heads active per layer (Jin 2024, section 4.3).
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
-            cross_attention=dict(router="dense"); head_budget (else that of the field `attention`); of LLaMA-style
+            cross_attention=dict(router="dense"); head_budget (else from the field `attention`); for LLaMA-style
             models also router, executor, group and router_kwargs, see
             `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
     """
@@ -180,8 +179,7 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def llama_config(preset: str, fields: dict) -> MoHLlamaConfig:
-    """The config of a LLaMA-style model; `fields` are those of LlamaConfig and of its `moh`: router, head_budget and
-    so on."""
+    """Build a LLaMA-style config; `fields` are those of LlamaConfig and of `moh`, such as router."""
     moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
     if moh and moh.get("router") is None:
         given = ", ".join(name for name in moh if name != "router")

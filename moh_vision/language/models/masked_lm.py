@@ -1,4 +1,4 @@
-"""Masked language model: a RoBERTa-like encoder (Zhang 2022, section 5.2) whose attention is dense, MAE, MoA or MoH."""
+"""Masked language model: RoBERTa-like (Zhang 2022, section 5.2); dense, MAE, MoA or MoH."""
 
 from typing import List, Optional
 
@@ -17,7 +17,7 @@ from moh_vision.language.models.configs import MaskedLMConfig
 
 
 class MaskedLMModel(TextModel):
-    """`MaskedLMConfig` says what it is. The output weights are the embedding's, with a bias of their own."""
+    """Encoder of a `MaskedLMConfig`. The output shares the embedding's weights and has its own bias."""
 
     config_class = MaskedLMConfig
     _tied_weights_keys = {"output.weight": "embedding.weight"}

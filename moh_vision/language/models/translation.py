@@ -1,4 +1,4 @@
-"""Encoder-decoder for translation (Vaswani 2017) whose attentions are dense, MAE, MoA or MoH."""
+"""Encoder-decoder for translation (Vaswani 2017) with dense, MAE, MoA or MoH attention."""
 
 from typing import Any, List, Optional
 
@@ -52,8 +52,8 @@ class Encoder(nn.Module):
         output_hidden_states: Optional[bool] = None,
         return_dict: bool = True,
     ) -> BaseModelOutput:
-        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. `generate` gives the last three; they
-        are not used."""
+        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. Ignores the last three, which
+        `generate` passes."""
         padding = padding_of(attention_mask)
         x = self.embedding(input_ids, token_positions(input_ids, attention_mask))
         for layer in self.layers:
@@ -95,8 +95,8 @@ class Decoder(nn.Module):
 
 
 class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
-    """`TranslationConfig` says what it is. The embedding serves source, target and output, or source apart from the
-    others."""
+    """Model of a `TranslationConfig`. One embedding serves source, target and output, or the source has
+    its own."""
 
     config_class = TranslationConfig
 
@@ -149,10 +149,10 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask: source [B, M]; 1 real, 0 padding.
-            decoder_input_ids, decoder_attention_mask: target so far [B, N]; without a mask (and cache), pad_token_id is
-                padding. None: from labels.
+            decoder_input_ids, decoder_attention_mask: target so far [B, N]; without mask and cache, pad_token_id
+                is padding. None: from labels.
             encoder_outputs: of an earlier call, instead of input_ids.
-            past_key_values: what `new_cache` made; then decoder_input_ids are the tokens after those that it has seen.
+            past_key_values: what `new_cache` made; then decoder_input_ids are only the new tokens.
             labels: [B, N] aligned with the outputs, -100: no loss.
             logits_to_keep: only for the last so many tokens; 0: all.
 
@@ -193,7 +193,8 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
             encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
         if decoder_attention_mask is None and past_key_values is None:
             decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
-        target, source = (decoder_input_ids, decoder_attention_mask), (encoder_outputs[0], attention_mask)
+        target = (decoder_input_ids, decoder_attention_mask)
+        source = (encoder_outputs[0], attention_mask)
         return self.decoder(*target, *source, past_key_values, stats, self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Text models that have learnt already: pre-trained ones of transformers' Llama and Qwen families, and those of
-earlier runs."""
+"""Trained text models: transformers' Llama and Qwen families, and runs."""
 
 from __future__ import annotations
 
@@ -31,14 +30,14 @@ def pretrained_model(
     convert: Optional[dict] = None,
     vocab_size: Optional[int] = None,
 ) -> PreTrainedModel:
-    """A model with its weights in float32, and as many tokens as asked for.
+    """Load a model in float32, with at least the given number of tokens.
 
     Args:
-        source: folder of a transformers model, of LLaMA, Qwen2, Qwen3 or one of ours; or its name on the hub.
-        convert: arguments of `convert_llama`; None: it stays dense, or as it was saved.
-        vocab_size: tokens that it must have. If it has fewer it grows, as transformers' `resize_token_embeddings` does it: the
-            new rows of embedding and output are drawn from the normal distribution with mean and covariance of the old
-            ones. If it has more it stays.
+        source: folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours.
+        convert: arguments of `convert_llama`; None: no conversion.
+        vocab_size: tokens that it must have. A smaller model grows, as by transformers' `resize_token_embeddings`:
+            new rows of embedding and output are drawn from the normal distribution with the old rows' mean and
+            covariance. A larger model stays.
     """
     for key in convert or {}:
         if key not in CONVERT_KEYS:
@@ -75,14 +74,14 @@ def pretrained_model(
 
 
 def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
-    """A model as the config.json of a folder says, with new weights in float32, to load a checkpoint into."""
+    """Build a folder's model with new float32 weights, to load a checkpoint into."""
     config, ours = _config(source)
     config.dtype = torch.float32
     return ours(config)
 
 
 def text_from_run(file: Path) -> nn.Module:
-    """Load the model of a run of train_text.py, from a .safetensors of the run or of a checkpoint, in eval mode."""
+    """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
     about = AutoConfig.from_pretrained(run, trust_remote_code=False)
     model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
@@ -92,8 +91,8 @@ def text_from_run(file: Path) -> nn.Module:
 
 
 def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[str]:
-    """Load the weights of a run, a folder or .safetensors; the run's vocabularies must have the fingerprints
-    `vocabularies`. Return the names of router tensors that the run does not have, which stay as they are.
+    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have the fingerprints
+    `vocabularies`. Return the router tensors that the run lacks; they stay as they are.
     """
     file = weights_file(source)
     state, about = read_safetensors(file)
@@ -139,8 +138,9 @@ def _config(source: Union[str, Path]):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars where nobody sees them, and its words on what is said here."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Hide transformers' bars where nobody sees them, and warnings that we give ourselves."""
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -24,8 +24,8 @@ ATTRIBUTES = (
     "is_causal",
 )
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-# By which transformers records attention matrices. The dictionaries themselves: a hook's handle removes it from the one
-# that it was added to, and torch has no call that moves hooks.
+# transformers records attention matrices by these dictionaries. Move the dictionaries themselves: torch cannot
+# move hooks, and a handle removes its hook from the first one.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -33,45 +33,45 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-# Implementations whose masks our executors understand: a tensor [B or 1, H or 1, N, M], or None.
+# Implementations with masks that our executors read: a tensor [B or 1, H or 1, N, M], or None.
 TENSOR_MASKS = ("sdpa", "eager")
 
 
 class LayerCache:
-    """One layer of a transformers cache, as our executors use it.
+    """One layer of a transformers cache, for our executors.
 
     Args:
-        cache: any of transformers' caches; its beams and rows are transformers' business.
+        cache: any of transformers' caches, which handles beams and rows.
         layer: index.
-        length: how many keys come before the new ones, unfilled room of a static cache with them.
-        keep: hand out the first so many keys only; None: all.
+        length: keys before the new ones, with the empty slots of a static cache.
+        keep: return only so many first keys; None: all.
     """
 
     def __init__(self, cache, layer: int, length: int, keep: int | None = None):
         self.cache, self.layer, self.length, self.keep = cache, layer, length, keep
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v [B, kv_heads, N, D]; returns what is attended to, [B, kv_heads, M, D]."""
+        """Append k and v [B, kv_heads, N, D]; return those to attend to, [B, kv_heads, M, D]."""
         k, v = self.cache.update(k, v, self.layer)
         return (k, v) if self.keep is None else (k[:, :, : self.keep], v[:, :, : self.keep])
 
 
 class RoutedAttention(SeparateHeadMixtureAttention):
-    """A transformers attention layer whose heads a router chooses; its modules are taken over as they are.
+    """A transformers attention layer with routed heads; it keeps the layer's modules.
 
-    Where all heads run the call is transformers' own, step by step. Where they do not, it is followed by the weights,
-    or an executor leaves heads out where many tokens come at once (reading the weights of the projections, so not
-    where an adapter wraps them); only where the attention implementation is "sdpa" or "eager", and with "query_norm"
-    only where no gradient is recorded. One token after another is decoded with all heads.
+    If all heads run, the call is transformers' own, step by step. Otherwise weights follow it, or an executor skips
+    heads for many tokens at once (reading the projections' weights, so not under an adapter); only for the
+    attention implementations "sdpa" and "eager", and with "query_norm" only without gradients. Decoding
+    token by token runs all heads.
 
-    "query_norm" reads the queries as they come from q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3
-    before its norm, behind which every query of a head has nearly the same length.
+    "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
+    norm, after which all queries of a head have nearly the same length.
 
     Args:
         attn: transformers' attention, or another of these.
         budget: heads, shared and routed.
         router, executor, router_kwargs: see `HeadMixtureAttention`.
-        group: choose whole groups of the query heads of one key-value head.
+        group: choose query heads by whole key-value groups.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         for name in own:
             delattr(self, name)
         theirs = {name: module for name, module in attn.named_children() if name in MODULES}
-        # In the dense layer's order, and what is new behind it: optimisers know parameters by their number.
+        # Dense order first, new modules last: optimisers number parameters.
         for name, module in {**theirs, **own, **theirs}.items():
             setattr(self, name, module)
         for name in ATTRIBUTES + HOOKS:
@@ -112,7 +112,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is chosen or weighed: no router, or one of 0/1 weights that leaves no head out."""
+        """Whether no head is chosen or weighed: no router, or 0/1 weights and all heads on."""
         return self.router.all_heads or (self.needs_query and self.budget.active == self.num_heads)
 
     def forward(
@@ -130,15 +130,15 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         Args:
             hidden_states: [B, N, C].
             position_embeddings: cosines and sines [B or 1, N, D].
-            attention_mask: as the attention implementation has it; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
+            attention_mask: of the attention implementation; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
                 (attend) or additive, or None.
             past_key_values: a transformers cache.
-            stats: a list or the like, to which the statistics of layer i are appended when it holds i entries. So nothing
-                is appended where a layer is computed again, as under activation checkpointing.
-            padded: [B, N], True where a token is padding, which is left out of the statistics.
+            stats: a list or similar; layer i appends its statistics when it holds i entries, so recomputation,
+                as in activation checkpointing, appends nothing.
+            padded: [B, N], True at padding, which is left out of the statistics.
 
         Returns:
-            output [B, N, C], and the attention matrix if the implementation has it.
+            output [B, N, C], and the attention matrix if available.
         """
         x, rotary, cache = hidden_states, position_embeddings, past_key_values
         collects = stats is not None and len(stats) == self.layer_idx
@@ -183,16 +183,16 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def rotated(
         self, x: Tensor, queries: Tensor | None, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions: Qwen's are copies of LLaMA's."""
+        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions (Qwen copies LLaMA's)."""
         shape = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
-        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
     def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
-        """The executor of a call whose mask and cache are given beside it; None: transformers' attention with
-        weights."""
+        """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
         implementation, N = self.config._attn_implementation, call.x.shape[1]
         if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(call.x):
             return None
@@ -202,26 +202,27 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             return None
         if implementation == "eager" and mask is not None and torch.is_grad_enabled():
-            # Its masks are finite, and where all of a row is masked the fused kernel's gradient is wrong.
+            # Its masks are finite; the fused kernel's gradient is wrong for fully masked rows.
             return None
         causal = kwargs.get("is_causal")
-        # Without a mask transformers' "sdpa" takes many tokens as the first ones, also in a longer static cache.
-        first = mask is None and N > 1 and implementation == "sdpa" and (self.is_causal if causal is None else causal)
+        # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
+        causal = self.is_causal if causal is None else causal
+        first = mask is None and N > 1 and implementation == "sdpa" and causal
         kept = None
         if past is not None:
-            # With a mask there are as many keys as it has columns; without one a cache holds what it was given.
+            # A mask has as many columns as there are keys; without one a cache holds what it was given.
             before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        heads = self.choose(call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept))
-        # Without a mask transformers' "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
+        call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept)
+        heads = self.choose(call)
+        # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
         rows = N == 1 and past is not None and mask is None and self.grouped and implementation == "sdpa"
         return None if type(heads) is Masked and not rows else heads
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):
-    """LLaMA's. It is a LlamaAttention too, by which transformers finds the layers whose attention matrices it
-    records."""
+    """A LlamaAttention, by which transformers finds layers with attention matrices."""
 
 
 class MoHQwen2Attention(RoutedAttention, Qwen2Attention):

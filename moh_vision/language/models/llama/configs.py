@@ -1,4 +1,4 @@
-"""Configurations of LLaMA-style models with routed heads: transformers' own and one field more, `moh`."""
+"""Configurations of LLaMA-style models with routed heads: transformers' plus the field `moh`."""
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -24,10 +24,10 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
     """One [shared, routed] per layer, as the config keeps them.
 
     Args:
-        spec: see `moh_vision.attention.resolve_budget`; None: all heads active, see `all_heads`. A list of pairs is kept
-            as it is. Of a share, "query_norm" makes the first min(half of all, half of the active) heads of each layer
-            shared, rounded down, unless the spec says how many; "moh" 40 % of the active ones.
-        group: heads are counted in whole groups, those of one key-value head.
+        spec: see `moh_vision.attention.resolve_budget`; None: all heads active, see `all_heads`. A list of pairs is
+            returned as it is. With a share, each layer's shared heads are min(half of all, half of the active), rounded
+            down, for "query_norm", unless the spec gives them; for "moh" 40 % of the active ones.
+        group: count heads in whole key-value groups.
     """
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
@@ -75,7 +75,7 @@ def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
 
 
 class RoutedConfig:
-    """Checks the sizes of a config and completes its field `moh`; to be mixed in before transformers' class."""
+    """Checks sizes and completes the field `moh`; a mixin before transformers' class."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -102,7 +102,7 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
             router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
             head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
             executor: a name in `moh_vision.attention.EXECUTORS`;
-            group: whole groups of query heads that share a key-value head are chosen together ("query_norm" only);
+            group: choose query heads by whole key-value groups ("query_norm" only);
             router_kwargs: gate_scale and two_stage of "moh".
     """
 

@@ -1,7 +1,7 @@
-"""LLaMA-style causal language models whose attention heads are experts: LLaMA, Qwen2 and Qwen3 of transformers.
+"""LLaMA-style causal language models with heads as experts: transformers' LLaMA, Qwen2 and Qwen3.
 
-They are transformers' classes with other attention layers and one config field more, `moh`. Importing this module
-registers them with AutoConfig and AutoModelForCausalLM, so that saved models load without remote code.
+They are transformers' classes with other attention layers and the config field `moh`. Importing this module
+registers them with AutoConfig and AutoModelForCausalLM, so saved models load without remote code.
 
     from moh_vision.language.models.llama.model import load_moh_llama3
     model = load_moh_llama3("MoH-LLaMA3-8B")            # the released folder
@@ -46,10 +46,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Collected:
-    """The statistics of a forward pass, which goes from layer to layer.
+    """Collects the statistics of a forward pass from layer to layer.
 
-    Not a list: FSDP takes lists among a module's arguments apart and puts them together again as others, so that what a
-    layer appends would be lost.
+    Not a list: FSDP rebuilds lists among a module's arguments, so a layer's entries would be lost.
     """
 
     def __init__(self):
@@ -64,18 +63,18 @@ class Collected:
     def take(self) -> list[RoutingStats]:
         """The entries, once.
 
-        What a checkpointed layer keeps for backward holds this object: it must not in turn hold the graph. It stays as
-        long, so that nothing is appended when the layer is computed again.
+        A checkpointed layer keeps this object for backward, so it must not hold the graph. Its length stays, so that
+        recomputation appends nothing.
         """
         found, self.entries = self.entries, [None] * len(self.entries)
         return found
 
 
 class RoutedCausalLM(RoutedLoss):
-    """What these models have beside transformers' methods; to be mixed in before one of its classes.
+    """Methods beside transformers' own; a mixin before one of its classes.
 
-    `forward`, `generate`, `save_pretrained` and `from_pretrained` are transformers' own. The loss of
-    `forward(labels=...)` is the cross-entropy alone: to train routers take `routed_loss` and add theirs, as
+    `forward`, `generate`, `save_pretrained` and `from_pretrained` are transformers'. The loss of
+    `forward(labels=...)` is only cross-entropy: to train routers use `routed_loss` and add their losses, as
     `moh_vision.language.task.LanguageTask` does.
     """
 
@@ -83,7 +82,7 @@ class RoutedCausalLM(RoutedLoss):
 
     @property
     def fsdp_layers(self) -> list[str]:
-        """Classes of the layers that FSDP may gather one by one, for their statistics survive it."""
+        """Return layer classes that FSDP may gather one by one: their statistics survive it."""
         return sorted(self._no_split_modules)
 
     def __init__(self, config: PreTrainedConfig):
@@ -95,9 +94,9 @@ class RoutedCausalLM(RoutedLoss):
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
-        """For every layer of a model the attention that a config describes, around the modules that the layer has.
+        """Make the attention of every layer that a config describes, around the layer's modules.
 
-        The model is left as it is. New routers of "moh" have weights drawn from a normal distribution of deviation 0.02.
+        The model is unchanged. New "moh" routers are drawn from a normal distribution of deviation 0.02.
         """
         moh = dict(config.moh or {"router": "dense"})
         moh.pop("head_budget", None)
@@ -105,7 +104,7 @@ class RoutedCausalLM(RoutedLoss):
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """As forward: logits [B, N, V], and the statistics of every attention layer in the order of `modules()`."""
+        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
         hidden, stats = self.states_and_stats(**inputs)
         return self.lm_head(hidden), stats
 
@@ -118,10 +117,10 @@ class RoutedCausalLM(RoutedLoss):
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing), nll
 
     def states_and_stats(self, attention_mask: Tensor | None = None, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """The last layer's output [B, N, C] behind its norm, and the statistics of every layer, without padding.
+        """Return the last layer's normed output [B, N, C], and every layer's statistics, without padding.
 
         Args:
-            attention_mask: as for forward; where it is [B, past + N] its zeros are left out of the statistics.
+            attention_mask: as for forward; zeros of a [B, past + N] mask are left out of the statistics.
             **inputs: as for forward, without labels.
         """
         self.refuse_reentrant()
@@ -136,10 +135,10 @@ class RoutedCausalLM(RoutedLoss):
         return hidden, stats.take()
 
     def refuse_reentrant(self) -> None:
-        """Raise ValueError where activation checkpointing would be reentrant.
+        """Raise ValueError if activation checkpointing would be reentrant.
 
-        Its first pass records no graph, so statistics collected in it have no gradient, and routers would silently learn
-        nothing from the balance loss.
+        Its first pass records no graph, so its statistics have no gradient: routers would silently learn nothing
+        from the balance loss.
         """
         if not (self.training and torch.is_grad_enabled()):
             return
@@ -198,25 +197,25 @@ def convert_llama(
 ) -> nn.Module:
     """Give a LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM routed heads, in place.
 
-    Its class and that of its config become ours (`MoHLlamaForCausalLM`, ...), its modules and weights stay the same
-    objects. "query_norm" adds no parameters; those of "moh" start at zero. Either way, with all heads active the output
-    is that of the dense model, bit for bit.
+    Its class and config class become ours (`MoHLlamaForCausalLM`, ...); modules and weights stay the same objects.
+    "query_norm" adds no parameters; those of "moh" start at zero. With all heads active the output equals the dense
+    model's, bit for bit.
 
     Args:
-        model: of transformers, or one of ours that is dense.
-        head_budget: see `moh_vision.convert`. Of a share, "query_norm" makes the first min(half of all heads, half of the
-            active ones) of each layer shared, "moh" 40 % of the active ones. The released MoH-LLaMA3-8B is
+        model: of transformers, or a dense one of ours.
+        head_budget: see `moh_vision.convert`. With a share, each layer's shared heads are min(half of all, half of
+            the active) for "query_norm", 40 % of the active ones for "moh". The released MoH-LLaMA3-8B is
             [(16, 8)] * 32.
         router: "query_norm" (Jin 2024, section 4.4; the default) or "moh" (its eq. 5 and 6).
         scope: "token"; a causal model has no other.
         executor: a name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: gate_scale and two_stage of "moh".
-        group: choose whole groups of the query heads that share a key-value head, by the norm of their queries together.
-            Only so does decoding read fewer keys and values: a key-value head is skipped where its whole group is off.
-        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask. The heads of every layer are
-            then ordered by how much they contribute, so that the shared heads are the strongest; without it they are the
-            first. Key-value heads move with all their query heads, the strongest group first, and within a group the
-            strongest head. The dense output stays, up to the order of its sums.
+        group: choose query heads by whole key-value groups, by the norm of the group's queries. Only so does decoding
+            read fewer keys and values: those of a group that is off are skipped.
+        calibrate: a few batches, input_ids [B, N] or dicts with input_ids and attention_mask. They order each layer's
+            heads by contribution, so the shared heads are the strongest, not the first. Key-value heads move
+            with all their query heads: first the strongest group, and within a group the strongest head. The
+            dense output stays, up to the order of its sums.
 
     Returns:
         the model.
@@ -234,7 +233,8 @@ def convert_llama(
     )
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
-    routed_config = ours.config_class(**dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh))
+    fields = dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh)
+    routed_config = ours.config_class(**fields)
     routed_config._attn_implementation = config._attn_implementation
     attentions = ours.routed_attentions(model, routed_config)
     if calibrate is not None:
@@ -242,7 +242,8 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
+        layers = [layer.self_attn for layer in model.model.layers]
+        order_heads(model.model, layers, calibrate, use_cache=False)
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
@@ -279,12 +280,12 @@ def family_of(model: nn.Module) -> type:
 
 
 def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
-    """A folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running the code in it.
+    """Load a folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running its code.
 
-    Its config.json is LLaMA's and says nothing of routing, which is fixed in its code: the first half of the heads are
-    shared, and as many as a quarter of all are chosen for each token among the others, by the length of their queries.
+    Its config.json is LLaMA's, without routing, which its code fixes: the first half of the heads are shared; of the
+    others each token chooses a quarter of all heads, by the length of their queries.
 
-    In 16 bits that code computes the scores in 16 bits too, where some tie; here they are computed in float32.
+    In 16 bits that code computes scores in 16 bits too, with ties; here they are float32.
 
     Args:
         path: the folder, or its name on the hub.
