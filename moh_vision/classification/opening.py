@@ -72,7 +72,8 @@ class OpenedClassifier(Opened):
     def loss(self, batch: dict) -> Tensor:
         batch = send_to_device(batch, self.accelerator.device)
         with self.accelerator.autocast():
-            logits, _ = self.model.to(self.accelerator.device).forward_routed(batch["images"])  # [B, K]
+            model = self.model.to(self.accelerator.device)
+            logits, _ = model.forward_routed(batch["images"])  # [B, classes]
         return F.cross_entropy(logits.float(), batch["labels"])
 
     def scores(self) -> dict:

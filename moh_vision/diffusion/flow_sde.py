@@ -15,10 +15,9 @@ from torch import Tensor
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW from t = 1 (noise) to 0, w = 2 t (Ma 2024).
 
-    The velocity v gives the score, s = -((1 - t) v + x) / t; (1 - t) v + x is the expected noise.
-    Any w has the ODE's marginals; w = 2 t is "sigma" of the released SiT. The last step adds no noise:
-    it ends at the expected image. Steps, shift and files are as in diffusers' Euler scheduler, whose
-    `stochastic_sampling` draws all noise anew in every step and has other marginals.
+    The score is s = -((1 - t) v + x) / t; (1 - t) v + x is the expected noise. Any w has the ODE's
+    marginals; w = 2 t is "sigma" of the released SiT. The last step adds no noise: it ends at the
+    expected image. `stochastic_sampling` of diffusers' Euler scheduler has other marginals.
     """
 
     def step(

@@ -1,12 +1,10 @@
 """Training losses: DiT's noise prediction with a bound for the learned variance, and SiT's flow matching.
 
-Noise: Ho 2020 (q, L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15; L_hybrid, eq. 16). Flow: Lipman
-2023, Ma 2024 (SiT). diffusers has the samplers but no such losses.
+Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers has no such losses.
 
-An objective is a module with a `name`, a picklable `draw(numpy generator)` -> timestep,
-`add_noise(x0, noise, t)` and a forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss";
-`moh_vision.diffusion.task.DiffusionTask` needs no more. Timesteps are from 0 (clean) to 1000 (noise)
-everywhere: in batches, models, schedulers and head loads.
+An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and
+forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss". Timesteps are from 0 (clean) to
+1000 (noise) everywhere: in batches, models, schedulers and head loads.
 """
 
 import math
@@ -88,8 +86,7 @@ class HybridLoss(nn.Module):
     L_t is in bits per dimension. Its mean is detached: the bound trains the variance only.
 
     Args:
-        min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR with SNR = alpha_bar / (1 - alpha_bar) (Hang
-            2023 for a predicted noise, with gamma 5). None: by 1.
+        min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR (Hang 2023, with gamma 5). None: by 1.
     """
 
     name = "noise"

@@ -33,9 +33,8 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 class MoHDiTPipeline(DiffusionPipeline):
     """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on a VAE's latents.
 
-    The scheduler can be replaced: by one of `moh_vision.diffusion.make_scheduler`, or one of diffusers made
-    `from_config` of it (`DDIMScheduler`, `DPMSolverMultistepScheduler`, `UniPCMultistepScheduler`,
-    `HeunDiscreteScheduler`, ...). `from_pretrained` also reads a folder of diffusers' DiTPipeline.
+    `scheduler` can be replaced by one of `moh_vision.diffusion.make_scheduler`, or of diffusers made
+    `from_config` of it. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
 
     Args:
         transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, converted
@@ -44,8 +43,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         vae: decodes latents, scaled by its config, see `LatentSpace`; None: pixels in [-1, 1].
         id2label: names of the classes.
         label_drop: share of labels that training replaced by "no class"; 0 refuses guidance.
-        objective: what the transformer predicts, "noise" or the velocity of a "flow"; None: as the scheduler.
-            Later schedulers must fit it.
+        objective: what the transformer predicts, "noise" or a velocity, "flow"; None: as the scheduler.
         downsampling: pixels per side of a latent; None: as the VAE. Later VAEs must have the same.
     """
 
@@ -127,15 +125,12 @@ class MoHDiTPipeline(DiffusionPipeline):
             generator: one per image for all its noise, or a single one (None: torch's own) that gives the images
                 seeds in order: image i does not depend on how many follow. Equal noise gives equal bits at
                 equal batch size.
-            latents: first noise, N(0, 1) [B, C, h, w], scaled here for the scheduler; None: from the generators.
-                The noise of the steps always comes from the generators.
+            latents: first noise, N(0, 1) [B, C, h, w], not scaled; None: from `generator`, as all later noise.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": not decoded.
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
-            callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step;
-                its latents replace those here.
+            callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
-            on_routing: (list of RoutingStats, labels [n], timesteps [n]) after each transformer pass, as
-                `moh_vision.commands.HeadLoad.add`.
+            on_routing: called after each pass with arguments of `moh_vision.commands.HeadLoad.add`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.

@@ -28,9 +28,8 @@ class Guidance:
 
     Args:
         scale: 1: none, half the work; 0: as if without a class.
-        channels: number of guided channels, from the first, or "all", as diffusers' DiT; others keep eps(class).
-            None: 3 of 4, as the official DiT, whose published scores leave the latents' fourth channel alone;
-            all of any other number.
+        channels: how many channels are guided, from the first, or "all", as diffusers' DiT; others keep
+            eps(class). None: 3 of 4, as the official DiT's published scores; all of any other number.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside
             the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's
             schedule t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
@@ -237,8 +236,7 @@ def sample_images(
     All noise of an image comes from its own seed: it does not depend on the images beside it.
 
     Args:
-        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes
-            it, or [n, 2C, h, w] with the learned variance.
+        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C or, with variance, 2C, h, w].
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
         null_label: the label that means "no class".
         on_step: (step, t, x) after every step; returns None, or a replacement of x.
