@@ -72,10 +72,12 @@ def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabe
         return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
     columns = list(range(len(IMAGENET)))
     if labels in ("a", "r"):
-        columns = [int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt").split()]
+        listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
+        columns = [int(c) for c in listing.split()]
     classes = imagenet_names(source.classes)
     # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
-    found = Relabelled(source, range(len(source)), np.argsort(np.argsort(classes))[source.labels], columns)
+    places = np.argsort(np.argsort(classes))
+    found = Relabelled(source, range(len(source)), places[source.labels], columns)
     expected, found.classes = found.classes, sorted(classes)
     check_same_classes(expected, f"--labels {labels}", found, root)
     return found

@@ -155,7 +155,8 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tu
         model, about = to_validate(path, name, own, data.img_size)
     if saved:
         plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, named so
-        about.update(of_run=True, classes=cfg.get("label_names"), architecture=(plain or name).split(".")[0])
+        architecture = (plain or name).split(".")[0]
+        about.update(of_run=True, classes=cfg.get("label_names"), architecture=architecture)
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
@@ -179,7 +180,8 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
     try:
         name, arguments, cfg = of_source(folder, "classifier")
         names = listed(cfg.get("label_names"), "label_names")
-        return name, arguments, {**cfg, "label_names": names, "crop_mode": cfg.get("crop_mode") or "center"}
+        crop_mode = cfg.get("crop_mode") or "center"
+        return name, arguments, {**cfg, "label_names": names, "crop_mode": crop_mode}
     except Exception as error:  # files of others may hold anything
         reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
         raise ValueError(

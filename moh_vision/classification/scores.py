@@ -37,7 +37,8 @@ def validate(
             of several), predicted class, and the probabilities of both, float64.
     """
     task = accelerator.unwrap_model(task).eval()  # ranks may have fewer batches: no waiting in DDP
-    slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    slices = rank_slice(len(source), rank, ranks, data.eval_batch_size)
     load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
     predicted: List[Tensor] = []  # [B, 4] of each batch
@@ -70,7 +71,8 @@ def validate(
         active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
     read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
-    rows = torch.cat([torch.tensor(read).double()[:, None], torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
+    numbers = torch.tensor(read).double()[:, None]  # [n, 1]
+    rows = torch.cat([numbers, torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
     predictions = torch.cat(gather_object([rows]))  # [n, 5]
     return scores, load, predictions[predictions[:, 0].argsort()]
 

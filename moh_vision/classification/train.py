@@ -79,7 +79,8 @@ def train(run: Run) -> None:
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
     if config.calibrate_images and not run.checkpoint:
-        share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
+        calibration = calibration_batches(source, val_to_tensor, config.calibrate_images)
+        share_strongest_heads(model, calibration)
     teacher = None
     if config.distill.teacher:
         with accelerator.main_process_first():
