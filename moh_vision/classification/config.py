@@ -36,7 +36,7 @@ class EvalDataConfig(ImagesConfig):
     """Images at a time in validation, on each process."""
 
     def eval_options(self, pretrained_cfg: dict) -> dict:
-        """Keyword arguments of `imagenet_eval_transform`; `pretrained_cfg` is the model's."""
+        """Return arguments of `imagenet_eval_transform` for a model's `pretrained_cfg`."""
         own = dict(crop_pct=1.0, crop_mode="squash")
         if self.augment == "imagenet":
             own = dict(
@@ -143,7 +143,7 @@ class ClsConfig(ImageRunConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def steps(self, images: int) -> Tuple[int, int, int]:
-        """(last step, steps of the cosine, of its warm-up) for so many training images."""
+        """Return (last step, cosine steps, warm-up steps) for so many training images."""
         o = self.optim
 
         def count(epochs: float) -> int:

@@ -1,4 +1,4 @@
-"""ImageNet's classes with other labels or other images: ReaL, V2, A, R and Sketch, with the label maps that timm ships."""
+"""ImageNet's classes with other labels or images: ReaL, V2, A, R and Sketch, by timm's label maps."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from moh_vision.data.sources import Shards
 from moh_vision.data.splits import check_same_classes, open_source
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
-IMAGENET = ImageNetInfo().label_names()  # 1,000 synsets; class c is the c-th, and they are sorted
+IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
 
 
 class Relabelled:
     """Samples of a source with other labels: class numbers [n], or all right ones [n, L].
 
-    Images with fewer than L right classes repeat the first. `columns` are the classes, of
-    ImageNet's 1,000, that compete.
+    Images with fewer than L right classes repeat the first. `columns` are the competing
+    classes of ImageNet's 1,000.
     """
 
     def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: List[int]):
-        self.source, self.numbers, self.labels, self.columns = source, np.asarray(numbers), labels, columns
-        self.classes, self.channels = [IMAGENET[c] for c in columns], source.channels
+        self.source, self.numbers = source, np.asarray(numbers)
+        self.labels, self.columns = labels, columns
+        self.classes = [IMAGENET[c] for c in columns]
+        self.channels = source.channels
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -52,11 +54,11 @@ class SomeClasses(ClassificationTask):
 
 
 def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabelled:
-    """Open the images of a label set: the val split of `root`, or its class folders, as V2, A, R and Sketch come.
+    """Open the images of a label set: the val split of `root`, or class folders, as V2, A, R and Sketch.
 
-    "real" (Beyer et al. 2020) finds the labels of an image by its file's name, and leaves out images
-    that have none. The others go by the names of class folders: synsets, or V2's numbers. "a" and "r"
-    have 200 classes; others do not compete.
+    "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without.
+    The others go by the names of class folders: synsets, or V2's numbers. "a" and "r" have 200
+    classes; others do not compete.
     """
     plain = os.path.isdir(root) and split_folder(root, "val") is None and not any(Path(root).glob("val-*.tar"))
     source = ImageFolder(root, "") if plain else open_source(root, "val", index_dir)
@@ -70,23 +72,25 @@ def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabe
         return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
     columns = list(range(len(IMAGENET)))
     if labels in ("a", "r"):
-        columns = [int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt").split()]
+        listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
+        columns = [int(c) for c in listing.split()]
     classes = imagenet_names(source.classes)
     # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
-    found = Relabelled(source, range(len(source)), np.argsort(np.argsort(classes))[source.labels], columns)
+    places = np.argsort(np.argsort(classes))
+    found = Relabelled(source, range(len(source)), places[source.labels], columns)
     expected, found.classes = found.classes, sorted(classes)
     check_same_classes(expected, f"--labels {labels}", found, root)
     return found
 
 
 def imagenet_names(classes: Sequence[str]) -> List[str]:
-    """Return names of classes; numbers from 0 to 999, if all are, become ImageNet's synsets."""
+    """Return names of classes; if all are numbers from 0 to 999, as ImageNet's synsets."""
     numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
     return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
 
 
 def refuse_other_classifier(model: nn.Module, classes: Optional[Sequence[str]], named: str, labels: Labels) -> None:
-    """Refuse a model whose outputs are not ImageNet's 1,000 classes; `classes` None: weights without names."""
+    """Refuse a model without ImageNet's 1,000 classes as outputs; `classes` None: unnamed."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
         others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
         raise ValueError(f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}")
@@ -112,7 +116,7 @@ def _real_labels(root: str, source) -> List[List[int]]:
 
 
 def image_names(root: str, source) -> List[str]:
-    """Return the file of each sample that is validated, or if unknown its place in the shard, or its number."""
+    """Return each validated sample's file or, if unknown, its place in the shard or number."""
     if isinstance(source, Relabelled):
         names = image_names(root, source.source)
         return [names[n] for n in source.numbers]
@@ -121,14 +125,14 @@ def image_names(root: str, source) -> List[str]:
 
 
 def file_names(root: str, source) -> Optional[List[str]]:
-    """Return the file of each sample of the val split; None if the source does not know."""
+    """Return the file of each sample of the val split; None if unknown."""
     if isinstance(source, ImageFolder):
         return [source.where(n) for n in range(len(source))]
     listing = Path(root) / "val.files.txt"
     if not isinstance(source, Shards) or not listing.is_file():
         return None
-    text = listing.read_text("utf-8", "backslashreplace")  # as the names of a folder are written
-    names = text.removesuffix("\n").split("\n")  # splitlines would also divide at U+2028
+    text = listing.read_text("utf-8", "backslashreplace")  # as names of folders are written
+    names = text.removesuffix("\n").split("\n")  # splitlines would also split at U+2028
     if len(names) != len(source):
         raise ValueError(f"{listing}: {len(names)} files, but the shards hold {len(source)} images")
     return names

@@ -1,4 +1,4 @@
-"""Opening a classifier: a run, a folder that timm or publish has saved, or weights with the name of a model."""
+"""Opens a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moh_vision.models.weights import taken_for, to_validate
 
 
 class OpenedClassifier(Opened):
-    """A classifier. Its `config` is an `OpenedClsConfig`; the model's pretrained_cfg says what is done to an image."""
+    """A classifier with an `OpenedClsConfig`; the model's pretrained_cfg tells how to prepare images."""
 
     kind, loss_name = "classification", "cross-entropy"
     scored_on = "{c.data.root}, val split"
@@ -50,7 +50,8 @@ class OpenedClassifier(Opened):
         return LabelledImages(self.splits[split], transform, seed=0, replace=False)
 
     def _check_classes(self, source) -> None:
-        config, named, classes = self.config, f"--checkpoint {self.config.checkpoint}", self.metadata["classes"]
+        config, classes = self.config, self.metadata["classes"]
+        named = f"--checkpoint {self.config.checkpoint}"
         if config.labels:
             return refuse_other_classifier(self.model, classes, named, config.labels)
         check_same_classes(classes or source.classes, named, source, config.data.root)
@@ -71,11 +72,13 @@ class OpenedClassifier(Opened):
     def loss(self, batch: dict) -> Tensor:
         batch = send_to_device(batch, self.accelerator.device)
         with self.accelerator.autocast():
-            logits, _ = self.model.to(self.accelerator.device).forward_routed(batch["images"])  # [B, classes]
+            model = self.model.to(self.accelerator.device)
+            logits, _ = model.forward_routed(batch["images"])  # [B, classes]
         return F.cross_entropy(logits.float(), batch["labels"])
 
     def scores(self) -> dict:
-        images, task = self.data("val"), ClassificationTask(self.model.to(self.accelerator.device), 0.0)
+        images = self.data("val")
+        task = ClassificationTask(self.model.to(self.accelerator.device), 0.0)
         return validate(task, images.source, images.transform, self.config.data, self.accelerator, Progress.over)[0]
 
     def forward(self) -> Tuple[Callable[[], Tensor], int]:
@@ -114,7 +117,7 @@ def open_run(
 
 
 def open_with(config: OpenedClsConfig, split: Optional[str] = None, accelerator=None) -> OpenedClassifier:
-    """Open the classifier of --checkpoint, and first a split of the images: weights without a model are of its classes."""
+    """Open the classifier of --checkpoint, but first a split: it gives weights alone their classes."""
     if split is None:
         return OpenedClassifier(config, *open_classifier(config))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
@@ -138,9 +141,9 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
 def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
-    A run, or a folder that timm or moh_vision.publish has saved, brings its model: only
-    `model.head_budget` may change it. Other weights need the configuration's `model` and `arguments`.
-    `images` is how many there are, for the memory they take.
+    A run, or a folder saved by timm or moh_vision.publish, brings its model: only
+    `model.head_budget` may change it. Other weights need the configuration's `model` and
+    `arguments`. `images`, their number, decides the memory that they take.
     """
     path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)
@@ -151,8 +154,9 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tu
     with contextlib.nullcontext() if saved else taken_for(name):
         model, about = to_validate(path, name, own, data.img_size)
     if saved:
-        plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, which is called so
-        about.update(of_run=True, classes=cfg.get("label_names"), architecture=(plain or name).split(".")[0])
+        plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, named so
+        architecture = (plain or name).split(".")[0]
+        about.update(of_run=True, classes=cfg.get("label_names"), architecture=architecture)
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
@@ -172,11 +176,12 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tu
 
 
 def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
-    """Return `of_source` of a folder that `timm.models.save_for_hf` wrote, as `moh_vision.publish` does."""
+    """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
         names = listed(cfg.get("label_names"), "label_names")
-        return name, arguments, {**cfg, "label_names": names, "crop_mode": cfg.get("crop_mode") or "center"}
+        crop_mode = cfg.get("crop_mode") or "center"
+        return name, arguments, {**cfg, "label_names": names, "crop_mode": crop_mode}
     except Exception as error:  # files of others may hold anything
         reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
         raise ValueError(
@@ -185,19 +190,19 @@ def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
 
 
 def data_as_trained(data: EvalDataConfig, given: Collection[str], about: dict) -> EvalDataConfig:
-    """Return the keys that say how images are prepared as they were when the weights were written, but for those given."""
+    """Return `data` with the image preparation of the weights' training, except for `given` keys."""
     try:
         saved = about.get("config", {}).get("data", {})
         keys = [key for key in ("augment", "crop_pct", "crop_mode") if key in saved and f"data.{key}" not in given]
         return replace(data, **{key: saved[key] for key in keys})
-    except (TypeError, ValueError, AttributeError) as error:  # files of others may hold anything
+    except (TypeError, ValueError, AttributeError) as error:  # foreign files may hold anything
         raise ValueError(
             f"{about['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
         ) from None
 
 
 def prepare(model: nn.Module, data: EvalDataConfig, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
-    """Write what validation does to an image into the model's pretrained_cfg, which `validation_transform` reads.
+    """Write how validation prepares images into pretrained_cfg, for `validation_transform`.
 
     `img_size` or `classes` None: as the pretrained_cfg has them.
     """

@@ -28,16 +28,17 @@ def validate(
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
 ) -> Tuple[dict, HeadLoad, Tensor]:
-    """Score a `ClassificationTask` on a split: every readable image once over all processes, none padded.
+    """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
     Returns:
-        scores: top1 and top5 in percent; active_heads: how many heads of each layer a token runs, on average.
+        scores: top1 and top5 in percent; active_heads: mean number of heads of each layer that a token runs.
         load: the use of heads by class.
-        predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest, if an image has
-            several), predicted class, and the probabilities of both, float64.
+        predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest
+            of several), predicted class, and the probabilities of both, float64.
     """
-    task = accelerator.unwrap_model(task).eval()  # DistributedDataParallel would wait for ranks with fewer batches
-    slices = rank_slice(len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size)
+    task = accelerator.unwrap_model(task).eval()  # ranks may have fewer batches: no waiting in DDP
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    slices = rank_slice(len(source), rank, ranks, data.eval_batch_size)
     load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
     predicted: List[Tensor] = []  # [B, 4] of each batch
@@ -70,19 +71,20 @@ def validate(
         active_share=round(sum(active) / sum(layer["heads"] for layer in load.layers), 4),
     )
     read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
-    rows = torch.cat([torch.tensor(read).double()[:, None], torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
+    numbers = torch.tensor(read).double()[:, None]  # [n, 1]
+    rows = torch.cat([numbers, torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
     predictions = torch.cat(gather_object([rows]))  # [n, 5]
     return scores, load, predictions[predictions[:, 0].argsort()]
 
 
 def confusion_of(predictions: Tensor) -> Tensor:
-    """Return the entries of the confusion matrix that are not 0: [n, 3] class, predicted class, images."""
+    """Return the confusion matrix's non-zero entries: [n, 3] class, predicted class, images."""
     pairs, images = predictions[:, 1:3].long().unique(dim=0, return_counts=True)
     return torch.cat([pairs, images[:, None]], 1)
 
 
 def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Write each image's name, class, predicted class and the probabilities of both as CSV."""
+    """Write each image's name, class, predicted class and both probabilities as CSV."""
     rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
     for number, label, found, *probabilities in predictions.tolist():
         shown = (round(p, 6) for p in probabilities)
@@ -91,7 +93,7 @@ def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], cla
 
 
 def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
-    """Return (name, top-1 in percent) of each class in order; None for a class without images."""
+    """Return (name, top-1 in percent) of each class; None for a class without images."""
     labels, predicted, images = confusion.T
     of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
     right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
@@ -99,7 +101,7 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str,
 
 
 def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> str:
-    """Return `class_accuracy` as lines; for more than `most` classes one line with the best and the worst."""
+    """Return `class_accuracy` as lines; over `most` classes, one line with the best and the worst."""
     if len(top1) > most:
         known = sorted((found, name) for name, found in top1 if found is not None)
         return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
@@ -109,5 +111,5 @@ def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> 
 
 
 def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
-    """Write `confusion_of` as JSON: dict(classes: names, counts: [class, predicted class, images])."""
+    """Write `confusion_of` as JSON: classes (names), counts: [class, predicted class, images]."""
     write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")

@@ -29,8 +29,8 @@ class ClassificationTask(RoutedTask):
     def forward(self, images: Tensor, labels: Optional[Tensor] = None, teacher_logits: Optional[Tensor] = None):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
-        images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes] there is
-        a kd_loss, part of task_loss. Validation too calls the task, to go through what wraps the task.
+        images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes],
+        task_loss includes a kd_loss. Validation calls the task too, for what wraps it.
         """
         logits, stats = self.model.forward_routed(images)  # [B, classes]
         if not self.training:
@@ -50,7 +50,7 @@ class ClassificationTask(RoutedTask):
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
     """KL divergence of the student's softmax from the teacher's, times temperature ** 2 (Hinton 2015, section 2).
 
-    `LogitDistillationTask` of timm has the same loss, but calls the student without its routing statistics.
+    timm's `LogitDistillationTask` has the same loss, but calls the student without routing statistics.
     """
     student, teacher = (F.log_softmax(x.to(logits.dtype) / temperature, -1) for x in (logits, teacher_logits))
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2

@@ -1,7 +1,7 @@
 """Train a classifier.   accelerate launch train_cls.py --config configs/cls/NAME.yaml [--key value ...]
 
-Installed: accelerate launch -m moh_vision.classification.train --config cls/NAME. The same command run again resumes;
---help prints every key.
+Installed: accelerate launch -m moh_vision.classification.train --config cls/NAME. The same command resumes; --help
+prints every key.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NAME = "train_cls.py"
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
-    """Open the teacher of distill.teacher for images as `model` takes them. `val` has the classes of the data."""
+    """Open the teacher of distill.teacher for images as `model` takes them and classes as in `val`."""
     channels, source = val.channels, config.distill.teacher
-    mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))  # as `classification_transforms`
+    mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))
     teacher = Teacher("distill.teacher", source, mean, std)
     if teacher.classes:
         check_same_classes(teacher.classes, teacher.name, val, config.data.root)
@@ -64,7 +64,7 @@ def train(run: Run) -> None:
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
     check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
 
-    # ---------------------------------------------------------------- model, and the teacher it may have
+    # ---------------------------------------------------------------- model and teacher
     decided = dict(in_chans=source.channels, num_classes=len(source.classes))
     if d.img_size or source.img_size:
         decided["img_size"] = d.img_size or source.img_size
@@ -79,7 +79,8 @@ def train(run: Run) -> None:
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
     if config.calibrate_images and not run.checkpoint:
-        share_strongest_heads(model, calibration_batches(source, val_to_tensor, config.calibrate_images))
+        calibration = calibration_batches(source, val_to_tensor, config.calibrate_images)
+        share_strongest_heads(model, calibration)
     teacher = None
     if config.distill.teacher:
         with accelerator.main_process_first():
@@ -128,7 +129,7 @@ def train(run: Run) -> None:
 
 
 class Evaluation:
-    """The validations of a run: of the EMA weights where there are any, else of the model."""
+    """The validations of a run: of the EMA weights if any, else of the model."""
 
     def __init__(self, run: Run, val, transform: Callable):
         self.run, self.val, self.transform = run, val, transform
@@ -152,7 +153,7 @@ class Evaluation:
         return scores, load, predictions
 
     def finish(self, name: str) -> None:
-        """Validate the last weights, and write results.json, confusion.json and head_load.json."""
+        """Validate the last weights; write results.json, confusion.json and head_load.json."""
         run, classes = self.run, self.val.classes
         scores, load, predictions = self.judge()
         if run.elastic:

@@ -1,6 +1,6 @@
 """Validate a classifier: exact over processes, with the use of its heads.   python validate.py --checkpoint RUN
 
-Also a folder that publish or timm has saved, with --data.root, and weights of other kinds, with the model as --model.* too;
+Also a folder that publish or timm has saved, with --data.root, and other weights, with the model as --model.* too;
 installed: python -m moh_vision.classification.validate.
 """
 
@@ -28,7 +28,7 @@ NAME = "validate.py"
 def report(config: ValidateConfig, accelerator) -> None:
     """Print the scores of --checkpoint on the val split of `data.root`, or on the images of --labels.
 
-    --score-file, --head-load and --predictions name files that are written too.
+    --score-file, --head-load and --predictions name further outputs.
     """
     opened = open_with(config, "val", accelerator)
     model, about, val = opened.model, opened.metadata, opened.splits["val"]

@@ -1,4 +1,4 @@
-"""Diffusion: training, objectives, inputs and stored latents, sampling with diffusers' schedulers, the pipeline."""
+"""Diffusion: training, objectives, stored latents, sampling with diffusers' schedulers, and the pipeline."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MoHDiTPipeline":  # its base class takes diffusers, which takes seconds to import
+    if name == "MoHDiTPipeline":  # importing diffusers takes seconds
         from moh_vision.diffusion.pipeline import MoHDiTPipeline
 
         return MoHDiTPipeline

@@ -1,4 +1,4 @@
-"""REPA (Yu 2024, arXiv 2410.06940): tokens of a diffusion model come near a frozen model's features of the clean image."""
+"""REPA (Yu 2024, arXiv 2410.06940): align a diffusion model's tokens with a frozen model's features."""
 
 from typing import List
 
@@ -9,10 +9,9 @@ WIDEST = 2048  # as released
 
 
 class Alignment(nn.Module):
-    """The projector and the loss of REPA. The projector is trained beside the model and is not part of it.
+    """The projector and the loss of REPA. The projector is no part of the model.
 
-    The tokens of block number `block`, from 1, are aligned. The hidden layers are four times as wide as
-    the model's tokens, `width`, and at most 2048, which base and larger models reach.
+    `block`, counted from 1, is the one whose tokens, `width` wide, are aligned.
     """
 
     def __init__(self, block: int, weight: float, width: int, teacher_width: int):
@@ -23,10 +22,9 @@ class Alignment(nn.Module):
         )
 
     def forward(self, tokens: List[Tensor], teacher_tokens: Tensor) -> Tensor:
-        """Return one minus the mean cosine similarity of the patches, in float32: the loss of Yu 2024 plus one.
+        """Return one minus the mean cosine similarity of patches: the loss of Yu 2024 plus one.
 
-        `tokens`, of noisy images, are [B, N, C] after every block; `teacher_tokens`, of the clean images, [B, N,
-        width].
+        `tokens` of noisy images are [B, N, C] after every block; `teacher_tokens` of clean ones [B, N, width].
         """
         projected = self.projector(tokens[self.block - 1])  # [B, N, teacher_width]
         # fp16 would square beyond its range.

@@ -1,4 +1,4 @@
-"""What a diffusion step sees: images, or draws from posteriors, of stored moments or of images that are encoded then."""
+"""Samples of a diffusion step: images, stored latents, or images that a VAE encodes in the step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 class NoisedImages(LabelledImages):
-    """`LabelledImages` with a diffusion step's draws: timesteps, noise, and labels dropped to `num_classes`.
+    """`LabelledImages` with random timesteps and noise; dropped labels become `num_classes`.
 
-    `draw` is an objective's, picklable. `noise_shape` is [C, h, w]; None: the shape of the images.
+    `draw` of an objective must be picklable. `noise_shape` is [C, h, w]; None: as the images.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class NoisedImages(LabelledImages):
         sample = super().item(position, numbers)
         if "images" not in sample:
             return sample
-        # Another stream than the augmentation's, so that more draws there do not move these.
+        # An own stream: other draws in the augmentation leave these as they are.
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION)))
         sample["timesteps"] = self.draw(rng)
         if rng.random() < self.label_drop:
@@ -47,7 +47,7 @@ class NoisedImages(LabelledImages):
 
 
 def posterior_draw(seed: int, position: int, shape: Tuple[int, int, int]) -> Tuple[bool, Tensor]:
-    """Return (whether to mirror the image, noise [C, h, w] of the posterior) at a position of a run."""
+    """Return (whether to mirror the image, noise [C, h, w] of the posterior) of a position."""
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.POSTERIOR)))
     return bool(rng.random() < 0.5), torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
@@ -76,7 +76,7 @@ class NoisedLatents(NoisedImages):
 
 
 class ImagesToEncode(NoisedImages):
-    """`NoisedLatents` before the VAE: images [channels, H, W] in -1 .. 1, and posterior_noise [C, h, w]."""
+    """Images [channels, H, W] in -1 .. 1 for a VAE, and posterior_noise [C, h, w]."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from moh_vision.engine.commands import nearest
 
 
 def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> List[int]:
-    """Look up classes by name, by a word of ImageNet's names, or by number below `count`; names come first."""
+    """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     by_name, found = numbers_by_name(names), []
     for text in asked:
         by_number = [int(text)] if text.isdecimal() and int(text) < count else []
@@ -29,7 +29,7 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
 
 
 def chosen_classes(key: str, asked: Optional[Sequence[str]], names: List[str]) -> List[int]:
-    """Return the numbers of the classes that are asked for, each once; None: all of `names`."""
+    """Return the numbers of the classes asked for; None: all of `names`."""
     if asked is None:
         return list(range(len(names)))
     found = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
@@ -40,9 +40,9 @@ def chosen_classes(key: str, asked: Optional[Sequence[str]], names: List[str]) -
 
 
 def class_rows(labels: Tensor, classes: Sequence[int], columns: int) -> Tuple[List[int], List[int], int]:
-    """Choose the images of a grid with one class a row; `labels` [N] is the class of every image.
+    """Choose the images of a grid with one class a row, given each image's class: `labels` [N].
 
-    Returns (class of each row that has images, numbers of the images row by row, number of columns).
+    Returns (class of each row that has images, image numbers row by row, number of columns).
     """
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]

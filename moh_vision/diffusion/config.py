@@ -18,10 +18,10 @@ from moh_vision.engine.config import (
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
-Classes = Optional[List[str]]  # numbers too are texts, or a class called 007 would be number 7
+Classes = Optional[List[str]]  # texts, so that a class called 007 is not number 7
 DRAWS = "num_images!=0"
-# What --protocol stands for; another value of these keys is refused. "adm": how DiT and MoH-DiT draw the images that ADM's
-# evaluator scores (defaults of their sample_ddp.py; the guidance scale is told with each figure).
+# What --protocol stands for; other values of these keys are refused. "adm": how DiT and MoH-DiT draw the images that
+# ADM's evaluator scores (defaults of their sample_ddp.py; each figure names its guidance scale).
 PROTOCOLS = dict(
     adm=dict(
         num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, cfg_interval=(0.0, 1.0),
@@ -89,7 +89,7 @@ class ScoreConfig(DrawConfig, section="score"):
     """Also with no more images than features, labelled FID@N."""
 
     def scoring(self, root: str) -> dict:
-        """Keyword arguments of `scores.make_scorer`; `root` is the reference if none is given."""
+        """Return arguments of `scores.make_scorer`; `root` is the default reference."""
         return dict(
             key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
             extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,

@@ -1,4 +1,4 @@
-"""How noise becomes images: a strip (.png) or an animation (.gif) of the first few images."""
+"""How noise becomes images: a strip (.png) or an animation (.gif)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FRAME_MS, LAST_FRAME_MS = 120, 2000
 
 
 class Denoising:
-    """Collects what a sampler holds after some of its steps: the noisy images, decoded if they are latents.
+    """Collects what a sampler holds after some of its steps; latents are decoded.
 
-    A .png has an image a row, from noise to image, with the timesteps; a .gif has the images side by side.
+    A .png has a row per image with its timesteps; a .gif shows the images side by side.
     """
 
     def __init__(self, path: str, steps: int):
@@ -29,14 +29,14 @@ class Denoising:
         self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
 
     def add(self, pipe: MoHDiTPipeline, step: int, timestep: Tensor, inputs: dict) -> None:
-        """Keep the images if `step` is one to show; a pipeline's `callback_on_step_end`."""
+        """Keep the images if `step` is one to show; for `callback_on_step_end`."""
         if step in self.moments:
             self.frames.append(to_uint8(pipe.decode(inputs["latents"][:IMAGES])).cpu())
             after = pipe.scheduler.timesteps[step + 1 : step + 2].tolist()
             self.times.append(f"t={after[0]:.0f}" if after else "image")
 
     def save(self, names: Optional[Sequence[str]] = None) -> None:
-        """Write the file; `names` of the images, such as their classes, label the rows of a .png."""
+        """Write the file; `names` of the images, such as their classes, label rows of a .png."""
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
             return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)

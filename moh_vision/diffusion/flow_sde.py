@@ -1,4 +1,4 @@
-"""The stochastic sampler of SiT (Ma 2024), which diffusers does not have. Saved pipelines name this path."""
+"""The stochastic sampler of SiT (Ma 2024), missing in diffusers. Saved pipelines name this path."""
 
 from typing import List, Optional, Tuple, Union
 
@@ -13,12 +13,11 @@ from torch import Tensor
 
 
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
-    """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW, from t = 1 (noise) to 0, w = 2 t (Ma 2024).
+    """Euler-Maruyama steps of dx = (v - w s / 2) dt + sqrt(w) dW from t = 1 (noise) to 0, w = 2 t (Ma 2024).
 
-    The score follows from the velocity, s = -((1 - t) v + x) / t, where (1 - t) v + x is the expected
-    noise. Marginals are those of the ODE for any w; w = 2 t is "sigma" of the released SiT. The last step
-    adds no noise: it ends at the expected image. Steps, shift and files are those of diffusers' Euler
-    scheduler, whose own `stochastic_sampling` draws all noise anew in every step and has other marginals.
+    The score is s = -((1 - t) v + x) / t; (1 - t) v + x is the expected noise. Any w has the ODE's
+    marginals; w = 2 t is "sigma" of the released SiT. The last step adds no noise: it ends at the
+    expected image. `stochastic_sampling` of diffusers' Euler scheduler has other marginals.
     """
 
     def step(
@@ -29,7 +28,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
         return_dict: bool = True,
     ) -> Union[FlowMatchEulerDiscreteSchedulerOutput, Tuple[Tensor]]:
-        """x_t -> x at the next timestep, as diffusers' schedulers: model_output, the velocity, and sample [B, C, h, w]."""
+        """Make a step, as diffusers' schedulers do: `model_output` is the velocity [B, C, h, w] at `sample`."""
         if self.step_index is None:
             self._init_step_index(timestep)
         x, v = sample.float(), model_output.float()

@@ -23,9 +23,9 @@ LINE_GAP = 2  # pixels between the lines of a name
 
 
 def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
-    """Write images batch by batch: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
+    """Write batches of images: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
 
-    Batches are uint8 [B, C, h, w], labels [N]. What is there before is replaced only when all is written.
+    Batches are uint8 [B, C, h, w], labels [N]. Earlier images are replaced once all are written.
     """
     if out.suffix == ".npz":
         with whole_file(out) as file:
@@ -79,9 +79,9 @@ def image_grid(
     names: Optional[Sequence[str]] = None,
     above: Optional[Sequence[str]] = None,
 ) -> Image.Image:
-    """Lay images [N, C, h, w] (uint8, C = 1 or 3) out row by row; small ones are enlarged to about `cell` pixels (bicubic).
+    """Lay images uint8 [N, 1 or 3, h, w] out row by row, small ones enlarged to about `cell` pixels (bicubic).
 
-    `names` stand to the left of the rows, long ones in several lines; `above` stand over the columns.
+    `names`, long ones wrapped, stand left of the rows; `above` stand over the columns.
     """
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
@@ -107,7 +107,7 @@ def image_grid(
 
 
 def _in_lines(texts: List[str], most: int) -> List[str]:
-    """Every text in at most `most` lines of one width, the least from NAME_WIDTH characters on."""
+    """Wrap each text into at most `most` lines, at the least width from NAME_WIDTH on."""
     widths = range(NAME_WIDTH, max(map(len, texts), default=0) + NAME_WIDTH)
     broken = ([textwrap.wrap(text, width) for text in texts] for width in widths)
     fitting = next((lines for lines in broken if max(map(len, lines)) <= max(1, most)), [])

@@ -1,4 +1,4 @@
-"""Generated images on disk while they are being generated, so that a killed run goes on where it was."""
+"""Generated images on disk, so that a killed run goes on where it was."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moh_vision.engine.io import whole_file, write_whole
 
 
 class ImageParts:
-    """Batches of uint8 images, one file each, in a hidden folder named after all that determines the images (`settings`).
+    """Batches of uint8 images, one file each, in a hidden folder named after their `settings`.
 
-    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whatever process makes it. With `counted` a batch is
-    missing without sums over its images, as of a `HeadLoad`.
+    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whatever process makes it. With
+    `counted`, a batch also needs sums over its images, as of a `HeadLoad`.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
@@ -42,18 +42,18 @@ class ImageParts:
         return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.total))
 
     def add(self, batch: int, images: Tensor, sums: Optional[Tensor] = None) -> None:
-        """Write a batch, wholly or not at all: images uint8 [B, C, h, w], and their sums if counted."""
+        """Write a batch, whole or not at all: images uint8 [B, C, h, w], and their sums if counted."""
         if self.counted:
             self._write(self._sums(batch), sums)
         self._write(self._path(batch), images)
 
     def _write(self, path: Path, values: Tensor) -> None:
-        with whole_file(path, shared=True) as file:  # a process of a run that was killed may not have ended yet
+        with whole_file(path, shared=True) as file:  # processes of a killed run may still write
             save = np.save if path.suffix == ".npy" else np.savez_compressed
             save(file, values.cpu().numpy())
 
     def batches(self) -> Iterator[Tuple[int, Tensor]]:
-        """Yield (number of the first image, uint8 [B, C, h, w]) of every batch, in order."""
+        """Yield (number of the first image, uint8 [B, C, h, w]) of each batch in order."""
         for k in range(self.count):
             yield k * self.batch_size, torch.from_numpy(np.load(self._path(k)))
 
@@ -79,4 +79,4 @@ class ImageParts:
         return self.folder / f"{batch:08d}.npy"
 
     def _sums(self, batch: int) -> Path:
-        return self.folder / f"{batch:08d}.loads.npz"  # compressed: most classes are not in a batch
+        return self.folder / f"{batch:08d}.loads.npz"  # compressed: a batch has few classes

@@ -1,4 +1,4 @@
-"""What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes on the way."""
+"""What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def open_inputs(
     stream: Optional[ShardStream] = None,
     split: str = "train",
 ):
-    """Open a split of `root`, images or latents; `stream` has the images, if they are not read from `root`.
+    """Open a split of `root`, images or latents; a `stream` brings its own images.
 
-    Latents only compare the VAE, if it is at hand. `img_size` None means that of the images, or 256 with a VAE.
+    Stored latents only compare the VAE, if it is at hand. `img_size` None: the images' own, or 256 with a VAE.
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
@@ -50,7 +50,7 @@ def open_inputs(
 
 
 class PixelInputs:
-    """Diffusion on center-cropped pixels in -1 .. 1. All inputs have the attributes and methods of this class.
+    """Diffusion on center-cropped pixels in -1 .. 1, and the interface of all inputs.
 
     `img_size` and `channels` are the model's; `colours` are those of a batch before `encode`, None for latents.
     """
@@ -59,7 +59,8 @@ class PixelInputs:
     vae: Optional[nn.Module] = None
 
     def __init__(self, source, img_size: int, augment: str):
-        self.source, self.img_size, self.channels, self.augment = source, img_size, source.channels, augment
+        self.source, self.channels = source, source.channels
+        self.img_size, self.augment = img_size, augment
         self.colours: Optional[int] = source.channels
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
@@ -77,7 +78,7 @@ class PixelInputs:
     ) -> Iterator[Tuple[Tensor, ...]]:
         """Yield (noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` evenly spread samples, on the CPU.
 
-        Sample i always has the timestep and the noise that (0, i) draws; no label is dropped.
+        Sample i always has the timestep and noise of (0, i); no label is dropped.
         """
         slices = evenly_spread(len(self.source), count)
         for batch in evaluation_batches(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
@@ -86,7 +87,7 @@ class PixelInputs:
             yield noisy, batch["timesteps"].cpu(), batch["labels"].cpu()
 
     def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
-        """Return what turns samples [B, C, h, w] into images in [-1, 1]; None if they are images."""
+        """Return a function from samples [B, C, h, w] to images in [-1, 1]; None for pixels."""
         return None
 
     def about_vae(self) -> Optional[dict]:
@@ -109,7 +110,7 @@ class CachedInputs(PixelInputs):
             raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
         self.root, self.named, self.vae = root, vae, None
         if vae != "none":
-            with contextlib.suppress(NotAtHand):  # the hub is asked where samples are decoded
+            with contextlib.suppress(NotAtHand):  # only decoding asks the hub
                 self._take_vae(vae, fetch=False)
 
     def _take_vae(self, name: str, fetch: bool) -> None:
@@ -133,7 +134,7 @@ class CachedInputs(PixelInputs):
         return NoisedLatents(self.source, seed, draw, label_drop, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
-        names = [(self.space.name, False), (self.named, True)]  # what is at hand, before the hub
+        names = [(self.space.name, False), (self.named, True)]  # local files before the hub
         for name, fetch in names[: 1 if self.named == "none" else 2]:
             if self.vae is None:
                 try:
@@ -148,7 +149,7 @@ class CachedInputs(PixelInputs):
 
 
 class EncodedInputs(PixelInputs):
-    """Diffusion on latents of images that are encoded in every step; the VAE is no part of the trained model."""
+    """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model."""
 
     def __init__(self, source, vae: str, img_size: int, augment: str, device):
         self.vae = load_vae(vae).to(device)
@@ -172,7 +173,7 @@ class EncodedInputs(PixelInputs):
         return partial(decode, self.vae)
 
     def encode(self, batch: dict, autocast=None) -> dict:
-        """Encode images [B, 3, H, W] with posterior_noise [B, C, h, w]: images become latents [B, C, h, w], float32."""
+        """Encode images [B, 3, H, W] into latents [B, C, h, w], float32, drawn with posterior_noise."""
         noise = batch["posterior_noise"]
         with torch.no_grad(), autocast or contextlib.nullcontext():
             moments = encode_moments(self.vae, batch["images"])

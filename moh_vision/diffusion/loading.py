@@ -1,4 +1,4 @@
-"""What `sample.py --checkpoint` takes: runs, saved pipelines, and weights that others have published."""
+"""Opens what `sample.py --checkpoint` takes: runs, saved pipelines, and published weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file
 from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
 
-# Of published models. Whoever passes weights on writes their sizes, which must not decide how much memory is taken.
+# Sizes come from files that strangers write; these limits bound the memory that a model takes.
 LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 
 
@@ -51,7 +51,7 @@ def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
         about = dict(about, run=run_of(Path(about["weights"])), label_drop=about["config"]["label_drop"])
         about.update(objective=objective.name, shift=getattr(objective, "shift", 1.0))
     if vae is not None:
-        vae.enable_slicing()  # one image at a time, so that memory does not grow with the batch
+        vae.enable_slicing()  # one image at a time: memory does not grow with the batch
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
     # A prediction is clipped to the range of pixels; latents have none.
@@ -83,7 +83,7 @@ def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], di
 
 
 def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
-    """Open the diffusion model `name` in eval mode, with weights from a file or folder (`load_checkpoint`)."""
+    """Open the diffusion model `name` in eval mode, with weights from a file or folder."""
     refuse_missing("--checkpoint", path)
     try:
         check_name(name, "diffusion")
@@ -138,14 +138,14 @@ def _of_the_same_size(name: str) -> List[str]:
 
 
 def _sizes(file: Path, weights: str) -> dict:
-    """Read from weights, official or of diffusers, what `create` needs: side, channels, classes, variance.
+    """Read what `create` needs from official or diffusers' weights: side, channels, classes, variance.
 
-    The table of positions tells the side. diffusers' DiT saves none, and config.json beside it has the side.
+    The table of positions gives the side; diffusers' DiT saves none, but a config.json beside it.
     """
     state, sizes = read_tensors(file, weights), {}
-    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in_chans, p, p]
-    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out_channels, C]
-    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes + 1, C]
+    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in, p, p]
+    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out, C]
+    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes, C]
     positions = state.get("pos_embed")  # [1, N, C]
     if labels is not None and labels.ndim == 2:
         sizes["num_classes"] = len(labels) - 1
@@ -179,7 +179,7 @@ def _fits(name: str, path: str, sizes: dict) -> bool:
 
 
 def open_vae(override: Optional[str], recorded: Optional[dict]):
-    """Load the VAE that --vae names, or the one that the run records as a `LatentSpace`; None on pixels."""
+    """Load the VAE that --vae names, or the one that the run records; None on pixels."""
     if recorded is None:
         return None
     space = LatentSpace(**recorded)

@@ -1,12 +1,10 @@
-"""The training losses: DiT's noise prediction with a bound for the learned variance, and SiT's flow matching.
+"""Training losses: DiT's noise prediction with a bound for the learned variance, and SiT's flow matching.
 
-Noise: Ho 2020 (q and L_simple), Nichol and Dhariwal 2021 (learned range, eq. 15, and L_hybrid, eq. 16). Flow: Lipman 2023
-and Ma 2024 (SiT). diffusers has the samplers but no such losses.
+Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers has no such losses.
 
-What training asks of an objective, and where another one would go in: a module with a `name`, a picklable
-`draw(generator of numpy)` -> timestep, `add_noise(x0, noise, t)` and a forward (output, x0, xt, noise, t) -> dict of [B]
-tensors with "loss". `moh_vision.diffusion.task.DiffusionTask` knows no more. A timestep is a number from 0 (clean) to 1000
-(noise) everywhere: in batches, models, schedulers and head loads.
+An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and
+forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss". Timesteps are from 0 (clean) to
+1000 (noise) everywhere: in batches, models, schedulers and head loads.
 """
 
 import math
@@ -22,7 +20,7 @@ BETA_START, BETA_END = 1e-4, 0.02  # linear in t
 
 
 def make_objective(config: dict) -> nn.Module:
-    """Return the objective of a configuration, or of a run's metadata; runs that name none predict noise."""
+    """Return the objective of a configuration or of a run's metadata; by default, the noise."""
     name, flow = config.get("objective", HybridLoss.name), config.get("flow")
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
         return FlowMatchingLoss(flow.get("timesteps", "uniform"), flow.get("shift", 1.0))
@@ -43,19 +41,18 @@ def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float
 
 
 def shifted(t: float, shift: float) -> float:
-    """t in 0 .. 1 moved towards the noise, t = 1, by a shift above 1 (Esser 2024, eq. 23, with shift = sqrt(m / n))."""
+    """Move t in 0 .. 1 towards the noise, t = 1, for shift > 1 (Esser 2024, eq. 23, shift = sqrt(m / n))."""
     return shift * t / (1 + (shift - 1) * t)
 
 
 class FlowMatchingLoss(nn.Module):
     """Squared error of the velocity on the straight path from an image to noise, per image.
 
-    x_t = (1 - t) x_0 + t eps, whose velocity dx_t / dt = eps - x_0 is the target (the linear interpolant of Ma 2024;
-    Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). t is 0 at the image and 1 at the noise; models and
-    schedulers see 1000 t.
+    x_t = (1 - t) x_0 + t eps, with the velocity dx_t / dt = eps - x_0 as target (the linear interpolant of Ma
+    2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers see 1000 t.
 
     Args:
-        timesteps: how t is drawn: "uniform", or "logit-normal": a sigmoid of N(0, 1) (Esser 2024, section 3.1).
+        timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(0, 1) (Esser 2024, section 3.1).
         shift: moves the drawn t towards the noise; see `shifted`.
     """
 
@@ -76,7 +73,7 @@ class FlowMatchingLoss(nn.Module):
         return (1 - t) * x0 + t * noise
 
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:
-        """The loss of a predicted velocity [B, C, h, w]: dict of [B] tensors, loss and mse, which are the same."""
+        """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         mse = (output - (noise - x0)).square().flatten(1).mean(1)  # [B]
         return dict(loss=mse, mse=mse)
@@ -85,12 +82,11 @@ class FlowMatchingLoss(nn.Module):
 class HybridLoss(nn.Module):
     """L_simple + L_t per image, over 1000 steps with linear betas from 1e-4 to 0.02.
 
-    L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t], hence the plain sum. L_t is
-    in bits per dimension, and its mean is detached: the bound trains the variance only.
+    L_hybrid = L_simple + lambda * L_vlb with lambda = 1/1000 and L_vlb = 1000 * E_t[L_t]: the plain sum.
+    L_t is in bits per dimension. Its mean is detached: the bound trains the variance only.
 
     Args:
-        min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR with SNR = alpha_bar / (1 - alpha_bar) (Hang 2023 for a
-            predicted noise, with gamma 5). None: by 1.
+        min_snr_gamma: weigh L_simple by min(SNR, gamma) / SNR (Hang 2023, with gamma 5). None: by 1.
     """
 
     name = "noise"
@@ -103,7 +99,7 @@ class HybridLoss(nn.Module):
         beta = torch.linspace(BETA_START, BETA_END, NUM_TIMESTEPS, dtype=torch.float64)
         alpha_bar = (1 - beta).cumprod(0)
         previous = torch.cat([torch.ones(1, dtype=torch.float64), alpha_bar[:-1]])
-        posterior = beta * (1 - previous) / (1 - alpha_bar)  # beta tilde, Ho 2020 eq. 7; 0 at t = 0
+        posterior = beta * (1 - previous) / (1 - alpha_bar)  # Ho 2020 eq. 7; 0 at t = 0
         posterior[0] = posterior[1]  # only its logarithm is used there
         tables = dict(
             sqrt_alpha_bar=alpha_bar.sqrt(),
@@ -120,7 +116,7 @@ class HybridLoss(nn.Module):
             self.register_buffer(name, table.float(), persistent=False)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t of q(x_t | x_0), Ho 2020 eq. 4. x0, noise [B, C, h, w]; t [B], integers 0 .. 999.
+        """x_t of q(x_t | x_0), Ho 2020 eq. 4. x0, noise [B, C, h, w]; t [B], 0 .. 999.
 
         Raises:
             ValueError: for timesteps that are not integers.
@@ -130,10 +126,10 @@ class HybridLoss(nn.Module):
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:
-        """The loss of a model's output.
+        """Return the losses of a model's output.
 
         Args:
-            output: [B, C, h, w] predicted noise, or [B, 2C, h, w] with the variance's interpolation behind it.
+            output: [B, C, h, w] predicted noise, or [B, 2C, h, w] with the variance's interpolation.
             x0, xt, noise: [B, C, h, w].
             t: [B], 0 .. 999.
 
@@ -150,7 +146,7 @@ class HybridLoss(nn.Module):
         return dict(loss=simple + vb, mse=mse, vb=vb)
 
     def variational_bound(self, eps: Tensor, interpolation: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
-        """L_t in bits per dimension, [B]: a KL divergence for t > 0, a discretised likelihood for t = 0.
+        """Return L_t in bits per dimension, [B]: a KL divergence, for t = 0 a discretised likelihood.
 
         The variance is exp(v log beta + (1 - v) log beta-tilde) with v = (interpolation + 1) / 2.
         """
@@ -174,7 +170,7 @@ def gaussian_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor
 
 
 def discretised_nll(x: Tensor, mean: Tensor, log_var: Tensor) -> Tensor:
-    """-log of the Gaussian mass of the 8-bit bin around x in [-1, 1]; outer bins reach to infinity (Ho 2020 eq. 13)."""
+    """Return -log of the Gaussian mass of x's 8-bit bin in [-1, 1]; outer bins are infinite (Ho 2020 eq. 13)."""
     scale = (-0.5 * log_var).exp()
     above = torch.special.ndtr((x - mean + 1 / 255) * scale)
     below = torch.special.ndtr((x - mean - 1 / 255) * scale)

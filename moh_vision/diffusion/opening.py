@@ -1,4 +1,4 @@
-"""Opening a diffusion model: a run, a saved pipeline, or weights with the name of a model."""
+"""Opens a diffusion model: a run, a saved pipeline, or weights with a model's name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from moh_vision.engine.run import index_dir
 from moh_vision.models.weight_files import weights_file, weights_said
 from moh_vision.models.weights import create, from_run
 
-KEPT = ("out", "grid", "denoising", "head_load", "save_pipeline", "score_file", "overwrite")  # what sample.py writes
+KEPT = ("out", "grid", "denoising", "head_load", "save_pipeline", "score_file", "overwrite")  # outputs of sample.py
 
 
 class OpenedDiffusion(Opened):
-    """A diffusion model without a VAE. Its `config` is an `OpenedDitConfig`, or for scores a `SampleConfig`."""
+    """A diffusion model without a VAE. `config`: an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
     kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
     scored_on = "{c.num_images} samples, {c.sampler} {c.steps} steps, guidance {c.cfg_scale:g}; reference {c.score}"
@@ -47,10 +47,11 @@ class OpenedDiffusion(Opened):
         return make_objective(self.metadata["config"])
 
     def opened_inputs(self, split: str) -> PixelInputs:
-        """Open the images or latents of a split; image i always has the timestep and the noise that (0, i) draws."""
+        """Open the images or latents of a split; image i has the timestep and noise of (0, i)."""
         if split not in self.splits:
             config, about = self.config, self.metadata
-            d, path, where = config.data, config.checkpoint, (index_dir(config.output), self.accelerator.device)
+            d, path = config.data, config.checkpoint
+            where = (index_dir(config.output), self.accelerator.device)
             inputs = open_inputs(d.root, config.vae, d.img_size, "none", *where, split=split)
             sizes = [about["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
             given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
@@ -58,7 +59,8 @@ class OpenedDiffusion(Opened):
                 raise ValueError(
                     f"data.root {d.root} has side, channels and classes {given}, the model of {path} takes {sizes}"
                 )
-            trained, made = about.get("vae") and LatentSpace(**about["vae"]), inputs.space
+            trained = about.get("vae") and LatentSpace(**about["vae"])
+            made = inputs.space
             if (trained and trained.sha256) != (made and made.sha256):
                 raise ValueError(
                     f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}"
@@ -70,7 +72,8 @@ class OpenedDiffusion(Opened):
         return self.opened_inputs(split).dataset(0, self.objective.draw, 0.0)
 
     def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
-        inputs, images, device = self.opened_inputs("train"), self.data("train"), self.accelerator.device
+        inputs, images = self.opened_inputs("train"), self.data("train")
+        device = self.accelerator.device
         unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
         halves = calibration_halves(images, count, self.config.data.workers, unreadable)
 
@@ -91,7 +94,7 @@ class OpenedDiffusion(Opened):
 
     @cached_property
     def _judge(self) -> Tuple[SampleConfig, MoHDiTPipeline, Tensor, Callable]:
-        """What draws and scores: the configuration of sample.py, a pipeline with our model, labels, and the scorer."""
+        """Return what scoring needs: sample.py's configuration, a pipeline with our model, labels, scorer."""
         config = self.config
         if isinstance(config, OpenedDitConfig):  # as the run itself is scored
             score = self.metadata["config"]["score"]
@@ -119,7 +122,8 @@ class OpenedDiffusion(Opened):
 
     def forward(self) -> Tuple[Callable[[], Any], int]:
         config, _, labels, _ = self._judge
-        generator, count = torch.Generator().manual_seed(config.seed), min(config.batch_size, config.num_images)
+        generator = torch.Generator().manual_seed(config.seed)
+        count = min(config.batch_size, config.num_images)
         noise = torch.randn(count, *self.example()[0][0].shape[1:], generator=generator)
         timesteps = torch.randint(NUM_TIMESTEPS, (count,), generator=generator)
         inputs = send_to_device((noise, timesteps, labels[:count]), self.accelerator.device)
@@ -147,7 +151,7 @@ def open_run(
     command: str = "open_run",
     **_,
 ) -> OpenedDiffusion:
-    """See `moh_vision.open_run`; options are those of `OpenedDitConfig`, with `scores` those of sample.py."""
+    """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
     if scores:
         config = parse_scored(path, options, command)
         pipe, about = open_pipeline(config)
@@ -174,13 +178,13 @@ def parse_scored(path: str, options: Sequence[str], command: str) -> SampleConfi
 def open_transformer(path: str, name: Optional[str] = None, weights: str = "ema") -> Tuple[nn.Module, dict]:
     """Open a model in eval mode, without a VAE; also return its metadata.
 
-    `path` is a run, a saved pipeline, or with a model's `name` published weights; equal to it: those it is published with.
+    `path`: a run, a saved pipeline or, with a model's `name`, published weights; the `name` itself fetches them.
     """
     if name:
         if path == name:
             try:
                 model, said = create(name, "diffusion", pretrained=True).eval(), name
-            except (RuntimeError, OSError) as error:  # none are named for it, or they cannot be fetched
+            except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
                 raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
         else:
             model, said = published_model(path, name, weights), weights_said(weights_file(path))

@@ -1,7 +1,7 @@
 """The DiT pipeline: class labels in, images out.
 
-diffusers' DiTPipeline cannot serve these models: it takes 1000 for "no class", drops the learned variance and draws the
-noise of the steps from nowhere. The path of this class is a promise, saved pipelines name it.
+diffusers' DiTPipeline does not fit: it takes 1000 for "no class", drops the learned variance and draws the noise
+of the steps without a generator. Saved pipelines name the path of this class: keep it.
 """
 
 from pathlib import Path
@@ -31,22 +31,20 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
 class MoHDiTPipeline(DiffusionPipeline):
-    """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on the latents of a VAE.
+    """Class-conditional sampling from a DiT, dense or with head routing, on pixels or on a VAE's latents.
 
-    Any scheduler of `moh_vision.diffusion.make_scheduler`, or one of diffusers made `from_config` of the one that is here
-    (`DDIMScheduler`, `DPMSolverMultistepScheduler`, `UniPCMultistepScheduler`, `HeunDiscreteScheduler`, ...), can take the
-    scheduler's place. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
+    `scheduler` can be replaced by one of `moh_vision.diffusion.make_scheduler`, or of diffusers made
+    `from_config` of it. `from_pretrained` also reads a folder of diffusers' DiTPipeline.
 
     Args:
-        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, which becomes
-            one with the same outputs. Its config.num_classes is the label that means "no class".
+        transformer: `moh_vision.models.dit_transformer.MoHDiTTransformer2DModel`, or diffusers' DiT, converted
+            with equal outputs. Its config.num_classes is the label that means "no class".
         scheduler: of diffusers, for a model that predicts noise over 1000 steps, or the velocity of a flow.
-        vae: decodes latents, scaled as its config says, see `LatentSpace`; None: pixels in [-1, 1].
+        vae: decodes latents, scaled by its config, see `LatentSpace`; None: pixels in [-1, 1].
         id2label: names of the classes.
-        label_drop: share of labels that training replaced by "no class"; with 0 guidance is refused.
-        objective: what the transformer predicts, "noise" or the velocity of a "flow"; None: what the scheduler takes.
-            Schedulers of the other one are refused from then on.
-        downsampling: pixels to the side of a latent; None: as the VAE. VAEs with another one are refused from then on.
+        label_drop: share of labels that training replaced by "no class"; 0 refuses guidance.
+        objective: what the transformer predicts, "noise" or a velocity, "flow"; None: as the scheduler.
+        downsampling: pixels per side of a latent; None: as the VAE. Later VAEs must have the same.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -64,7 +62,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         downsampling: Optional[int] = None,
     ):
         super().__init__()
-        if type(transformer).__name__ == "DiTTransformer2DModel":  # importing diffusers' class would take a second
+        if type(transformer).__name__ == "DiTTransformer2DModel":  # importing the class takes a second
             transformer = from_diffusers(transformer)
         if not isinstance(transformer, MoHDiTTransformer2DModel):
             raise ValueError(
@@ -85,7 +83,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
     def save_pretrained(self, save_directory: Union[str, Path], *args: Any, **kwargs: Any) -> None:
-        """As diffusers' own, with the pipeline.py by which `DiffusionPipeline.from_pretrained` finds this class."""
+        """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
         code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
         write_whole(Path(save_directory, "pipeline.py"), code)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -96,7 +94,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
-        """Return the numbers of classes: by name, by a word of ImageNet's names, or by number as text; one or several."""
+        """Return numbers of one or several classes: by name, by a word of ImageNet's names, or by number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
             raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")
@@ -121,21 +119,18 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers or names of classes; num_classes draws without a class and without guidance.
+            class_labels: B class numbers or names; num_classes draws without a class and without guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
-            generator: one per image, for its noise at the start and at every step; or a single one (None: torch's own),
-                which gives the images seeds in their order: image i does not depend on how many follow. Equal noise
-                gives equal bits at equal batch size.
-            latents: noise of N(0, 1) to begin with, [B, C, h, w] as the transformer takes it; it is scaled for the
-                scheduler here. None: drawn from the generators. The noise of the steps is theirs in both cases.
-            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": the transformer's output.
+            generator: one per image for all its noise, or a single one (None: torch's own) that gives the images
+                seeds in order: image i does not depend on how many follow. Equal noise gives equal bits at
+                equal batch size.
+            latents: first noise, N(0, 1) [B, C, h, w], not scaled; None: from `generator`, as all later noise.
+            output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": not decoded.
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
-            callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict or None after each step; its
-                latents replace those here.
+            callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
-            on_routing: (list of RoutingStats, labels [n], timesteps [n]) after each pass of the transformer; see
-                `moh_vision.models.head_load.HeadLoad.add`.
+            on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.
@@ -182,7 +177,7 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay as they are."""
+        """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay."""
         return latents if self.vae is None else decode(self.vae, latents)
 
     def _check_vae(self) -> None:

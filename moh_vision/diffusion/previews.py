@@ -25,9 +25,9 @@ ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a ro
 
 
 class Samples:
-    """Samples of the same noise and labels at every step of training, with any number of processes.
+    """Samples of the same noise and labels at every training step, with any number of processes.
 
-    `clip` is for predicted pixels; `decode` turns samples into images in [-1, 1], None: they are images. `failed` counts.
+    `clip` predicted pixels; `decode` samples to images in [-1, 1], None: they are images; `failed` counts.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Samples:
     def sample(self, model: nn.Module, numbers: range, on_step: Optional[Callable] = None) -> Tensor:
         """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
-        The mode of the model is as before afterwards, and no global random number is drawn.
+        The model's mode is restored, and no global random number is drawn.
         """
         c, device, mode = self.config, next(model.parameters()).device, model.training
         labels = self.labels(numbers).to(device)
@@ -76,7 +76,7 @@ class Samples:
             model.train(mode)
 
     def announce(self, log, batches: int) -> Callable:
-        """Return an `on_step` that says, as drawing begins, how long it takes, if that is long."""
+        """Return an `on_step` that says, once drawing begins, if it takes long."""
         steps, ends = len(self.scheduler.timesteps), []
 
         def on_step(*_) -> None:
@@ -90,7 +90,7 @@ class Samples:
         return on_step
 
     def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
-        """Write a PNG grid on the log's process, and hand its images to the log; a failure is counted, and training goes on."""
+        """Write a PNG grid on the log's process, and log its images; a failure is counted, not raised."""
         c = self.config
         starts = range(0, c.images, BATCH)
         on_step = self.announce(log, len(starts))
@@ -106,7 +106,7 @@ class Samples:
                 log.pictures(step, "samples", images)
                 how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * ema}"
                 log.say(f"preview ({how}): {path}")
-        except Exception as error:  # whatever it is, the weights are worth more than their picture
+        except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 

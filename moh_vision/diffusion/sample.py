@@ -1,7 +1,7 @@
 """Sample from a diffusion run, draw a grid, score.   python sample.py --checkpoint RUN --num-images 500 --grid grid.png
 
-RUN may also be a saved pipeline, or with --model NAME a file of published weights. Also under `accelerate launch`: processes
-share the images, which do not depend on how many there are. The same command run again after a kill goes on.
+RUN may also be a saved pipeline, or with --model NAME a file of published weights. Under `accelerate launch` processes
+share the images, which do not depend on their number. The same command goes on after a kill.
 Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 """
 
@@ -138,11 +138,12 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]]:
-    """Choose the labels that --labels leaves open, and check that weights and reference are those of --protocol.
+    """Choose the labels that --labels leaves open, and check weights and reference against --protocol.
 
     Returns (class numbers to draw, whether the weights are an EMA; None: the file does not tell).
     """
-    chosen, weights = chosen_classes("--classes", config.classes, about["classes"]), Path(about["weights"])
+    chosen = chosen_classes("--classes", config.classes, about["classes"])
+    weights = Path(about["weights"])
     kind = weights.stem if about["run"] else kind_in(weights, config.weights)
     ema = {"ema": True, "model": False}.get(kind)
     against_adm = bool(config.score) and is_adm(config.score)
@@ -158,7 +159,7 @@ def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]
 
 
 def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
-    """Make the parents of all output paths before any work, and refuse paths that cannot be written."""
+    """Make the parents of all output paths, and refuse paths that cannot be written."""
     names = ("grid", "denoising", "head_load")
     files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
     folders = {"--save-pipeline": config.save_pipeline}
@@ -179,7 +180,7 @@ def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
 
 
 def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict, output) -> Callable:
-    """Open what --score compares with. `output`: the path beside which indices of archives are kept."""
+    """Open what --score compares with. `output`: indices of archives are kept beside it."""
     channels = (pipe.vae or pipe.transformer).config.in_channels
     return make_scorer(
         **config.scoring(), channels=channels, index_dir=index_dir(str(output)), classes=about["classes"]
@@ -205,7 +206,7 @@ def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
 
 
 def measure(config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, kept) -> None:
-    """Measure where skipping heads pays, if drawing will take more than a minute; kept: an `AttentionRecord`."""
+    """Measure where skipping heads pays if drawing takes over a minute; `kept`: an `AttentionRecord`."""
     calls: dict = {}
     todo = len(parts.missing(accelerator.process_index, accelerator.num_processes))
 
@@ -238,7 +239,7 @@ def draw(
     classes: List[str],
     denoising: Optional[Denoising] = None,
 ) -> HeadLoad:
-    """Draw this process's missing images; return a count of heads that is empty, since `parts` keeps the sums."""
+    """Draw this process's missing images; return an empty count of heads, since `parts` keeps the sums."""
     names = [*classes, "none"] if config.cfg_scale != 1 else classes
     # Heun's has most of them twice.
     places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}

@@ -1,4 +1,4 @@
-"""Class-conditional sampling with classifier-free guidance, on diffusers' schedulers, for both objectives."""
+"""Class-conditional sampling with classifier-free guidance on diffusers' schedulers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ LEARNED = ("learned", "learned_range")
 class Guidance:
     """Classifier-free guidance, eps = eps(none) + scale * (eps(class) - eps(none)); Ho and Salimans 2022.
 
-    Velocities are guided alike. The learned variance is never guided: it is the one predicted with the class.
+    Velocities are guided alike. The learned variance is never guided: it is predicted with the class.
 
     Args:
         scale: 1: none, half the work; 0: as if without a class.
-        channels: how many channels are guided, from the first, or "all", as diffusers' DiT; the others keep eps(class).
-            None: 3 of 4, as the official DiT, whose published scores leave the fourth channel of the latents alone, and
-            all of any other number.
-        interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside of it
-            the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's schedule
-            t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
+        channels: how many channels are guided, from the first, or "all", as diffusers' DiT; others keep
+            eps(class). None: 3 of 4, as the official DiT's published scores; all of any other number.
+        interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside
+            the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's
+            schedule t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
     """
 
     scale: float = 1.0
@@ -58,14 +57,14 @@ class Guidance:
         return channels if self.channels == "all" else min(channels, self.channels)
 
     def combine(self, cond: Tensor, uncond: Tensor, noise_channels: int) -> Tensor:
-        """Guide predictions [B, C or 2C, h, w], of which the first noise_channels predict the noise."""
+        """Guide predictions [B, C or 2C, h, w]; the first noise_channels predict the noise."""
         n = self.guided(noise_channels)
         guided = uncond[:, :n] + self.scale * (cond[:, :n] - uncond[:, :n])
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
 def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str], key: str) -> str:
-    """Return `sampler` if it fits the objective, or the objective's entry of `default` if it is None."""
+    """Return `sampler` if it fits the objective; None: the objective's entry of `default`."""
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
     if sampler and sampler not in fitting:
         raise ValueError(f"{key} {sampler}: a model trained with objective {objective} takes {', '.join(fitting)}")
@@ -73,7 +72,7 @@ def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str],
 
 
 def objective_of(scheduler: SchedulerMixin) -> str:
-    """Return the objective of the models that a scheduler of diffusers samples from: "noise" or "flow"."""
+    """Return the objective that a scheduler of diffusers samples from: "noise" or "flow"."""
     flow = type(scheduler).__name__.startswith("FlowMatch")
     return "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
 
@@ -84,13 +83,13 @@ def make_scheduler(
     """Make a diffusers scheduler, set to `num_steps`.
 
     Args:
-        sampler: "ddpm": the official DiT's, with its respaced steps ('linspace'); "ddim": deterministic ('leading',
-            the official step set where num_steps divides 1000); "dpm-solver++": second order, multistep, steps of
-            equal log SNR down to zero noise (Lu et al. 2022), which came nearest to exact solutions of images with fine
-            detail (docs/guides/sampling.md). For models of velocities: "euler" and "heun" (two passes a step) solve the
-            ODE, "sde" the stochastic equation of `FlowMatchSDEScheduler`.
+        sampler: "ddpm": the official DiT's, with respaced steps ('linspace'); "ddim": deterministic ('leading',
+            the official steps where num_steps divides 1000); "dpm-solver++": second order, multistep, with
+            equal steps of log SNR down to zero noise (Lu et al. 2022), nearest to exact solutions for images
+            with fine detail (docs/guides/sampling.md). For velocities: "euler" and "heun" (two passes a step)
+            solve the ODE, "sde" the stochastic equation of `FlowMatchSDEScheduler`.
         learned_variance: the model predicts the variance's interpolation, which DDPM uses.
-        clip: clip the predicted image to [-1, 1]; for pixels, not for latents. Flow's have no such thing.
+        clip: clip the predicted image to [-1, 1]; for pixels, not for latents; ignored for flow.
         shift: of flow's steps towards the noise; that of the training.
     """
     from diffusers import (
@@ -101,7 +100,7 @@ def make_scheduler(
         FlowMatchHeunDiscreteScheduler,
     )
 
-    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # its base class takes diffusers
+    from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # imports diffusers
 
     flow = dict(euler=FlowMatchEulerDiscreteScheduler, heun=FlowMatchHeunDiscreteScheduler, sde=FlowMatchSDEScheduler)
     if sampler not in SAMPLERS:
@@ -121,21 +120,21 @@ def make_scheduler(
             solver_order=2,
             use_lu_lambdas=True,
             final_sigmas_type="zero",
-            thresholding=clip,  # with the largest value 1, its default, this clips to [-1, 1]
+            thresholding=clip,  # by default the largest value is 1: this clips to [-1, 1]
         )
     set_steps(scheduler, num_steps)
     return scheduler
 
 
 def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
-    """Set the number of steps, and start over. A number whose whole strides begin far from noise is refused."""
+    """Set the number of steps, and start over. Steps that would begin far from noise are refused."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     total = scheduler.config.num_train_timesteps
     if not 1 <= num_steps <= total:
         raise ValueError(f"steps {num_steps} is out of range: 1 to {total}")
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        # Equal steps from noise to image. diffusers' own stop 0.001 before it, and spend a step on the rest.
+        # Equal steps from noise to image; diffusers' own stop 0.001 before it.
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
     else:
         scheduler.set_timesteps(num_steps)
@@ -148,10 +147,10 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
 
 
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
-    """Return the scheduler, without settings that `from_config` took over from another class and that break it.
+    """Return the scheduler without settings of another class that break it, taken over by `from_config`.
 
-    DPM-Solver inherits a variance_type of a DDPM with a learned variance, with which diffusers cuts the prediction to
-    three channels; others lose the clipping; DDIM inherits a spacing that does not meet its own strides.
+    From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts the
+    prediction to three channels; others lose the clipping; DDIM inherits a spacing that does not fit its strides.
     """
     from diffusers import DDIMScheduler, DDPMScheduler
 
@@ -197,13 +196,13 @@ def denoise(
         raise ValueError(
             f"class_labels {wrong[:5]} are out of range: 0 to {null_label - 1}, or {null_label} for no class"
         )
-    set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers remember their last run
+    set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
     uses_variance = isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
     # Deterministic solvers such as UniPC's and Heun's take no generator.
     noise_source = dict(generator=generators) if "generator" in inspect.signature(scheduler.step).parameters else {}
     channels = x.shape[1]
     both = torch.cat([labels, torch.full_like(labels, null_label)])
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's have neither this nor the next
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         guided = guidance.applies(t.item() / scheduler.config.num_train_timesteps)
@@ -232,17 +231,15 @@ def sample_images(
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
     on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
 ) -> Tensor:
-    """Sample one image per label [B, C, h, w], from any function that predicts noise or a velocity.
+    """Sample one image per label [B, C, h, w], with any function that predicts noise or a velocity.
 
-    The noise of an image, at the start and at every step, comes from its own seed: it does not depend on the images
-    beside it.
+    All noise of an image comes from its own seed: it does not depend on the images beside it.
 
     Args:
-        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C, h, w], as the scheduler takes it, or
-            [n, 2C, h, w] with the learned variance.
+        predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C or, with variance, 2C, h, w].
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
         null_label: the label that means "no class".
-        on_step: (step, t, x) after every step; what it returns, if anything, takes the place of x.
+        on_step: (step, t, x) after every step; returns None, or a replacement of x.
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)
@@ -250,13 +247,13 @@ def sample_images(
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:
-    """Raise FloatingPointError if any of the images [B, ...] holds NaN or infinity, which would become black or white."""
+    """Raise FloatingPointError if images [B, ...] hold NaN or infinity, which would become black or white."""
     bad = len(images) - int(images.isfinite().reshape(len(images), -1).all(1).sum())
     if bad:
         raise FloatingPointError(f"{when}: {bad} of {len(images)} images hold NaN or infinity")
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Round images in [-1, 1] to 0 .. 255; raise FloatingPointError if they hold NaN or infinity."""
+    """Round images in [-1, 1] to 0 .. 255; FloatingPointError for NaN or infinity."""
     refuse_not_finite(images, "after decoding")
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

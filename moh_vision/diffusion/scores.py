@@ -1,4 +1,4 @@
-"""Scores of what sample.py drew: by a classifier of the same classes, or FID and its kin."""
+"""Scores of samples: by a classifier of the same classes, or FID and its kin."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moh_vision.models.weights import from_run
 
 
 class ClassifierScores:
-    """The share of samples recognised as their class, and the Frechet distance in a classifier's features.
+    """The share of samples recognised as their class, and the Frechet distance of a classifier's features.
 
-    The classifier is `extractor`, a run on the same classes as the diffusion run and the reference.
+    The `extractor` is a run on the same classes as the diffusion run and the reference.
     """
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
@@ -67,9 +67,9 @@ class ClassifierScores:
 
 
 class FidelityScores:
-    """`fidelity.score` against a folder of images, .npz, saved statistics, or a data set as `SourceImages`.
+    """`fidelity.score` against a folder of images, .npz, saved statistics, or data set (`SourceImages`).
 
-    `num_images` with `channels` each are going to be scored; too few for the reference are refused.
+    References with too few samples for `num_images` with `channels` each are refused.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class FidelityScores:
         num_images: int,
         channels: int,
     ):
-        self.allow_biased, self.source, self.reference = allow_biased, reference, Reference(reference)
-        self.network = make_extractor(extractor, inception_weights)  # which may be fetched, so the last to fail
+        self.allow_biased, self.source = allow_biased, reference
+        self.reference = Reference(reference)
+        self.network = make_extractor(extractor, inception_weights)  # may be fetched, so the last to fail
         self.reference.check(self.network, num_features(self.network), num_images, allow_biased, channels)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
@@ -117,7 +118,7 @@ def make_scorer(
 ):
     """Open all that scores need, and return a function of (parts, labels, device, batch size).
 
-    With the `classes` of a run, a classifier as extractor and a data set it is a `ClassifierScores`. `key` is for messages.
+    With `classes`, a classifier as extractor and a data set: a `ClassifierScores`. `key` is for messages.
     """
     source = open_set(key, reference, split, default_split, index_dir)
     if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
@@ -129,7 +130,7 @@ def make_scorer(
 
 
 def record_text(record: dict) -> str:
-    """Return how images were drawn, a line each for protocol, sampling and versions of scores.json.
+    """Return how images were drawn: a line each for protocol, sampling and versions of scores.json.
 
     Hashes are shortened, and None is left out.
     """

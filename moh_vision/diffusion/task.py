@@ -29,14 +29,14 @@ class DiffusionTask(RoutedTask):
         noise: Tensor,
         teacher_tokens: Optional[Tensor] = None,
     ) -> Dict:
-        """Return the losses, with the mean mse and vb, for images x_0 and noise [B, C, h, w], labels and timesteps [B].
+        """Return the losses, mean mse and vb for images x_0 and noise [B, C, h, w], labels and timesteps [B].
 
-        With teacher_tokens [B, N, width] there is a repa_loss too, which times its weight is part of task_loss.
+        With teacher_tokens [B, N, width], task_loss includes a weighted repa_loss, returned too.
         """
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
         tokens: List[Tensor] = []
         taken = {} if teacher_tokens is None else dict(tokens=tokens)
-        output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)  # [B, C or 2C, h, w]
+        output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)  # [B, C or 2C, ...]
         terms = {name: value.mean() for name, value in self.diffusion(output, images, xt, noise, timesteps).items()}
         task_loss = terms.pop("loss")
         if teacher_tokens is not None:

@@ -1,7 +1,7 @@
 """Train a diffusion transformer.   accelerate launch train_dit.py --config configs/dit/NAME.yaml [--key value ...]
 
-Installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME. The same command run again resumes; --help
-prints every key.
+Installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME. The same command resumes; --help prints
+every key.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
             teacher, alignment = open_teacher(config, model, inputs)
     run.take_model(model, mae_routers(model), elastic, alignment)
 
-    # ---------------------------------------------------------------- what else the run needs, opened before its first step
+    # ---------------------------------------------------------------- previews, batches, calibration; opens the run
     drawing = Drawing(run, inputs, model, objective, arguments["learn_sigma"])
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
         targets = {}
         if teacher:
             with accelerator.autocast():
-                targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, width]
+                targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, D]
         return inputs.encode(batch, accelerator.autocast()) | targets
 
     dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
@@ -110,7 +110,7 @@ def train(run: Run) -> None:
 
 
 class Drawing:
-    """The previews and scores of a run, always of the same noise; of the EMA weights where there are any."""
+    """The previews and scores of a run, always of the same noise; of the EMA weights if any."""
 
     def __init__(self, run: Run, inputs, model: nn.Module, objective: nn.Module, learned_variance: bool):
         config, accelerator = run.config, run.accelerator
@@ -150,7 +150,7 @@ class Drawing:
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:
-    """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and what aligns the model with it."""
+    """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
     r, depth, m = config.repa, len(model.blocks), model.config
     if inputs.colours is None:
         raise ValueError(
@@ -165,7 +165,7 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, 
 
 
 def trained_objective(source: str) -> str:
-    """Return the objective that weights for `init_from` were trained with; "noise" if they do not say."""
+    """Return the objective of weights for `init_from`; "noise" if they do not say."""
     index, config = Path(source) / "model_index.json", None
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())

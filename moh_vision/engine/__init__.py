@@ -1,1 +1,1 @@
-"""What every run needs and no model: checkpoints, steps, logging, the end of a process. Imports nothing of ours."""
+"""Checkpoints, steps, logging and the end of a process, for any model. Imports nothing of ours."""

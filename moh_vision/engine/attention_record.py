@@ -1,4 +1,4 @@
-"""How a run computes attention: the same from its start to its end, and on every process."""
+"""How a run computes attention: the same from start to end, on every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATH, TABLE = KEPT_KEYS
 def keep_settings(
     attention, folder: Optional[Path], accelerator, held: ExitStack, allowed: Collection[str] = ()
 ) -> Optional[AttentionRecord]:
-    """Set how this process computes attention, until `held` is closed; None on a device without operators."""
+    """Set how this process computes attention until `held` is closed; None without operators."""
     device = accelerator.device.type
     if device not in attention.PATHS:
         return None
@@ -34,23 +34,24 @@ def keep_settings(
 class AttentionRecord:
     """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
 
-    Both decide the last bits of results. So work that goes on uses what it began with, whatever was built or measured
-    meanwhile, and all processes use what the main process has. Where one of them lacks the operators, all take plain
-    PyTorch. Every process makes the record; unless it refuses something, its settings hold in this process from then on.
+    Both decide the last bits of results, so resumed work keeps what it began with, whatever was built or
+    measured since, and all processes use the main process's. If one of them lacks the operators, all take
+    plain PyTorch. Every process makes the record; unless it refuses, its settings hold in this process.
 
-    `folder` is None for work that begins. Settings among `allowed`, keys of --allow-change, are taken from this machine.
-    Stored operators of another kind of `device` count for nothing: the bits differ anyway. Plain PyTorch stays plain
-    PyTorch. The `table` is None until `measure` makes one, before the first step. `refused` names stored settings that
-    cannot be used here, as `changed_keys` does; `line` tells the user which path runs and why.
+    `folder` is None for new work. Settings in `allowed`, keys of --allow-change, are taken from this machine.
+    Stored operators of another kind of `device` are ignored: the bits differ anyway. Plain PyTorch stays plain
+    PyTorch. The `table` is None until `measure` makes one, before the first step. `refused` names unusable
+    stored settings, as `changed_keys` does; `line` tells the user which path runs and why.
     """
 
     def __init__(self, attention, folder: Optional[Path], allowed: Collection[str] = (), device: str = "cpu"):
-        self.attention, self.folder, self.allowed, self.device = attention, folder, allowed, device
+        self.attention, self.folder = attention, folder
+        self.allowed, self.device = allowed, device
         self.settle()
 
     def settle(self, build: bool = False) -> List[str]:
-        """Decide the settings; return what is refused. With `build`, for work that nothing else refuses, build missing
-        operators for a CPU first.
+        """Decide the settings; return what is refused. With `build`, unless something else is refused, build
+        missing operators for a CPU first.
         """
         attention, device, here = self.attention, self.device, {}
         attention.use(None)
@@ -83,7 +84,8 @@ class AttentionRecord:
         if self.path != "torch" and lacking:
             if kept_path:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({lacking[0]})")
-            self.path, self.line = "torch", f"attention runs in plain PyTorch on all processes ({lacking[0]})"
+            self.path = "torch"
+            self.line = f"attention runs in plain PyTorch on all processes ({lacking[0]})"
         elif self.path != here["path"]:
             self.line = (
                 f"attention runs in plain PyTorch, as {self.folder} began; --allow-change {PATH} takes the operators"
@@ -97,7 +99,7 @@ class AttentionRecord:
         return self.refused
 
     def measure(self, make: Callable[[], Tuple[dict, str]], folder: Path, accelerator) -> None:
-        """Take the table that the main process makes, with a line for the user or "", and write it into a folder."""
+        """Take the main process's table, with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
         self.attention.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)

@@ -1,10 +1,10 @@
-"""Block coordinate descent: gates and experts of MAE move in turns, on the same batch (Peng 2020, section 3).
+"""Block coordinate descent: MAE's gates and experts learn in turns (Peng 2020, section 3).
 
-    G   the model mixes all experts; only the gates move, by an SGD of their own           algorithm 1
-    F   every sequence runs one expert drawn from its gate; everything but the gates moves  algorithm 2
+    G   the model mixes all experts; only the gates move, by their own SGD       algorithm 1
+    F   a sequence runs one expert drawn from its gate; all but the gates moves  algorithm 2
 
-G comes before F in every fifth epoch, epoch 0 among them, and is left out in the others (algorithm 3). A model without
-gates has one phase a step, in which nothing is done that a plain loop would not do.
+Every fifth epoch from epoch 0 on has G before F, the others only F (algorithm 3), on the same batch. A model
+without gates has one phase a step, which is a plain loop's.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Phase:
     """A forward and backward pass over the micro-batches of a step, and an update."""
 
     name: str  # GATES or WEIGHTS
-    salt: Tuple[int, ...]  # of the seeds: phases of a step draw different random numbers
+    salt: Tuple[int, ...]  # of the seeds: each phase draws its own random numbers
     task: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[dict]
-    gates: Sequence[nn.Parameter]  # those that move here, and that DistributedDataParallel does not see
-    statistics: List[Tuple[Tensor, Tensor]]  # buffers of all gates, and copies of them from before the phase
+    gates: Sequence[nn.Parameter]  # those that move here, unseen by DistributedDataParallel
+    statistics: List[Tuple[Tensor, Tensor]]  # buffers of all gates, and earlier copies of them
 
     def update(self, updater, step: int, losses: List[dict]) -> Tuple[float, bool]:
-        """Call an `Updater`, see there; an update that is skipped also leaves the statistics what they were."""
-        # An exact all-reduce of the few numbers that move, where DistributedDataParallel would send all weights.
+        """Call an `Updater`; an update that is skipped also restores the statistics."""
+        # Exact all-reduce of few numbers; DistributedDataParallel would send all weights.
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
         clip_norm = 0.0 if self.gates else None
         norm, updated = updater(self.task, self.optimizer, step, losses, clip_norm=clip_norm)
@@ -47,21 +47,21 @@ class Phase:
 
 
 def phases_of(epoch: int, period: int) -> Tuple[str, ...]:
-    """Return the phases of every step of an epoch, counted from 0 (Peng 2020, algorithm 3)."""
+    """Return the phases of the steps of an epoch, from 0 (Peng 2020, algorithm 3)."""
     return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
 
 
 class BlockDescent:
-    """Leads a training loop through its phases; `moh_vision.engine.step.Step` shows how.
+    """Leads a training loop through its phases; see `moh_vision.engine.step.Step`.
 
-    In F the gates, and in G everything else, has requires_grad False: nothing is computed for what does not move, and
-    DistributedDataParallel, to which no gate has a gradient, waits for none. The gates' gradients are averaged here.
-    Their batch norm takes statistics in both phases, as in any training forward, of all processes (`GateNorm`); after an
-    update that was skipped they are what they were.
+    What does not move, the gates in F and all else in G, has requires_grad False: it costs nothing, and
+    DistributedDataParallel waits for no gradient of it. The gates' gradients are averaged here. Their batch
+    norm takes statistics of all processes in both phases, as in any training forward (`GateNorm`); a skipped
+    update restores them.
 
-    In mode "joint" gates and all experts learn at once through the mixture (the paper's NoBCD). In both modes the gates
-    learn by SGD without momentum, weight decay or schedule: with momentum, the paper saw one expert win over all others
-    (appendix A). Only joint training clips their gradient, as part of the whole.
+    In mode "joint" gates and all experts learn at once through the mixture (the paper's NoBCD). In both modes
+    gates learn by SGD without momentum, weight decay or schedule: with momentum, the paper saw one expert win
+    over all others (appendix A). Only joint training clips their gradient, as part of the whole.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BlockDescent:
         period: int,
         gate_lr: float,
     ):
-        if compiled and routers:  # with torch 2.15's inductor, not with its other backends, the loss has no gradient
+        if compiled and routers:  # torch 2.15's inductor, unlike other backends, gives the loss no gradient
             raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
         self.accelerator, self.period, self.gate_lr = accelerator, period, gate_lr
         self.all_routers = routers
@@ -89,16 +89,16 @@ class BlockDescent:
         self.total = sum(p.numel() for p in model.parameters())
         self.in_turns = bool(self.gates) and mode == "bcd"
         if self.in_turns:
-            if accelerator.distributed_type == "FSDP":  # weights cannot be frozen from phase to phase
+            if accelerator.distributed_type == "FSDP":  # its weights cannot be frozen by phase
                 raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """Let accelerate prepare both, and the gates' optimiser, which is saved and restored after the main one.
+        """Let accelerate prepare both, and after them the gates' optimiser, saved and restored in this order.
 
-        Where there are gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
-        In joint training the gates are its last group, so that a gradient scaler and FSDP treat all gradients alike, but
-        `_step_gates` moves them. No scheduler has been made for the optimiser yet.
+        With gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
+        In joint training the gates are its last group, for the gradient scaler and FSDP, but `_step_gates`
+        moves them. The optimiser has no scheduler yet.
         """
         if self.gates:
             own = {id(p) for p in self.weights}
@@ -107,10 +107,10 @@ class BlockDescent:
         if self.gates and not self.in_turns:
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
-        self._switch(WEIGHTS, "soft")  # before DistributedDataParallel looks which parameters have gradients
+        self._switch(WEIGHTS, "soft")  # before DistributedDataParallel looks for gradients
         if self.weights or not self.in_turns:
             self.task, self.optimizer = self.accelerator.prepare(task, optimizer)
-        else:  # DistributedDataParallel refuses a model of which no weight has a gradient
+        else:  # DistributedDataParallel refuses a model without trainable weights
             self.task = self.accelerator.prepare_model(task, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         if self.in_turns:
@@ -118,15 +118,15 @@ class BlockDescent:
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Enter the phases of a step of an epoch one after the other, and leave the model as it is evaluated.
+        """Enter the phases of a step one after the other, then leave the model as it is evaluated.
 
-        The micro-batches `batches` are taken when the first phase asks for them, and kept for a second.
+        The micro-batches `batches` are taken when the first phase asks, and kept for a second.
         """
         names = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
-        if not self.weights and self.in_turns:  # with gates alone to train, every epoch trains them
+        if not self.weights and self.in_turns:  # only gates to train: in every epoch
             names = (GATES,)
         for name, own in zip(names, tee(batches, len(names))):
-            # Not kept from step to step, because a model that moves to another device gets new buffers.
+            # Taken anew in each step: a model that moves to another device gets new buffers.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
             common = dict(name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers])
             if name == GATES:
@@ -158,14 +158,14 @@ class BlockDescent:
 
     @torch.no_grad()
     def _step_gates(self, optimizer, args, kwargs) -> None:
-        """Move the gates by SGD. The main optimiser then sees gradients of zero, which leave a weight where it is."""
+        """Move the gates by SGD. The main optimiser then sees zero gradients, which move nothing."""
         for p in optimizer.param_groups[-1]["params"]:
             if p.grad is not None:
                 p.add_(p.grad, alpha=-self.gate_lr)
                 p.grad.zero_()
 
     def _switch(self, moving: str, mode: str) -> None:
-        """Freeze what does not move in a phase, and set the mode of the gates' routers; nothing if all moves at once."""
+        """Freeze what does not move in a phase, and set the gates' mode; not if all moves at once."""
         if not self.in_turns:
             return
         for parameters, name in ((self.gates, GATES), (self.weights, WEIGHTS)):

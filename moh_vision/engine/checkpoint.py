@@ -2,10 +2,10 @@
 
     RUN/checkpoints/step_200/        accelerate's state of model and optimiser, what the script adds
                              manifest.json    step, format, sha256 of every file and of itself
-    RUN/model.safetensors, ema.safetensors    the newest weights for users, with the configuration in the metadata
+    RUN/model.safetensors, ema.safetensors    the newest weights, with the configuration as metadata
 
-A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. Loading walks from
-the newest to the oldest and takes the first whose files have the sums of its manifest.
+A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one
+whose files have the sums of its manifest is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _nothing(point: str = "") -> None:
 def save_training(
     accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int, at=_nothing, every: int = 1
 ) -> Optional[str]:
-    """Save a checkpoint after `step` steps, and the weights for users beside it; all processes call it together.
+    """Save a checkpoint after `step` steps, and weights for users; all processes call it together.
 
     Args:
         accelerator: holds the wrapped model and optimiser.
@@ -49,11 +49,11 @@ def save_training(
         model, ema: the unwrapped model, and a `ModelEma` or None.
         metadata: what is needed to build the model again; the step is added.
         keep, every: checkpoints that stay, and steps between saves, see `rotate`.
-        at: told of every write, flush and rename just after it; a test may end the process there, or raise OSError.
+        at: called after every write, flush and rename; a test may end the process there, or raise OSError.
 
     Returns:
-        None if everything was saved. Otherwise what went wrong, the same on every process: earlier checkpoints are
-        as they were, and what was half written is removed.
+        None if everything was saved, else what went wrong, the same on every process: earlier checkpoints
+        stay, and what was half written is removed.
     """
     parent, main = run / "checkpoints", accelerator.is_main_process
     hidden = hidden_folder(parent, step)
@@ -72,10 +72,10 @@ def save_training(
         try:
             with _without_crc32(), _without_a_word_on_tied_weights():
                 accelerator.save_state(str(hidden))
-        except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's words for a full disk
+        except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's, for a full disk
             raise OSError(_why_not_written(error, hidden)) from error
         at("wrote the state")
-        if main:  # random numbers are functions of the step; other processes may be writing theirs still
+        if main:  # random numbers follow from the step; other processes may be writing theirs still
             written = (p for p in hidden.rglob("*") if p.is_file() and not p.match(RANDOM_STATES))
             seal.add(*(p for p in written if p != hidden / EMA))
 
@@ -110,7 +110,7 @@ def _export(run: Path, tensors: Dict[str, torch.Tensor], ema, about: dict, seal:
     if ema:
         exports[EMA] = _whole(ema.module, True)
     elif (run / EMA).exists():
-        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting; nobody should take it for the newest
+        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting: it is not the newest
         at(f"moved {EMA} aside")
     written = {}
     for name in exports:
@@ -125,7 +125,7 @@ def _export(run: Path, tensors: Dict[str, torch.Tensor], ema, about: dict, seal:
 
 
 def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
-    """Restore what `save_training` saved into the prepared `model` and optimiser, and into `ema`."""
+    """Restore what `save_training` saved into the prepared `model`, optimiser and `ema`."""
     try:
         accelerator.load_state(str(folder))
         if ema and not (folder / EMA).exists():
@@ -142,10 +142,10 @@ def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], No
 
 
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
-    """(step, folder) of the newest whole checkpoint, or None if there is none at all.
+    """Return (step, folder) of the newest whole checkpoint, or None if there is none.
 
-    Checkpoints of which none can be read are refused, and weights that only a checkpoint can have left: starting over in
-    silence would lose the run.
+    Refuse checkpoints of which none can be read, and weights that only a checkpoint can have left: starting over
+    would lose the run.
     """
     candidates = by_age(run / "checkpoints")
     others = [other_version(folder) for _, folder in candidates]
@@ -171,7 +171,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
 def resume_point(
     run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
 ) -> Optional[Tuple[int, Path]]:
-    """What a run of `max_steps` started now goes on from: `latest_checkpoint`, or None for a fresh one."""
+    """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
     found = None if fresh else latest_checkpoint(run, say)
     if found and found[0] > max_steps:
         raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")
@@ -179,9 +179,9 @@ def resume_point(
 
 
 def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
-    """Write a module's weights as one safetensors file, whole or not at all; metadata values are stored as JSON.
+    """Write a module's weights as one safetensors file, whole or not at all; metadata is stored as JSON.
 
-    With FSDP every process calls it, because shards are gathered, one tensor at a time, and one of them says `write`.
+    With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
     """
     tensors = _whole(module, write)
     if write:
@@ -189,9 +189,9 @@ def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, obje
 
 
 def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
-    """The state dict in main memory, gathered by all processes; empty where it is not kept.
+    """Gather the state dict in main memory, on all processes; empty where it is not kept.
 
-    Tensors that are tied stand there once, under their first name, as in transformers' own files.
+    Tied tensors stand there once, under their first name, as in transformers' files.
     """
     names = {parameter: name for name, parameter in reversed(list(module.named_parameters(remove_duplicate=False)))}
     tied = {name for name, p in module.named_parameters(remove_duplicate=False) if names[p] != name}
@@ -204,7 +204,7 @@ def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_crc32():
-    """The manifest has better sums of what torch.save writes than its own, which take half of its time."""
+    """The manifest's sums are better than torch.save's own, which take half of its time."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -215,7 +215,7 @@ def _without_crc32():
 
 @contextlib.contextmanager
 def _without_a_word_on_tied_weights():
-    """accelerate warns at every save that they stand in the file once; loading takes them so."""
+    """accelerate warns at every save that tied weights are stored once, as loading expects."""
     log = logging.getLogger("accelerate.utils.other")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -229,10 +229,10 @@ def _without_a_word_on_tied_weights():
 
 
 def _why_not_written(error: BaseException, folder: Path) -> str:
-    """The system's reason why torch.save or FSDP could not write into `folder`, as far as it can be told."""
+    """Return the system's reason why torch.save or FSDP could not write into `folder`, if known."""
     if isinstance(error, CheckpointException):
         return str(next(iter(error.failures.values()))[0])
-    # torch.save names a line of its own code. Going on where it stopped tells why it did.
+    # torch.save names a line of its own code; writing again tells the reason.
     torn = max((p for p in folder.rglob("*") if p.is_file()), key=lambda path: path.stat().st_mtime_ns, default=None)
     if torn:
         try:

@@ -1,4 +1,4 @@
-"""From `--config FILE` and `--key.sub value` to a configuration, with one line for every mistake; and its help."""
+"""From `--config FILE` and `--key.sub value` to a configuration, with one-line messages; and --help."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moh_vision.engine.io import run_of
 from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, needs_of, unknown_key, value_at
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
-SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by the folder of a configuration
+SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by configuration folder
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20  # of values inside values, and of files upon files
-KEY_WIDTH = 32  # of the column of keys and defaults in --help; behind a longer one the text begins on the next line
+KEY_WIDTH = 32  # of the column of keys in --help; after a longer key the text begins on the next line
 
 
 @dataclass
@@ -40,13 +40,12 @@ class _Asked(Section):
 
 
 def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
-    """Read the command line of a script into a configuration: its files, the later over the earlier, and over them
-    its options.
+    """Read the command line of a script into a configuration: options override files, later files earlier ones.
 
-    Where `kind` says of which `runs`, the configuration of the run that --checkpoint names is read if there is no
-    --config, and keys in files that `kind` does not have are left out. A key that has no effect beside the others
-    (see `idle_keys`) is refused. If an option makes a key of a file ineffective, the key is left out instead, and a
-    line on stderr says so.
+    If `kind` names the kind of its `runs`, the configuration of the run in --checkpoint is read without a
+    --config, and keys in files that `kind` lacks are left out. A key without effect beside the others (see
+    `idle_keys`) is refused; if an option makes a file's key ineffective, the key is left out, with a line
+    on stderr.
     """
     keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
     files: List[str] = []
@@ -96,7 +95,7 @@ def _make(kind: type, values: Dict[str, Any]) -> Any:
 
 
 def _without_idle(config: Section, values: Dict[str, Any], files: str, prog: str) -> Any:
-    """Refuse keys without effect; where an option made one of a file so, leave it out, and say so."""
+    """Refuse keys without effect; leave out, and name, those of files that an option made so."""
     left_out: Dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
         value = value_at(config, name)
@@ -117,7 +116,7 @@ def _without_idle(config: Section, values: Dict[str, Any], files: str, prog: str
 
 
 def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]:
-    """(name, value) of every option; the value of a section has one for each of its keys."""
+    """Yield (name, value) of every option; a section's value gives one for each key."""
     rest = list(argv)
     while rest:
         token = rest.pop(0)
@@ -139,7 +138,7 @@ def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]
 
 
 def _value(name: str, texts: List[str], found: Key) -> Any:
-    """The first reading of the texts that is of the key's type: as YAML, as they stand, or each of them in a list."""
+    """Return the first reading of the texts that has the key's type: YAML, as they stand, or a list."""
     if name == "help":
         return texts or [""]
     if not texts and found.hint is bool:  # a switch that stands alone
@@ -174,7 +173,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):  # a few lines of aliases of aliases mean more values than memory holds
+        if self.check_event(yaml.AliasEvent):  # aliases of aliases can expand beyond memory
             raise ValueError(f"an alias, *{self.peek_event().anchor}; write the value out")
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -199,7 +198,7 @@ for _kind, _form in dict(
 
 
 def load(text: str, where: str, otherwise: Optional[str] = None) -> Any:
-    """The plain values that a YAML text means; where it is none, `otherwise`, or a ValueError that names `where`."""
+    """Return the plain values of a YAML text, else `otherwise` or a ValueError that names `where`."""
     try:
         return _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -214,9 +213,9 @@ def dump(tree: dict) -> str:
 
 
 def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Yield dotted keys and values of a configuration for a script ("": any), those of its base first.
+    """Yield dotted keys and values of a configuration for a script ("": any), its base's first.
 
-    Its name is a path, relative to the folder `beside`, or one that ships with the package; `upon` files have brought it.
+    The name is a path relative to `beside`, or ships with the package; `upon` files have brought it.
     """
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
@@ -225,7 +224,7 @@ def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), opt
         raise ValueError(f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}")
-    tree = load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}  # YAML refuses what is no UTF-8
+    tree = load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}  # refuses broken UTF-8
     if not isinstance(tree, dict):
         raise ValueError(f"{option} {path}: expected keys and values, found {type(tree).__name__}")
     base = tree.pop("base", None)
@@ -250,7 +249,7 @@ def _known(tree: dict, keys: Dict[str, Key], where: str) -> Iterator[Tuple[str, 
 
 
 def groups_of(kind: type) -> List[Tuple[str, Dict[str, Key]]]:
-    """(title, keys by name) of what every script takes, of the keys outside of sections, and of each section."""
+    """Return (title, keys by name) of every script's keys, keys outside sections, and each section."""
     groups: Dict[str, Dict[str, Key]] = {}
     for name, found in keys_of(kind).items():
         groups.setdefault(name.rpartition(".")[0], {})[name] = found
@@ -267,7 +266,7 @@ def default_of(found: Key) -> str:
 
 
 def help_text(prog: str, kind: type, about: List[str]) -> str:
-    """Write the text of `--help`: at most two lines of text a key, or the whole text of the keys and sections `about`."""
+    """Write `--help`: at most two lines of text a key, or the whole text of keys and sections `about`."""
     groups, every, found = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
     for name in (word.removeprefix("--").replace("-", "_") for text in about for word in text.split()):
         own = [(k, f) for _, keys in groups for k, f in keys.items() if k == name or k.startswith(f"{name}.")]
@@ -287,7 +286,7 @@ def help_text(prog: str, kind: type, about: List[str]) -> str:
 
 
 def _lines(name: str, found: Key, width: int) -> List[str]:
-    """The key with its default, then what it is, and what it does where it is left out."""
+    """Return the key with its default, then its text, and what leaving it out means."""
     head = f"  --{name} {default_of(found)}".rstrip()
     text = re.split(r"(?<=[^.])[.;] |[:;]? *$", found.text)[0].rstrip(".:;")
     left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", found.text)

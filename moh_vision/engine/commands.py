@@ -1,4 +1,4 @@
-"""What commands share: options, mistyped names, one line for every mistake of the user, and progress. It needs no torch."""
+"""What commands share: options, mistyped names, one-line messages and progress. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ EXTRAS = {  # packages that a plain install does not bring, and the extra that d
     "datasets": "hub",
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "export"),
 }
-MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a file or folder that the user named
-BUILD = "MOH_VISION_BUILD"  # "auto": the first model that runs on a CPU builds the operators; "later": a set-up goes on
+MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a path that the user named
+BUILD = "MOH_VISION_BUILD"  # "auto": the first model on a CPU builds the operators; "later": a set-up goes on
 LIKE = 0.6  # from this likeness on a name may be meant, where 1 is the same one
-LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines of progress in a log, and until the first
+LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines in a log, and until the first
 
 
 class BadData(ValueError):
-    """Data that turns out to be unusable while a command is at work; the message names it."""
+    """Unusable data that a command finds while at work; the message names it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises a ValueError for a mistake, and prints the description of a command as it stands."""
+    """argparse that raises ValueError for mistakes, and prints a description as it stands."""
 
     def __init__(self, prog: str, description: str):
         form = argparse.RawDescriptionHelpFormatter
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         say(self.format_help().rstrip())
 
     def parse(self, argv: Optional[List[str]] = None) -> argparse.Namespace:
-        """Read options; None: those of this process. An unknown option is named with the nearest known one."""
+        """Read options; None: of this process. For an unknown option, name the nearest known one."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
@@ -55,8 +55,8 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def parse_with_rest(self, argv: Optional[List[str]], first: str) -> Tuple[argparse.Namespace, List[str]]:
-        """Read options, and leave those of another parser. The positional argument `first`, as --help calls it, comes first:
-        else it could be the value of an option of the other parser.
+        """Read options, and leave those of another parser. The positional argument `first`, --help's name,
+        must come first: else it could be a value of the other parser's options.
         """
         argv = sys.argv[1:] if argv is None else list(argv)
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_output(option: str, path: Optional[str]) -> None:
-    """Raise ValueError for a file that cannot be made: it is there, or its folder is not. None is left out."""
+    """Raise ValueError for a file that is there already, or whose folder is not."""
     if path and os.path.exists(path):
         raise ValueError(f"{option} {path} exists; give another path")
     if path and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
@@ -78,12 +78,12 @@ def refuse_output(option: str, path: Optional[str]) -> None:
 
 
 def refuse_unwritable(option: str, path: Union[Path, str]) -> None:
-    """Raise ValueError, with the system's reason, where nothing can be written at a path or in the first folder above it."""
+    """Raise ValueError, with the system's reason, if a path or the first folder above it is not writable."""
     place = path = Path(path).absolute()
     try:
         while not place.exists() or place == path and place.is_file():
             place = place.parent
-        with tempfile.TemporaryFile(dir=place) as file:  # permissions do not tell of root, /proc or a full disk
+        with tempfile.TemporaryFile(dir=place) as file:  # permissions miss root, /proc and full disks
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
@@ -92,7 +92,7 @@ def refuse_unwritable(option: str, path: Union[Path, str]) -> None:
 
 
 def refuse_missing(option: str, path: str) -> None:
-    """Raise FileNotFoundError for a path that is not there, naming a folder beside it that has nearly the same name."""
+    """Raise FileNotFoundError for a missing path, naming a folder beside it with nearly the same name."""
     if os.path.exists(path):
         return
     folder, name = os.path.split(os.path.normpath(path))
@@ -102,7 +102,7 @@ def refuse_missing(option: str, path: str) -> None:
 
 
 def say(text: str) -> bool:
-    """Print a line above the bars, at once also through a pipe; return False where nobody reads on, as after `| head`."""
+    """Print a line above the bars, flushed; return False where nobody reads, as after `| head`."""
     try:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
@@ -113,16 +113,17 @@ def say(text: str) -> bool:
 
 
 class Progress:
-    """Progress of a long work, in a `with` block: a bar on a terminal, in a log a line after ten seconds and every minute.
+    """Progress of long work, in a `with` block: a bar on a terminal, else a line after 10 s and every minute.
 
-    `total` steps (None: nobody knows), each called `unit`; `done` of them were there before. A `scaled` bar writes 1.5M.
+    `total` steps (None: unknown) of a `unit`; `done` were there before. A `scaled` bar writes 1.5M.
     """
 
     def __init__(
         self, title: str, total: Optional[int], unit: str, done: int = 0, enabled: bool = True, scaled: bool = False
     ):
         self.terminal, self.enabled = sys.stderr.isatty(), enabled
-        self.title, self.total, self.unit, self.first, self.done = title, total, unit, done, done
+        self.title, self.total, self.unit = title, total, unit
+        self.first = self.done = done
         self.started, self.scaled = time.monotonic(), scaled
         self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
 
@@ -166,11 +167,11 @@ class Progress:
 
 
 def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:
-    """The allowed names that a mistyped one may mean, the likeliest first; empty if none is near."""
+    """Return allowed names that a mistyped one may mean, the likeliest first."""
     allowed = list(allowed)
     if name in allowed:
         return [name]
-    # Similarity alone takes 'optim.ets' for 'optim.betas', where one letter makes it 'optim.eps'.
+    # Similarity prefers 'optim.betas' for 'optim.ets'; one edit gives 'optim.eps'.
     near = get_close_matches(name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=LIKE)
     near = near or [a for a in allowed if len(name) > 2 and a.startswith(name)][:most]
     if near:
@@ -194,7 +195,7 @@ def _likeness(a: str, b: str) -> float:
 
 
 def _one_edit_apart(a: str, b: str) -> bool:
-    """Whether a letter too many, too few, another, or two neighbours swapped tell one from the other."""
+    """Whether one letter added, lost or changed, or two neighbours swapped, makes a into b."""
     if abs(len(a) - len(b)) > 1:
         return False
     start = len(os.path.commonprefix([a, b]))
@@ -205,7 +206,7 @@ def _one_edit_apart(a: str, b: str) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says, on one line; without the traceback that a worker of a loader puts before it."""
+    """Return an exception's text on one line, without the traceback of a loader's worker."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     else:
@@ -217,14 +218,14 @@ def message_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first 300 characters of what an exception says, to be quoted in the message of another."""
+    """Return the first 300 characters of an exception's text, for another's message."""
     return message_of(error)[:300]
 
 
 @contextlib.contextmanager
 def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
-    """Turn a user's mistake into one line and an exit code, printed on `every_rank` that has it or once on each machine."""
-    # That a hub cannot be reached is said once it is given up, not at each of five retries.
+    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine."""
+    # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
         with extras_named():
@@ -240,7 +241,7 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
 
 @contextlib.contextmanager
 def extras_named():
-    """Raise ValueError, naming what to install, where a package of an extra is missing."""
+    """Raise ValueError that names what to install if an extra's package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -251,7 +252,7 @@ def extras_named():
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Do the work of a command; return 0, 2 for a user's mistake (printed as one line), 130 when interrupted.
+    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted.
 
     `kept`: what the same command finds finished after an interruption, such as "shards".
     """

@@ -12,7 +12,7 @@ HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig
 MAX_SEED = 2**63 - 1
 TRAINS = "train_only!=gates"
 
-# Not keys of a configuration: what a run keeps in attention.json, see `AttentionRecord`. --allow-change takes them.
+# Not keys of a configuration, but kept in attention.json by `AttentionRecord`; for --allow-change.
 KEPT_KEYS = ("attention.path", "attention.table")
 
 
@@ -58,15 +58,15 @@ class ModelConfig(Section, section="model"):
             raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
 
     def arguments(self) -> dict:
-        """Keyword arguments for timm.create_model, without what was left out; of a pre-trained model those that it
-        changes."""
+        """Return timm.create_model's keyword arguments that are set; of a pre-trained model those
+        that it changes."""
         other = ("name", "kwargs", "pretrained", "convert")
         own = {name: value for name, value in vars(self).items() if name not in other and value is not None}
         return {**own, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
-        """The arguments of the model that the data and other keys decide, such as num_classes; model.kwargs may not
-        differ."""
+        """Return the model's arguments that data and other keys decide, such as num_classes;
+        model.kwargs may not differ."""
         for name, value in values.items():
             said = (self.kwargs or {}).get(name, value)
             if said != value:
@@ -249,7 +249,7 @@ class RunConfig(CommonConfig):
                 raise ValueError(f"--allow-change {name}: {unknown_key(name, keys_of(type(self)))}")
 
     def routers(self) -> Set[str]:
-        """The routers that the model may have; of what model.pretrained names, only its files tell."""
+        """Return the routers that the model may have; model.pretrained's are unknown here."""
         raise NotImplementedError
 
     def idle(self) -> Iterator[Idle]:

@@ -13,10 +13,10 @@ from moh_vision.engine.sharding import is_sharded
 
 
 class ModelEma(ModelEmaV3):
-    """timm's ModelEmaV3, whose `module` stays whole on every process when the weights are sharded.
+    """timm's ModelEmaV3, whose `module` stays whole on every process with sharded weights.
 
-    It is made before accelerate shards the model. An update then gathers one tensor at a time: as much traffic as one
-    more forward pass, and as much memory as the model.
+    Make it before accelerate shards the model. An update then gathers one tensor at a time: the traffic of one
+    more forward pass, and memory for the model.
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
@@ -36,12 +36,12 @@ class ModelEma(ModelEmaV3):
 
 
 def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> Optional[ModelEma]:
-    """Make the average of a model that is not sharded yet, and move the model to `device`; None for a decay of 0."""
+    """Make the average of a model, not sharded yet, moved to `device`; None for a decay of 0."""
     model.to(device)
     return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
 
 
 def gathered(model: nn.Module) -> Iterator[Tuple[str, Tensor]]:
-    """Yield names and tensors of a state dict, FSDP's shards whole; every process goes through them together."""
+    """Yield names and tensors of a state dict, FSDP's shards whole; for every process together."""
     for name, value in model.state_dict().items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Folders of runs, locks, and files that are written whole; every room may import this module."""
+"""Folders of runs, locks, and files that are written whole; any room may import this."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from typing import BinaryIO, Dict, Iterable, Iterator, Optional, Sequence, Union
 from safetensors.torch import save_file
 from torch import Tensor
 
-__version__ = "0.1.0"  # of moh_vision, for what is written into files; pyproject.toml reads it here
+__version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 LOCK = ".lock"
-ATTEMPTS, PAUSE = 20, 0.1  # a process that was killed just now, or its children, may need a moment to end
+ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
 
 
 def run_of(path: Union[str, Path]) -> Path:
-    """Return the folder of the run that a path belongs to: RUN, RUN/checkpoints/step_N, or a file in one of them."""
+    """Return the folder of the run of a path: RUN, RUN/checkpoints/step_N, or a file in one of them."""
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     return folder.resolve().parents[1] if step_of(folder) is not None else folder
@@ -43,14 +43,14 @@ def step_of(folder: Path) -> Optional[int]:
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
     """Let one process at a time write into a folder, which exists; `option` named it.
 
-    The lock is on the file `folder`/.lock, which names host and process of the owner. The system releases it when the
-    process ends, however it ends; an unlocked .lock that a kill left behind does not matter. Over NFS the server keeps
-    the lock for all its clients, and a machine that crashed loses it with its lease. A file system without locks gets
-    a warning, and a second process is not noticed there. `with_children` holds the lock until forked children, which
-    write into the folder, have ended too.
+    The lock is on `folder`/.lock, which names the owner's host and process. The system releases it when the
+    process ends in any way; an unlocked .lock left by a kill does not matter. Over NFS the server keeps the
+    lock for all clients, and a crashed machine loses it with its lease. A file system without locks gets a
+    warning, and a second process is not noticed. `with_children` holds the lock until forked children,
+    which write into the folder, have ended too.
     """
     place = Path(folder) / LOCK
-    # POSIX locks (lockf) belong to the process alone. flock's belong to the open file, which children inherit.
+    # POSIX locks (lockf) belong to the process; flock's to the open file, which children inherit.
     lock = fcntl.flock if with_children else fcntl.lockf
     with contextlib.ExitStack() as opened:
         for attempt in itertools.count(1):
@@ -91,10 +91,10 @@ def _is_named(file, place: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
-    """Open a file to write that is on the disk under the name `place` at the end; after an error there is nothing.
+    """Open a file for writing that gets the name `place` at the end; after an error there is nothing.
 
-    Its folder is made, and a file that is there is replaced. A `shared` file may be written by several processes at once:
-    the last rename stands. An OSError names a file.
+    Its folder is made, and an earlier file replaced. A `shared` file may be written by several processes at
+    once: the last rename stands. An OSError names a file.
     """
     hidden = hidden_path(place, shared)
     try:
@@ -114,7 +114,7 @@ def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
 
 
 def write_whole(place: Path, data: Union[str, bytes], shared: bool = False) -> None:
-    """Write a file, text as UTF-8, as `whole_file` does; the same data again change nothing."""
+    """Write a file, text as UTF-8, as `whole_file` does, unless it holds the same data."""
     data = data.encode() if isinstance(data, str) else data
     if not place.exists() or place.read_bytes() != data:
         with whole_file(place, shared) as file:
@@ -129,7 +129,7 @@ def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
 
 
 def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:
-    """Write contiguous tensors of the CPU, and metadata as JSON, to a safetensors file that is whole or not there."""
+    """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
     try:
         hidden = write_aside(place, tensors, metadata, shared)
         fsync(hidden)
@@ -139,8 +139,8 @@ def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, o
 
 
 def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> Path:
-    """Do as `write_tensors`, up to the flush; return the hidden file, alone in the folder `hidden_path`."""
-    folder = hidden_path(place, shared)  # because safetensors makes a temporary file beside what it writes
+    """Do as `write_tensors` up to the flush; return the hidden file, alone in `hidden_path`."""
+    folder = hidden_path(place, shared)  # safetensors makes a temporary file beside its output
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     hidden = folder / place.name
@@ -151,7 +151,7 @@ def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, obj
 
 def hidden_path(place: Path, shared: bool = False) -> Path:
     """Return where a file or folder is until it is whole; see `whole_file`."""
-    own = f".{socket.gethostname()}.{os.getpid()}" if shared else ""  # containers often have equal process numbers
+    own = f".{socket.gethostname()}.{os.getpid()}" if shared else ""  # process numbers repeat in containers
     return place.with_name(f".{place.name}{own}.tmp")
 
 

@@ -1,6 +1,6 @@
-"""A key of a configuration is said once: `name: type = key(default, limits, needs)`, with its text below it.
+"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text.
 
-Help, docs/reference/config.md, refusals, the comparison on resume and the tests' sweep are made from these fields.
+Help, docs/reference/config.md, refusals, the comparison on resume and the tests' sweep read these fields.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from moh_vision.engine.commands import nearest
 NUMBERS = dict(
     gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
 )  # fmt: skip
-Idle = Tuple[str, Any, str, str]  # keys, whether they have an effect, what they need, the keys that decide
+Idle = Tuple[str, Any, str, str]  # keys, their effect, what they need, the keys that decide
 
 
 def key(default: Any = MISSING, **about: Any) -> Any:
-    """A field of a `Section`. A subclass that says a key again keeps what it does not say anew.
+    """Return a field of a `Section`. A subclass that repeats a key inherits what it leaves out.
 
     Args:
         default: what it is where it is left out; without one it must be given.
-        gt, ge, lt, le: limits of a number, or of each in a list; the name of another key of the section stands for its value.
+        gt, ge, lt, le: limits of a number, or of each in a list; or the name of a key of the section.
         rising: of a pair: the first is not above the second.
         ends: endings of a path, one of which it has.
-        needs: what it has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE stands for any
-            text; several of these are joined by " or " or by "; ", which means and. ".KEY" is of the same section.
+        needs: what it has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE
+            is any text; joined by " or ", or by "; " for and. ".KEY" is of the same section.
         also: what other projects call it, with or without a section.
         free: another value does not make a run another run.
         kept: False: an option of one call, which no file holds and no run remembers.
@@ -57,7 +57,7 @@ class Key(NamedTuple):
     about: Dict[str, Any]  # what `key` was told
 
     def as_type(self, value: Any, name: str) -> Any:
-        """The value as the key's type; ValueError, naming the key, if it is of another."""
+        """Return the value as the key's type, or raise ValueError, naming the key."""
         try:
             return as_type(self.hint, value)
         except TypeError:
@@ -65,7 +65,7 @@ class Key(NamedTuple):
             raise ValueError(f'key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
 
     def check(self, value: Any, name: str, section: Section) -> None:
-        """Raise ValueError, naming the key, for a value of its type that is out of its range."""
+        """Raise ValueError, naming the key, for a value that is out of its range."""
         numbers = list(_numbers(value))
         fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (value != [] or self.default == [])
         for limit, (_, holds) in NUMBERS.items():
@@ -113,14 +113,14 @@ def _numbers(value: Any) -> Iterator[Union[int, float]]:
 class Section:
     """Keys that belong together, in their types and ranges however it is made.
 
-    A subclass says as arguments of its class the name of its `section`, what all its keys need, and whether all are free.
+    A subclass's arguments: its `section`'s name, what all keys need, and whether all are free.
     """
 
     section: ClassVar[str] = ""
     needs: ClassVar[str] = ""
     free: ClassVar[bool] = False
-    runs: ClassVar[Optional[type]] = None  # the configuration of the runs that its key checkpoint may name
-    given: ClassVar[FrozenSet[str]] = frozenset()  # the keys that were options on the command line
+    runs: ClassVar[Optional[type]] = None  # configuration of the runs for its key checkpoint
+    given: ClassVar[FrozenSet[str]] = frozenset()  # options on the command line
 
     def __init_subclass__(cls, **about: Any) -> None:
         for name, value in about.items():
@@ -192,7 +192,7 @@ def texts_of(kind: type) -> Dict[str, str]:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """The value, with lists as tuples and whole numbers as floats where the type says so; TypeError if it is of another."""
+    """Return the value, lists as tuples and whole numbers as floats if the type says so; or TypeError."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Union:
         for kind in sorted(inner, key=lambda kind: kind is not type(value)):
@@ -214,7 +214,7 @@ def as_type(hint: Any, value: Any) -> Any:
 
 
 def words_of(hint: Any) -> str:
-    """A type as people write it: the allowed values of a Literal, `or null` for an Optional."""
+    """Return a type for people: a Literal's allowed values, `or null` for an Optional."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Union:
         return " or ".join(map(words_of, inner))
@@ -226,7 +226,7 @@ def words_of(hint: Any) -> str:
 
 
 def idle_keys(config: Section) -> Iterator[Tuple[str, str, Set[str]]]:
-    """(key, what it needs, the keys that decide) of every key that has no effect beside the others."""
+    """Yield (key, what it needs, the keys that decide) for keys without effect beside the others."""
     keys = keys_of(type(config))
     values = {name: value_at(config, name) for name in keys}
     for name, found in keys.items():
@@ -280,7 +280,7 @@ def _in_words(need: str, keys: Dict[str, Key]) -> str:
 
 
 def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
-    """Keys, with both values, that differ from those of a saved configuration, and may not."""
+    """Return keys, with both values, that differ from a saved configuration's and may not."""
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     keys = keys_of(type(new))
@@ -292,7 +292,7 @@ def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
 
 
 def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[Tuple[str, Any]]:
-    """Dotted keys and values of nested sections; a mapping is the value of a key, or has what begins with its name."""
+    """Yield dotted keys and values of nested sections; mappings are values of keys, or hold keys."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
         if name not in keys and isinstance(value, dict) and any(known.startswith(f"{name}.") for known in keys):

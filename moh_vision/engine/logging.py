@@ -1,4 +1,4 @@
-"""What a run says of itself: environment.jsonl, metrics.jsonl, a bar or plain lines, and at its end its files."""
+"""What a run reports: environment.jsonl, metrics.jsonl, a bar or plain lines, and its files."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ OF_FILES = {  # and where the run has such a file
     "head_load.json": f"{COMMAND} head-load {{run}} --output heads.png",
     "gates.md": f"{COMMAND} gates {{run}} --output gates.png",
 }
-FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")  # by objective
+FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")
 
 
 class RunLog:
-    """Logs a run to `path` (metrics.jsonl), a tracker and the screen; on processes other than the main one does nothing.
+    """Logs a run to `path` (metrics.jsonl), a tracker and the screen; only on the main process.
 
-    Lines of more than `start` steps, left by an interrupted run, are dropped. A run that is at its end already and
-    `ends_with_validation` only repeats its last validation, whose line is dropped then.
+    Lines of more than `start` steps, left by an interrupted run, are dropped. A run at its end that
+    `ends_with_validation` only repeats its last validation, replacing its line.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RunLog:
         self.terminal = sys.stderr.isatty()
         self.title, self.total, self.unit = title, total, unit
         self.pause()
-        self.warm = 0.0  # when the first step of this process was done, which compiles and fills caches
+        self.warm = 0.0  # end of this process's first step, which compiles and fills caches
         if not enabled:
             return
         if path.exists():
@@ -91,7 +91,7 @@ class RunLog:
             self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
-        """After so many steps, write a line {"step": step, **values} and show `show`, the rate and peak memory."""
+        """Write a line {"step": step, **values}, and show `show`, the rate and peak memory."""
         seconds = time.monotonic() - self.since
         rate, memory = self.count / max(seconds, 1e-9), peak_memory_mib()
         left = (self.total - step) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
@@ -109,7 +109,7 @@ class RunLog:
             say(f"{self.title} {step}/{self.total}: {about}")
 
     def event(self, step: int, values: dict, show: str) -> None:
-        """Write a validation or the like as a line of its own in metrics.jsonl and on the screen."""
+        """Log a validation or the like in metrics.jsonl and on the screen."""
         if self.enabled:
             self._write(step, values)
             self.say(show)
@@ -152,7 +152,7 @@ class RunLog:
 
 
 def record_start(folder: Path, **start) -> None:
-    """Append a start of a run to FOLDER/environment.jsonl: `start`, the date, and what else its numbers depend on."""
+    """Append a start of a run to FOLDER/environment.jsonl: `start`, date, and what else decides its numbers."""
     start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
     start.update(commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count())
     file = folder / "environment.jsonl"
@@ -170,16 +170,16 @@ def versions() -> Dict[str, str]:
 
 
 def commit(clone: Path) -> Optional[str]:
-    """Return the commit of a clone, with "-dirty" if tracked files differ; None for a folder that is no clone."""
+    """Return the commit of a clone, with "-dirty" if tracked files differ; else None."""
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or a clone of somebody else
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or not our clone
         return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return None
 
 
 def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
-    """Return what a run prints at its end: its files, and what to type next. `objective` is a diffusion run's."""
+    """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
     commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
@@ -187,7 +187,7 @@ def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
 
 
 def without_nan(values: dict) -> Tuple[dict, List[str]]:
-    """Replace NaN and infinity, which JSON does not have, by None; return also the names of those replaced."""
+    """Replace NaN and infinity, which JSON lacks, by None; also return names of those replaced."""
     replaced = {}  # a dict keeps the order, and each name once
 
     def plain(value, name: str):
@@ -204,7 +204,7 @@ def without_nan(values: dict) -> Tuple[dict, List[str]]:
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Write numbers to a JSON file, whole or not at all. NaN and infinity become null, and a printed line names them."""
+    """Write numbers to a JSON file, whole or not at all; NaN and infinity become null, with a line."""
     values, replaced = without_nan(values)
     write_whole(path, json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if replaced:
@@ -212,7 +212,7 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def peak_memory_mib() -> float:
-    """Return PyTorch's peak memory on the GPU if there is one, else resident memory, libraries included."""
+    """Return PyTorch's peak memory on the GPU, else resident memory, libraries included."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

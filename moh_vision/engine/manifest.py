@@ -1,8 +1,8 @@
-"""What makes a checkpoint's folder whole: a manifest with the sum of every file, and of itself.
+"""What makes a checkpoint whole: a manifest with the sum of every file, and its own.
 
     {"format": 3, "version": "0.1.0", "step": 200, "sha256": {"ema.safetensors": "...", ...}, "own_sha256": "..."}
 
-safetensors and pickles hold no sums, so a flipped bit in a weight would load without a word.
+safetensors and pickles hold no sums: a flipped bit in a weight would load unnoticed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MANIFEST = "manifest.json"
 
 
 class Seal:
-    """Flushes the files of a folder to the disk and takes their sums, in threads, while others are still written.
+    """Flushes a folder's files to the disk and sums them, in threads, while others are written.
 
-    What is read back is still in memory. hashlib and fsync let other threads run.
+    Files are read back from memory. hashlib and fsync let other threads run.
 
     Args:
         folder: where the files are.
-        at: told of every flush and write, see `save_training`; called from threads too.
+        at: called after every flush and write, see `save_training`; also from threads.
     """
 
     def __init__(self, folder: Path, at: Callable[[str], None]):
@@ -43,7 +43,7 @@ class Seal:
 
     def add(self, *paths: Path) -> None:
         """Files that are written."""
-        for path in sorted(paths, key=lambda path: -path.stat().st_size):  # the longest work first
+        for path in sorted(paths, key=lambda path: -path.stat().st_size):  # longest first
             self.flush(path)
             self.sums[path.relative_to(self.folder).as_posix()] = self.pool.submit(sha256_of, path)
 
@@ -60,7 +60,7 @@ class Seal:
             future.result()
 
     def close(self, step: int) -> None:
-        """Add what has not been, wait for all, and write and flush the manifest of `step`."""
+        """Add remaining files, wait, and write and flush the manifest of `step`."""
         inside = sorted(self.folder.rglob("*"))
         self.add(*(p for p in inside if p.is_file() and p.relative_to(self.folder).as_posix() not in self.sums))
         sums = {name: self.sums[name].result() for name in sorted(self.sums)}
@@ -90,7 +90,7 @@ def _sealed(body: dict) -> str:
 
 
 def other_version(folder: Path) -> Optional[str]:
-    """Which version wrote a checkpoint, if it is one that this version does not read; else None."""
+    """Return the version of a checkpoint that this version does not read; else None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         form, version = manifest["format"], str(manifest["version"])
@@ -115,7 +115,7 @@ def damage(folder: Path, step: int) -> Optional[str]:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({error})"
-    # Written again from what was read: nothing can be missing, added or changed and still be the same text.
+    # The same text after reading and writing: nothing is missing, added or changed.
     if text != _sealed({key: value for key, value in manifest.items() if key != "own_sha256"}):
         return f"{MANIFEST} does not have its own sha256"
     if recorded != step:

@@ -1,4 +1,4 @@
-"""A run that is opened again: its model, its data and what scores it. Every wing has its own form of it."""
+"""A run that is opened again: its model, data and scores. Every wing has its own subclass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Opened:
 
     Attributes:
         config: the configuration that it was opened with.
-        model: in eval mode, on the CPU until something is computed, or on the device that was asked for.
-        metadata: architecture, weights (as commands print the file); of a run its arguments, classes, step, config.
+        model: in eval mode, on the CPU until something is computed, or on the given device.
+        metadata: architecture, weights (the file, as printed); of a run also arguments, classes, step, config.
         kind: "classification", "diffusion" or "text".
     """
 
@@ -30,7 +30,7 @@ class Opened:
     kind: ClassVar[str] = ""
     unit: ClassVar[str] = "images"  # what its data are counted in
     loss_name: ClassVar[str] = ""
-    scored_on: ClassVar[str] = ""  # what its scores are of, where c is the configuration
+    scored_on: ClassVar[str] = ""  # what is scored; c is the configuration
 
     @cached_property
     def accelerator(self):
@@ -42,11 +42,11 @@ class Opened:
         raise NotImplementedError(f"{self.kind}: data")
 
     def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
-        """Return batches of `count` samples, evenly spread over the training split, and of as many between them."""
+        """Return batches of `count` evenly spread training samples, and as many between them."""
         raise NotImplementedError(f"{self.kind}: halves")
 
     def inputs(self, batch: dict) -> Any:
-        """Return the arguments of the model in a batch, as `calibrate` of `moh_vision.convert` takes them."""
+        """Return the model's arguments in a batch, as `calibrate` of `moh_vision.convert` takes them."""
         raise NotImplementedError(f"{self.kind}: inputs")
 
     def loss(self, batch: dict) -> Tensor:

@@ -14,13 +14,13 @@ from torch import nn
 
 from moh_vision.engine.commands import closest
 
-# What timm lists and a run cannot use: packages for GPUs alone (bnb*, fused*); a second derivative (adahessian); random
-# numbers that are not part of the state, so that a resumed run differs (kron*); weights that are kept from the first step
-# and put back where a gradient is zero, which is where MAE's gates move by themselves (madgrad*).
+# Optimisers of timm that a run cannot use: for GPUs alone (bnb*, fused*); with a second derivative (adahessian); with
+# random numbers outside the state, so that a resumed run differs (kron*); with weights kept from the first step and
+# restored where a gradient is zero, as it is for MAE's gates (madgrad*).
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
 NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
 OPTIONS = ("betas", "eps", "momentum")
-LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # how the names of a layer's parameters begin
+LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # prefix of a layer's parameters
 
 
 def names() -> List[str]:
@@ -48,22 +48,22 @@ def check_sharded(name: str) -> None:
 
 @functools.cache
 def own_value(name: str, option: str):
-    """What an optimiser has where `option` is left out; None if it does not take it, or finds the value by itself."""
+    """Return an optimiser's value of a missing `option`; None if it lacks it or finds the value itself."""
     if not takes(name, option):
         return None
     about = get_optimizer_info(name)
     usual = inspect.signature(about.opt_class).parameters[option].default
     value = (about.defaults or {}).get(option, usual)
-    return value or 0.9 if option == "momentum" else value  # as timm has it where the class says 0
+    return value or 0.9 if option == "momentum" else value  # timm's, for a class's 0
 
 
 def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]] = None) -> torch.optim.Optimizer:
     """Make timm's optimiser for the parameters that require a gradient.
 
-    Weight decay is not applied to biases, norms and parameters named by `undecayed` (None: by the model's
-    no_weight_decay(), if it has one). The muon family orthogonalises the updates of the matrices inside the layers (Jordan
-    2024); its AdamW takes routers, embeddings, label tables, convolutions, the output layer, vectors, and what has no
-    weight decay.
+    Weight decay leaves out biases, norms and parameters named by `undecayed` (None: by the model's
+    no_weight_decay(), if it has one). The muon family orthogonalises updates of matrices inside the layers
+    (Jordan 2024); its AdamW takes routers, embeddings, label tables, convolutions, the output layer, vectors,
+    and all without weight decay.
     """
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, and the user; every process calls these functions together."""
+"""How processes of a run exchange results; every process calls these functions together."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def say(text: str) -> None:
 def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:
     """Do this process's part of a write and wait for the others.
 
-    Return None if all did theirs, else what the first process that did not says, the same on every process. Exceptions of
-    other kinds are raised here.
+    Return None if all did theirs, else the first failed process's message, on every process. Other
+    exceptions are raised here.
     """
     problem = None
     try:
@@ -37,7 +37,7 @@ def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optio
 
 
 def by_main(part: Callable[[], None], accelerator) -> None:
-    """Let the main process do `part`. If it raises one of MISTAKES, every process raises a ValueError."""
+    """Let the main process do `part`; if it raises one of MISTAKES, all raise ValueError."""
     problem = attempt(part if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)
@@ -48,7 +48,7 @@ class MistakeElsewhere(Exception):
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Call make() on the main process, and return its result on every one; a mistake there ends all."""
+    """Return make() of the main process on every one; a mistake there ends all."""
     told: list = [False, None]
     try:
         if PartialState().is_main_process:

@@ -1,4 +1,4 @@
-"""A training run from its command line to its end: folder, lock, resume point, log, saves, signals."""
+"""A training run from command line to end: folder, lock, resume point, log, saves, signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.tracking import check_tracker, open_tracker
 
 CONFIG = "config.yaml"
-IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # what a start that was killed may leave
+IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
 class Run:
@@ -54,15 +54,15 @@ class Run:
                 run.save()                          where it is time
             if not run.stopped: ...                 the last evaluation
 
-    A user's mistake during the set-up, and data that turns out to be bad later, are one line and exit code 2; a loss that
-    stays infinite, or saves that fail, are one line and exit code 1. A run that a signal stopped saves, and exits with
-    128 + the signal's number.
+    A user's mistake during the set-up, and bad data found later, are one line and exit code 2; a loss that stays
+    infinite, or saves that fail, one line and exit code 1. A run stopped by a signal saves, and exits with 128 +
+    the signal's number.
 
     Args:
         name: of the script, for messages.
         kind: the dataclass of its configuration, a `RunConfig`.
         argv: command line without the program; None: that of the process.
-        attention: `moh_vision.attention.settings`. The run keeps them, see `keep_settings`.
+        attention: `moh_vision.attention.settings`, kept by the run, see `keep_settings`.
 
     Attributes:
         config: of the command line, a `RunConfig`.
@@ -96,7 +96,7 @@ class Run:
             self._held = held.pop_all()
         self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
         self.best: Optional[Best] = None
-        self._earlier_stop: Optional[int] = None  # max_steps of the config.yaml that is resumed
+        self._earlier_stop: Optional[int] = None  # max_steps of the resumed config.yaml
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -120,7 +120,7 @@ class Run:
         return index_dir(self.config.output)
 
     def take_up(self, steps: int) -> Optional[Path]:
-        """Lock the run of so many steps in config.output, if there is one; return the checkpoint that it goes on from."""
+        """Lock the run of so many steps in config.output, if any; return the checkpoint to resume from."""
         found = self._place.take_up(steps, lock=not self.config.dry_run)
         self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start
@@ -141,9 +141,9 @@ class Run:
         return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
     def take_model(self, model: nn.Module, mae_routers: List[nn.Module], elastic=None, beside=None) -> None:
-        """Take the model that is trained: those of its parameters that require a gradient.
+        """Take the model that is trained: its parameters that require a gradient.
 
-        `elastic` is an `ElasticBudget`, or None. The task also trains the module `beside`, which only checkpoints keep.
+        `elastic` is an `ElasticBudget` or None. The module `beside` is trained too; only checkpoints keep it.
         """
         if self.accelerator.distributed_type == "FSDP":
             check_sharded(self.config.optim.name)
@@ -152,7 +152,7 @@ class Run:
         self.descent = BlockDescent(self.accelerator, trained, mae_routers, c.compile, **asdict(c.block_descent))
 
     def open(self, data=None) -> None:
-        """Open the folder and write its records, `data` (a `DataRecord`) among them. A mistake until now leaves nothing."""
+        """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
         c = self.config
 
         def changed(earlier: dict) -> List[str]:
@@ -183,10 +183,10 @@ class Run:
         unreadable=None,
         **log_options,
     ) -> None:
-        """Wrap the task, restore the checkpoint that `take_up` found, open the log (`title`, `log_options`: see `RunLog`).
+        """Wrap the task, restore `take_up`'s checkpoint, open the log (`title`, `log_options`: see `RunLog`).
 
-        Exported weights have `metadata`, beside the model's name and the configuration. `schedule` has arguments of
-        `learning_rate` that are not those of config.optim; `ema` is an `EmaConfig`, `unreadable` a `BadSamples`.
+        Exported weights have `metadata`, the model's name and the configuration. `schedule` has arguments of
+        `learning_rate` beyond config.optim; `ema` is an `EmaConfig`, `unreadable` a `BadSamples`.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -195,7 +195,7 @@ class Run:
         self.ema = make_ema(self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device)
         o = c.optim
         usual = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr)
-        usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # not every configuration has one
+        usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # missing in some configurations
         lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
         self._step = Step(
             accelerator, c, descent=self.descent, task=task, optimizer=optimizer, learning_rate=lr,
@@ -211,7 +211,7 @@ class Run:
             self._say_new_schedule(lr)
         self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
-        accelerator.wait_for_everyone()  # all have read the earlier log, which the main process goes on with
+        accelerator.wait_for_everyone()  # all have read the log that the main process goes on with
         main = accelerator.is_main_process
         tracker = open_tracker(c.tracker, self.folder, self.start, f"moh_vision {title}", c.tree(), main)
         path = self.folder / "metrics.jsonl"
@@ -232,7 +232,7 @@ class Run:
             self.signals.done = self.done
 
     def step(self, batches: Iterable[dict], epoch: int, count: int, **more) -> None:
-        """Do the next step; `count` is its images or tokens, for the log's rate. Other arguments: see `Step`."""
+        """Do the next step of `count` images or tokens, for the log's rate. See `Step`."""
         elastic, batches = self.elastic, self._fetched(batches)
         if self.settings and self.settings.table is None:
             batches = self._measured(batches, more)
@@ -257,39 +257,39 @@ class Run:
         return average_over_step(self.accelerator, self._step.losses)
 
     def metrics(self, values: dict, show: str, **counts) -> None:
-        """Log values and counts of the step just done, with its learning rate and gradient norm; see `RunLog.metrics`."""
+        """Log values and counts of the last step, with its learning rate and gradient norm."""
         counts = dict(self._step.values(), failed_saves=self.saver.failed, **counts)
         if self.elastic:
             counts["active_share"] = self.elastic.active_share(self.elastic.share_of(self.done - 1))
         self.log.metrics(self.done, dict(values, **counts), show)
 
     def due(self, every: int, at_end: bool = False) -> bool:
-        """Whether to do now what is done every so many steps (0: never), with `at_end` also after the last one."""
+        """Whether to do now what is done every so many steps (0: never), or `at_end`."""
         if not every or self._step.updater.stop:
             return False
         return self.done % every == 0 or (at_end and self.done == self.stop >= every)
 
     def save(self) -> None:
-        """Save a checkpoint where it is time or this step is the last one; raise SaveError as `Saver` does."""
+        """Save a checkpoint if it is time or the last step; raise SaveError as `Saver` does."""
         last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
             self.saver.save(self.done, self.model, self.ema, self.metadata, last)
             self.log.pause()
 
     def event(self, values: dict, show: str) -> None:
-        """Log an evaluation after the step just done, and leave its time out of the rate; see `RunLog.event`."""
+        """Log an evaluation after the last step, and leave its time out of the rate."""
         self.log.event(self.done, values, show)
         self.log.pause()
 
     def keep_best(self, key: str, patience: int = 0, write: bool = True) -> None:
-        """Find the validation with the best score `key`, see `Best`, and `write` its weights to OUTPUT/best.safetensors."""
+        """Find the best validation by score `key`, see `Best`; `write` its weights to OUTPUT/best.safetensors."""
         with self.errors():
             self.best = from_first(lambda: Best(key, patience).replay(self.folder, self.start, from_file=write))
         self._writes_best, self._ends = write, self.best.exhausted
 
     def judge(self, scores: dict, model: nn.Module) -> None:
-        """Take the scores of a validation of the unwrapped model. It is called before they are logged: a log has no better
-        weights than the file. Where patience is exhausted, the step just done is the last one.
+        """Take a validation's scores of the unwrapped model, before they are logged: the file is never behind the
+        log. Where patience is exhausted, the last step ends the run.
         """
         best, value = self.best, scores[self.best.key]
         better = best.better(value)
@@ -310,7 +310,7 @@ class Run:
             write_json(self.folder / "results.json", dict(results, step=self.done, **about))
 
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:
-        """Print how another max_steps than before changes the learning rate of the next step, if it does."""
+        """Print how a changed max_steps changes the next step's learning rate, if it does."""
         before, now = self._earlier_stop, self.config.max_steps
         if not isinstance(before, int) or before == now or lr.keywords["max_steps"] != now or self.start == now:
             return
@@ -325,7 +325,7 @@ class Run:
                 yield batch
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
-        """Measure with the first batch where skipping heads pays; return all batches."""
+        """Measure on the first batch where skipping heads pays; return all batches."""
         c, attention, calls, elastic = self.config, self.attention, {}, self.elastic
         first = next(batches)
         size = next(len(value) for value in first.values() if isinstance(value, torch.Tensor))
@@ -354,37 +354,38 @@ class Run:
 
 
 def index_dir(output: str) -> str:
-    """Where a run keeps what belongs to data in read-only folders: beside its folder, for the runs beside it."""
+    """Return where indices of read-only data folders are kept: beside the run's folder."""
     return str(Path(output).resolve().with_name(".index"))
 
 
 def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:
-    """accelerate's Accelerator, with keys of a configuration; accumulation is the script's own."""
+    """Return accelerate's Accelerator for a configuration; accumulation is the script's."""
     check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
         raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
     if "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each of torchrun's processes would be a run of its own
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each of torchrun's processes is its own run
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
-    # Given as a plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
+    # A plugin: ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
     accumulation = GradientAccumulationPlugin(num_steps=1)
-    # The others wait while the main process indexes shards, or encodes text; the default is 10 minutes.
+    # Others wait while the main process indexes shards or encodes text; the default is 10 minutes.
     patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
     accelerator = Accelerator(
         mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation, kwargs_handlers=[patient]
     )
-    if mixed_precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
+    if mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would compute in float32
         raise ValueError('mixed_precision fp16 needs a GPU; on a CPU it is "no" or "bf16"')
     return accelerator
 
 
 class RunFolder:
-    """The folder of a run. The main process writes it; closing `held` releases its lock. `fresh` moves a run aside."""
+    """A run's folder, written by the main process; `held` releases its lock, `fresh` moves a run aside."""
 
     def __init__(self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack):
-        self.output, self.fresh, self.accelerator, self.held = output, fresh, accelerator, held
+        self.output, self.fresh = output, fresh
+        self.accelerator, self.held = accelerator, held
         self.path = Path(output).resolve()
         self.saved = self.path / CONFIG
 
@@ -394,7 +395,7 @@ class RunFolder:
         return self.saved.exists() and not self.fresh
 
     def take_up(self, max_steps: int, lock: bool = True) -> Optional[Tuple[int, Path]]:
-        """Lock the run that is there, if any; return the checkpoint that it goes on from, as `resume_point`."""
+        """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
 
         def lock_it():
             if lock and self.saved.exists():
@@ -405,12 +406,13 @@ class RunFolder:
         return resume_point(Path(self.output), max_steps, self.fresh, say)
 
     def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
-        """Make the folder, or open the one that `take_up` has locked; refuse what is `changed` since its config.yaml.
+        """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
-        `attention` is an `AttentionRecord`; what it refuses counts as changed. A run that `resumes` from a checkpoint,
-        which may not fit an allowed change, calls `write_records` once the checkpoint is loaded.
+        What `attention`, an `AttentionRecord`, refuses counts as changed. A run that `resumes` may have an
+        allowed change that does not fit: it calls `write_records` once the checkpoint is loaded.
         """
-        self.config, self.records = config, [record for record in (data, attention) if record]
+        self.config = config
+        self.records = [record for record in (data, attention) if record]
         folder, there = self.path, self.goes_on
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
@@ -462,17 +464,17 @@ class RunFolder:
 
 
 def only_records(folder: Path) -> bool:
-    """Whether a run left nothing but records of its start: neither weights nor losses."""
+    """Whether a run left only records of its start: neither weights nor losses."""
     records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
     empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
 def finish(accelerator, signum: int = 0) -> None:
-    """End a run: wait for all, destroy the process group, and exit with 128 + signum if a signal ended the run.
+    """End a run: wait for all, destroy the process group, exit with 128 + signum after a signal.
 
-    The caller has dropped its references to the wrapped task and optimiser. gloo with DistributedDataParallel
-    otherwise aborts at exit about once in four times.
+    The caller has dropped its references to the wrapped task and optimiser: else gloo with
+    DistributedDataParallel aborts at exit about once in four times.
     """
     accelerator.wait_for_everyone()
     accelerator.free_memory()

@@ -19,8 +19,8 @@ class SaveError(OSError):
 class Saver:
     """Saves a run, counts what fails, and gives up after three failures in a row.
 
-    Training goes on after a failure, because a disk that is full now may have room at the next save, and the earlier
-    checkpoints are whole.
+    Training goes on after a failure: a full disk may have room at the next save, and earlier checkpoints are
+    whole.
 
     Attributes:
         failed: saves that failed since the process started.
@@ -32,10 +32,10 @@ class Saver:
         self.failed = self.in_a_row = 0
 
     def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
-        """Whether everything was saved, the same on every process. Arguments: see `save_training`.
+        """Return whether everything was saved, the same on every process. See `save_training`.
 
         Raises:
-            SaveError: on every process, after three failures in a row, or if the save that failed is the `last` one.
+            SaveError: on every process, after three failures in a row or a failed `last` save.
         """
         problem = save_training(
             self.accelerator, self.run, step, model, ema, metadata, keep=self.keep, every=self.every
@@ -54,6 +54,6 @@ class Saver:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse the folder of a run, which need not exist, where nothing can be written."""
+    """Refuse a run's folder, which need not exist, where nothing can be written."""
     for place in (folder, folder / "checkpoints"):
         refuse_unwritable("--output", place)

@@ -6,15 +6,15 @@ from enum import IntEnum
 
 
 class Stream(IntEnum):
-    """What random numbers are for: the last of the numbers that a seed is derived from, so that streams are unrelated.
+    """What random numbers are for: the last part of a seed, so that streams are unrelated.
 
-    Two streams have none: (seed, epoch) is the order of the samples, (seed, position) the augmentation of a sample. A
-    number never changes its meaning, or a run would go on with other random numbers.
+    Two streams have none: (seed, epoch) orders the samples, (seed, position) augments a sample. A number
+    never changes its meaning: a run would go on with other random numbers.
     """
 
-    DIFFUSION = 1  # timestep, noise and dropped label of a sample; also the random class of a generated image
+    DIFFUSION = 1  # timestep, noise and dropped label of a sample; class of a generated image
     MIXING = 2  # mixup and cutmix of a micro-batch
-    POSTERIOR = 3  # the draw from a posterior of the VAE, and whether the image is mirrored
+    POSTERIOR = 3  # the draw from a VAE's posterior, and whether to mirror the image
     BUDGETS = 4  # the share of active heads of a step
     SHARDS = 5  # the order of a stream's shards and samples
     SUBSET = 10  # which sentence pairs stay
@@ -25,6 +25,6 @@ class Stream(IntEnum):
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers, well mixed: neighbours give unrelated streams."""
+    """Return a 63-bit seed, well mixed: neighbouring numbers give unrelated streams."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint would unpickle of a sharded checkpoint, looked at before it does.
+"""Checks what torch.distributed.checkpoint would unpickle of a sharded checkpoint.
 
-Its reader unpickles .metadata, and every entry that is no tensor, without limits. A manifest does not help against a folder
-from a stranger, who writes the manifest too. So both are first read with an allow-list.
+It unpickles .metadata, and every entry that is no tensor, without limits. A manifest does not help: a stranger can write
+one too. So both are first read with an allow-list.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ALLOWED = {
 
 
 def foreign_objects(folder: Path) -> Optional[str]:
-    """Why a sharded checkpoint would make other things than tensors and plain values, or None if it would not.
+    """Return why a sharded checkpoint would make other things than tensors and plain values, or None.
 
     Args:
-        folder: of a checkpoint; without sharded files in it there is nothing to say.
+        folder: of a checkpoint; None is returned without sharded files.
     """
     for file in sorted(folder.rglob(METADATA)):
         try:

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 shards, whole for a while: for validation, generation, and weights that come from a file."""
+"""Weights sharded by FSDP2, gathered for validation, generation, and loading from a file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def whole_weights(task: nn.Module) -> Iterator[None]:
-    """Keep all weights gathered, so that each process may call any module inside as often as it likes.
+    """Keep all weights gathered, so that each process may call any module as often as it likes.
 
-    Outside, a forward of a sharded module gathers its weights and waits for all processes, so a process with fewer
-    batches would block the others forever. Every process enters and leaves. Without FSDP, or inside another such
-    context, nothing is done. The task is what accelerate wraps, or anything that holds it.
+    Outside, a sharded module's forward gathers its weights and waits for all processes: one with fewer
+    batches would block the others forever. Every process enters and leaves. Without FSDP, or in another
+    such context, nothing is done. The task is what accelerate wraps, or holds it.
     """
     units: List[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
     for unit in units:
@@ -34,11 +34,11 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(True, recurse=False)  # as in our configurations
+            unit.set_reshard_after_forward(True, recurse=False)  # as configured
 
 
 def load_whole(model: nn.Module, state: Dict[str, Tensor]) -> None:
-    """Load whole weights into a model that may be sharded; tied weights stand in `state` once. Every process calls it."""
+    """Load whole weights, tied ones stored once, into a model that may be sharded; for every process."""
     if any(isinstance(module, FSDPModule) for module in model.modules()) or is_sharded(model):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:

@@ -7,17 +7,17 @@ import signal
 import time
 from typing import Optional
 
-# A launcher passes on what the terminal or the scheduler sent to every process already: that is no second signal.
+# A launcher passes on a signal that every process already got: that is no second signal.
 SAME_SECONDS = 1.0
 
 
 class StopSignals:
     """Takes note of SIGTERM and SIGINT from `with` on.
 
-    Where no step is `begun`, a signal ends the process with exit code 128 + its number: there is nothing to save. Otherwise
-    the first one is only noted, as `received`; another one, more than `SAME_SECONDS` later, leaves at once without cleaning
-    up, which might wait for processes that are gone. Once `done` says how many steps a run has done, all of them, a signal
-    says that they are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
+    Where no step is `begun`, a signal ends the process with exit code 128 + its number: there is nothing to save.
+    Otherwise the first one is only noted, as `received`; another one, over `SAME_SECONDS` later, exits without cleaning
+    up, which might wait for dead processes. Once `done` gives the steps of a finished run, a signal says that they
+    are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""One optimiser step: learning rate, phases, micro-batches, update, and what is done about numbers that are not finite."""
+"""One optimiser step: learning rate, phases, micro-batches, update, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BAD_STEPS = 10
 class Step:
     """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update.
 
-    `task` is then what accelerate wraps, `losses` what it returned for each micro-batch of the last phase, and `norms` has
+    `task` is what accelerate wraps, `losses` its results for the micro-batches of the last phase, and `norms`
     the gradient norms by phase.
     """
 
@@ -37,7 +37,8 @@ class Step:
         signals=None,
         unreadable=None,
     ):
-        self.accelerator, self.descent, self.learning_rate = accelerator, descent, learning_rate
+        self.accelerator, self.descent = accelerator, descent
+        self.learning_rate = learning_rate
         self.accumulation, self.seed = config.optim.accumulation, config.seed
         self.updater = Updater(accelerator, config.optim.clip_norm, signals, unreadable)
         self.task, self.optimizer = descent.prepare(task, optimizer)
@@ -45,10 +46,10 @@ class Step:
         self.norms: Dict[str, float] = {}
 
     def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
-        """Do step `number` with the next micro-batches; return whether the weights were updated.
+        """Do step `number` with the next micro-batches; return whether weights were updated.
 
-        The learning rate and all random numbers follow from `number`, from 0. The task takes a batch as keyword arguments,
-        and `more` beside it.
+        Learning rate and all random numbers follow from `number`, from 0. The task gets batches as keyword
+        arguments, with `more`.
         """
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
@@ -57,7 +58,7 @@ class Step:
         for phase in self.descent.phases(epoch, islice(batches, self.accumulation)):
             self.losses = []
             for micro, batch in enumerate(phase.batches):
-                # After the fetch, which draws numbers too: dropout depends on seed, step, rank and phase alone.
+                # After the fetch, which draws too: dropout depends on seed, step, rank and phase alone.
                 torch.manual_seed(derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt))
                 with contextlib.nullcontext() if micro == last else accelerator.no_sync(phase.task):
                     self.losses.append(phase.task(**batch, **more))
@@ -67,7 +68,7 @@ class Step:
         return updated
 
     def values(self) -> dict:
-        """Return numbers of the last step for the log: learning rate, gradient norms, steps skipped until now."""
+        """Return the last step's learning rate, gradient norms and skipped steps for the log."""
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         norm, gate_norm = list(self.norms.values())[-1], self.norms.get(GATES)
         values = dict(lr=lr, grad_norm=round(norm, 4), skipped=self.updater.skipped)
@@ -88,11 +89,11 @@ def learning_rate(
     warmup_lr: float = 0.0,
     as_timm: bool = False,
 ) -> float:
-    """Return the learning rate of a step. This function is pure, so that resuming needs no scheduler state.
+    """Return the learning rate of a step, a pure function: resuming needs no scheduler state.
 
-    Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall that reaches
-    `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), but not below `floor` (Vaswani 2017, eq. 3).
-    With `as_timm` step 0 has `warmup_lr` itself, and the fall too counts from step 0, as in timm's schedulers.
+    Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall to
+    `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), at least `floor` (Vaswani 2017, eq. 3).
+    With `as_timm` step 0 has `warmup_lr` itself, and the fall counts from step 0, as in timm.
     """
     if step < warmup_steps and as_timm:
         return warmup_lr + step * ((peak - warmup_lr) / warmup_steps)
@@ -109,18 +110,18 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer, lr: float) -> None:
-    """Set every group's learning rate, times the group's own `lr_scale` where it has one."""
+    """Set every group's learning rate, times its `lr_scale` if any."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def average_over_step(accelerator, losses: List[dict]) -> dict:
-    """Average what a task returned for each micro-batch, also over all processes; every process calls it.
+    """Average a task's results over micro-batches and processes; every process calls it.
 
-    Beside the means it returns balance_share, the share of the auxiliary losses in the mean loss, and head_usage, for each
-    layer a list with the share of all tokens of the step that ran each head.
+    Also returned: balance_share, the auxiliary losses' share of the mean loss, and head_usage, for each layer the
+    share of the step's tokens that ran each head.
     """
-    names = [name for name in losses[0] if name != "head_runs"]  # head_runs: a list of [H + 1] tensors
+    names = [name for name in losses[0] if name != "head_runs"]  # a list of [H + 1] tensors
     layers = [len(runs) for runs in losses[0]["head_runs"]]
     rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]]) for r in losses]
     mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
@@ -136,11 +137,11 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 
 
 class Updater:
-    """Applies gradients, except where loss or gradient is not finite; gives up after ten such steps in a row.
+    """Applies gradients unless loss or gradient is not finite; gives up after ten such steps in a row.
 
-    A step may have several updates (see `block_descent`); one of them that is not finite makes it such a step. All
-    processes decide alike: one all-reduce a step tells each whether any of them had a loss that is not finite, got a
-    signal (`stop`, its number, or 0), or met a sample that cannot be read. `skipped` counts the steps of this process with
+    A step may have several updates (see `block_descent`); one that is not finite counts for the step. All
+    processes decide alike: one all-reduce a step tells each whether any had a loss that is not finite, got a
+    signal (`stop`, its number, or 0), or met an unreadable sample. `skipped` counts this process's steps with
     an update left out; `unreadable` is a `BadSamples`, or None.
     """
 
@@ -152,14 +153,14 @@ class Updater:
         self.last_bad: Optional[int] = None  # step
 
     def __call__(self, task, optimizer, step: int, losses: List[dict], clip_norm=None) -> Tuple[float, bool]:
-        """Clip, check, step, zero. Return the gradient norm before clipping, and whether the weights were updated.
+        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated.
 
         `clip_norm` replaces the general one; 0 does not clip. FloatingPointError after ten bad steps in a row;
-        UnreadableImage if all processes together have met more unreadable samples than are allowed.
+        UnreadableImage if all processes together have met more unreadable samples than allowed.
         """
         clip_norm = self.clip_norm if clip_norm is None else clip_norm
         norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # of FSDP's shards
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # FSDP
         loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
         received = self.signals.received if self.signals else 0
         met = self.unreadable.new if self.unreadable else False
@@ -169,20 +170,20 @@ class Updater:
         if met:
             self.unreadable.share(gather_object)
         scaler = self.accelerator.scaler
-        if not bad_loss and not bad_norm or scaler is not None and bad_norm:  # a gradient scaler skips it by itself
+        if not bad_loss and not bad_norm or scaler is not None and bad_norm:  # a scaler skips by itself
             optimizer.step()
         elif scaler is not None:
-            scaler.update()  # it has unscaled these gradients, and wants to hear that the step is over
+            scaler.update()  # it has unscaled these gradients, and expects the step's end
         optimizer.zero_grad(set_to_none=True)
         finite = not (bad_loss or bad_norm)
         if finite:
             self.in_a_row = self.in_a_row if step == self.last_bad else 0
-        elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above, it is still looking for its scale
+        elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above 1 it still seeks its scale
             self._count(step, optimizer, norm.item(), loss.item())
         return norm.item(), finite
 
     def stop_after_all(self) -> int:
-        """Return the number of a signal that any process got, or 0; every process calls it after the last step."""
+        """Return a signal that any process got, or 0; for every process after the last step."""
         received = max(self.stop, self.signals.received if self.signals else 0)
         return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
 

@@ -1,8 +1,8 @@
-"""The folders of a run's checkpoints: at every instant at least one of them is whole, once one was.
+"""The folders of a run's checkpoints: once one was whole, one always is.
 
 step_200          a checkpoint
 .step_200.tmp     of a save that did not end
-.step_200.old     step 200 as it was before it was saved again: a checkpoint until the new one has its name
+.step_200.old     an earlier step 200: a checkpoint until the new one has its name
 .step_200.gone    being deleted
 """
 
@@ -33,7 +33,7 @@ def by_age(parent: Path) -> List[Tuple[int, Path]]:
 
 
 def tidy(parent: Path) -> None:
-    """Delete the leftovers of interrupted saves, and restore a checkpoint that such a save had renamed."""
+    """Delete leftovers of interrupted saves, and restore a checkpoint that one had renamed."""
     for ending in ("tmp", "gone"):
         for folder in parent.glob(f".step_*.{ending}"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -43,7 +43,7 @@ def tidy(parent: Path) -> None:
 
 
 def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
-    """Give a sealed folder its name; what had it before stays a checkpoint until then."""
+    """Give a sealed folder its name; its predecessor stays a checkpoint until then."""
     final = _named(hidden)
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
@@ -61,9 +61,9 @@ def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
 def rotate(parent: Path, step: int, keep: int, every: int, at: Callable[[str], None]) -> None:
     """Delete what the checkpoint of `step` makes superfluous.
 
-    Only steps up to this one count: newer folders are damaged ones that this run passed over, and take no place.
-    Where a run was stopped between two saves (`every` steps apart), that checkpoint is the first to go, so that the
-    run has in the end those that it would have had without a stop.
+    Only steps up to this one count: newer folders are damaged ones that this run passed over. A checkpoint
+    of a stop between two saves (`every` steps apart) is the first to go, so that in the end the run has
+    the same checkpoints as without a stop.
     """
     named = [(number, path) for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
     folders = [path for number, path in sorted(named, key=lambda f: f[0] != step and f[0] % every > 0)]
@@ -77,7 +77,7 @@ def _named(hidden: Path) -> Path:
 
 
 def _discard(folder: Path) -> None:
-    # Renamed first: a deletion that is cut short leaves rubbish, not a damaged checkpoint.
+    # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
     gone = folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Metrics and pictures in tensorboard or wandb, beside metrics.jsonl; accelerate's trackers do the work."""
+"""Metrics and pictures in tensorboard or wandb, by accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def check_tracker(name: Optional[str]) -> None:
 def open_tracker(
     name: Optional[str], run: Path, start: int, title: str, config: dict, enabled: bool
 ) -> Optional[GeneralTracker]:
-    """Open accelerate's tracker for a run; None without a name, or where it is not `enabled`.
+    """Open accelerate's tracker for a run; None without a name, or if not `enabled`.
 
-    Tensorboard drops what an interrupted run wrote after `start` steps. In wandb a resumed run goes on under its id, in the
-    project `title`.
+    Tensorboard drops what an interrupted run wrote after `start` steps. In wandb a run resumes under its id, in
+    the project `title`.
     """
     if name is None or not enabled:
         return None

@@ -38,7 +38,7 @@ def _parse(argv: Optional[List[str]]) -> dict:
 
 @contextlib.contextmanager
 def launched_ranks() -> Iterator[None]:
-    """Connect the ranks that the environment speaks of, if there are several (see accelerate's PartialState)."""
+    """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
         # An orphan would write on beside the run that is started next.
@@ -57,7 +57,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     def work() -> None:
         with warnings.catch_warnings(), launched_ranks():
-            warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
+            warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
             write_latents(**from_first(lambda: _parse(argv)), say=say)
 
     try:

@@ -28,7 +28,7 @@ def write_manifest(
     folder: Path, split: str, space: LatentSpace, size: int, dtype: str, source: str, classes: List[str],
     shards: Optional[List[dict]],
 ) -> None:  # fmt: skip
-    """Write the manifest. `shards` are entries of the record; None means not finished, and training refuses them."""
+    """Write the manifest. `shards`: entries of the record, or None while unfinished, which training refuses."""
     manifest = dict(format=FORMAT, complete=shards is not None, split=split, source=source, size=size, dtype=dtype)
     manifest.update(vae=dataclasses.asdict(space), shape=_shape(space, size), classes=classes)
     if shards is not None:
@@ -46,9 +46,9 @@ def _shape(space: LatentSpace, size: int) -> List[int]:
 
 
 class LatentCache(TarSamples):
-    """Posterior moments of images and of their mirror images, as `python -m moh_vision latents` writes them.
+    """Posterior moments of images and of their mirror images, written by `python -m moh_vision latents`.
 
-    `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are those of the latents.
+    `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
     """
 
     what = "latents"
@@ -59,7 +59,8 @@ class LatentCache(TarSamples):
         self.manifest = m = _read_manifest(path, root, split)
         super().__init__(root, split, index_dir)
         self.space = LatentSpace(**m["vae"])
-        self.size, self.channels, self.img_size = m["size"], self.space.latent_channels, m["shape"][-1]
+        self.size, self.img_size = m["size"], m["shape"][-1]
+        self.channels = self.space.latent_channels
         self.classes = m["classes"]
         if self.labels.max() >= len(self.classes):
             worst = int(self.labels.argmax())
@@ -67,7 +68,7 @@ class LatentCache(TarSamples):
                 f"{self.where(worst)}: label {self.labels[worst]}, but {path.name} names {len(self.classes)} classes"
             )
         self.shape, self.dtype = tuple(m["shape"]), np.dtype(m["dtype"])
-        # All members are arrays of one shape and type, so they start with the same bytes.
+        # All members are arrays of one shape and type, so they begin alike.
         self.header = _npy_header(self.shape, self.dtype)
         odd = np.flatnonzero(self.bytes != len(self.header) + self.dtype.itemsize * math.prod(self.shape))
         if len(odd):
@@ -79,7 +80,7 @@ class LatentCache(TarSamples):
         return manifest_path(folder, split), {entry["shard"]: entry for entry in self.manifest["shards"]}
 
     def moments(self, index: int) -> Tensor:
-        """Return `encode_moments` of an image and of its mirror image: [2, 2C or C, h, w], float32."""
+        """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         data = self.read(index)
         if len(data) != self.bytes[index] or not data.startswith(self.header):
             raise UnreadableImage(f"{self.where(index)}: not {self.dtype} of shape {self.shape}; the shard is damaged")
@@ -87,7 +88,7 @@ class LatentCache(TarSamples):
         return torch.from_numpy(numbers.astype(np.float32))
 
     def listing(self) -> Iterator[bytes]:
-        """Yield the listing with each shard's SHA-256: latents of another VAE have the same offsets and sizes."""
+        """Yield the listing with each shard's SHA-256: other VAEs give the same offsets and sizes."""
         yield from super().listing()
         yield json.dumps(self.manifest["shards"]).encode()
 

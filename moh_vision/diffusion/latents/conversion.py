@@ -34,10 +34,10 @@ def write_latents(
     max_bad_fraction: float = 0.0,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Encode the images of a split and their mirror images, together with all processes of accelerate's PartialState.
+    """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
 
-    `size` is the side of the center crop, `samples_per_shard` the most (samples are spread evenly), `seed` that of the
-    shuffle, `workers` the reading processes of each rank. After a mistake on rank 0 the others raise MistakeElsewhere.
+    `size` is the side of the center crop in pixels; `samples_per_shard` a maximum, as samples are spread evenly;
+    `seed` shuffles; `workers` read on each rank. After a mistake on rank 0 the others raise MistakeElsewhere.
     """
     from_first(lambda: _check(root, out, size, batch_size, samples_per_shard, dtype, workers, max_bad_fraction))
     index_dir = str(Path(out).resolve().with_name(".index"))

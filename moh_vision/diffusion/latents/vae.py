@@ -1,4 +1,4 @@
-"""The VAE of latent diffusion: an image autoencoder of diffusers, and what is done with it."""
+"""VAEs of latent diffusion: image autoencoders of diffusers, loaded and used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-# The classes of diffusers that are read here. For each, the entries of the configuration that change what encoding and
-# decoding compute; others are names and memory settings.
+# For each class of diffusers that is read here, the configuration entries that change what encoding and decoding
+# compute; others are names and memory settings.
 SIGNIFICANT = {
     "AutoencoderKL": (
         "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
@@ -44,8 +44,8 @@ STATISTICS = ("latents_mean", "latents_std")
 class LatentSpace:
     """What identifies the latents of a VAE, and scales them for a diffusion model.
 
-    The input is (draw - shift_factor) * scaling_factor, or with statistics of C numbers each, as diffusers' pipelines have
-    it, (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels to the side of a latent; a
+    The scaling is (draw - shift_factor) * scaling_factor, or with C statistics each, as in diffusers' pipelines,
+    (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels per side of a latent; a
     `deterministic` VAE has no posterior, and encodes an image to one latent.
     """
 
@@ -78,7 +78,7 @@ class LatentSpace:
 
     @classmethod
     def of(cls, vae, name: Optional[str] = None) -> LatentSpace:
-        """Return the space of a VAE of diffusers; without `name` there is no sha256, which would read all weights."""
+        """Return the space of a diffusers VAE. `sha256` reads all weights, and is left out without `name`."""
         config = vae.config
         patch = _patch(vae)
         mean, std = (config.get(key) for key in STATISTICS)
@@ -102,11 +102,11 @@ class LatentSpace:
 
     @property
     def moment_channels(self) -> int:
-        """Channels of `encode_moments`: C of the mean and C of the log variance, which deterministic VAEs lack."""
+        """Channels of `encode_moments`: C of the mean and, unless deterministic, C of the log variance."""
         return self.latent_channels * (1 if self.deterministic else 2)
 
     def difference(self, other: LatentSpace) -> str:
-        """Return what differs in making or scaling latents, as words for a sentence; "" if nothing does."""
+        """Return the first difference in making or scaling latents as words; "" if there is none."""
         for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
             mine, theirs = (getattr(space, key) or None for space in (self, other))
             if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
@@ -119,7 +119,7 @@ class LatentSpace:
         return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
-        """Return the side of the latents of square images. `key` names img_size in messages."""
+        """Return the side of the latents of square images; `key` is for messages."""
         if img_size % self.downsampling:
             raise ValueError(
                 f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
@@ -154,7 +154,7 @@ def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
 
 
 def _patch(vae) -> int:
-    """Return the side of the patches that become channels: 2 for FLUX.2, whose models see such latents, else 1."""
+    """Return the side of the patches that become channels: 2 for FLUX.2, else 1."""
     return vae.config.patch_size[0] if type(vae).__name__ == "AutoencoderKLFlux2" else 1
 
 
@@ -167,10 +167,10 @@ class NotAtHand(ValueError):
 
 
 def load_vae(name: str, fetch: bool = True):
-    """Load AutoencoderKL, AutoencoderKLFlux2 or AutoencoderDC of diffusers: float32, eval mode, without gradients.
+    """Load AutoencoderKL, AutoencoderKLFlux2 or AutoencoderDC of diffusers: float32, eval mode, frozen.
 
-    `name` is of the Hugging Face hub, or a folder; a pipeline with the VAE in `vae/` does too. Without `fetch`, raise
-    NotAtHand where the hub would have to be asked. Weights are read from safetensors only.
+    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise
+    NotAtHand where the hub would be asked. Weights are read from safetensors only.
     """
     try:
         return _load(name, local=True)
@@ -190,7 +190,7 @@ def _load(name: str, local: bool):
         known = [known for known in SIGNIFICANT if hasattr(diffusers, known)]
         raise ValueError(f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}")
     shown = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what it would say of weights that are missing is said below
+    logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
     try:
         vae, found = getattr(diffusers, kind).from_pretrained(
             name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True,
@@ -215,7 +215,7 @@ def _load(name: str, local: bool):
 
 
 def fit_vae(vae, name: str, space: LatentSpace):
-    """Give a VAE the scaling factor of the latents that a diffusion model was trained on, and return the VAE."""
+    """Set the scaling factor that a diffusion model was trained with, and return the VAE."""
     if "scaling_factor" in vae.config:
         vae.register_to_config(scaling_factor=space.scaling_factor)
     if different := LatentSpace.of(vae).difference(space):
@@ -224,7 +224,7 @@ def fit_vae(vae, name: str, space: LatentSpace):
 
 
 def _find(name: str, local: bool):
-    """Return the subfolder, or None, and the configuration of a VAE; `local`: without the hub."""
+    """Return the subfolder or None, and configuration, of a VAE; `local`: without the hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -251,7 +251,7 @@ def _find(name: str, local: bool):
             break
         except EntryNotFoundError:
             reason = "that repository has no config.json, nor vae/config.json"
-        except (OSError, ValueError) as error:  # no such repository, no permission, no possible name
+        except (OSError, ValueError) as error:  # no such repository, no permission, invalid name
             reason = reason_of(error)
             break
     else:
@@ -261,7 +261,7 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the significant configuration and all weights, whatever file or folder they are from."""
+    """Return the SHA-256 of the significant configuration and all weights, in any file format."""
     config = {key: vae.config[key] for key in SIGNIFICANT[type(vae).__name__]}
     # A configuration without statistics and one that says None mean the same VAE.
     config.update({key: vae.config[key] for key in STATISTICS if vae.config.get(key) is not None})
@@ -275,7 +275,7 @@ def vae_fingerprint(vae) -> str:
 
 @torch.no_grad()
 def encode_moments(vae, images: Tensor) -> Tensor:
-    """Images [B, 3, H, W] in -1 .. 1 -> mean and log variance of their posteriors [B, 2C, h, w], float32.
+    """Encode images [B, 3, H, W] in -1 .. 1 to posteriors' mean and log variance [B, 2C, h, w], float32.
 
     A VAE without posteriors gives its latents [B, C, h, w].
     """
@@ -287,18 +287,18 @@ def encode_moments(vae, images: Tensor) -> Tensor:
 
 
 def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tensor:
-    """Draw from posteriors with standard normal noise [..., C, h, w], and scale the draw for diffusion.
+    """Draw from posteriors with standard normal noise [..., C, h, w], and scale the draw.
 
-    moments: [..., 2C, h, w], or of a VAE without posteriors [..., C, h, w] -> latents [..., C, h, w].
+    moments: [..., 2C, h, w], or without posteriors [..., C, h, w] -> latents [..., C, h, w].
     """
     if space.deterministic:
         return space.scale(moments)
     mean, logvar = moments.chunk(2, dim=-3)
-    return space.scale(mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise)  # clamped as diffusers does
+    return space.scale(mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise)  # as in diffusers
 
 
 @torch.no_grad()
 def decode(vae, latents: Tensor) -> Tensor:
-    """Latents [B, C, h, w] as a diffusion model makes them -> images [B, 3, H, W] in -1 .. 1."""
+    """Decode latents [B, C, h, w] of a diffusion model to images [B, 3, H, W] in -1 .. 1."""
     unscaled = F.pixel_shuffle(LatentSpace.of(vae).unscale(latents), _patch(vae))
     return vae.decode(unscaled.to(vae.dtype)).sample.float().clamp(-1, 1)

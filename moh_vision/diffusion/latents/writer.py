@@ -22,7 +22,7 @@ from moh_vision.engine.commands import Progress
 
 
 class LatentWriter:
-    """Plans which image of a split goes into which shard, and writes the shards that are missing; see `write_latents`.
+    """Assigns the images of a split to shards, and writes missing shards; see `write_latents`.
 
     Rank 0 calls `begin` and `end`, every rank `write` in between.
     """
@@ -40,7 +40,8 @@ class LatentWriter:
         seed: int,
         max_bad_fraction: float,
     ):
-        self.source, self.split, self.out, self.space, self.size, self.dtype = source, split, out, space, size, dtype
+        self.source, self.split, self.out = source, split, out
+        self.space, self.size, self.dtype = space, size, dtype
         self.limit = BadLimit(max_bad_fraction, len(source))
         self.arguments = dict(
             vae=dict(name=space.name, sha256=space.sha256),
@@ -49,19 +50,19 @@ class LatentWriter:
         self.plan = plan_shards(split, range(len(source)), str, samples_per_shard, seed)
 
     def begin(self, threads: int, say: Callable[[str], None]) -> List[str]:
-        """Check what is in the folder, start the record, and return the names of the shards to write."""
+        """Check the folder, start the record, and return the names of the shards to write."""
         self.record = ShardRecord(self.out, self.split, self.arguments, _fingerprint(self.source))
         write_classes(self.out, self.source.classes, self.source.name)
         self.done = self.record.finished(self.plan, threads, say)
         self._refuse_too_many_bad([b for entry in self.done.values() for b in entry["bad"]])
         todo = [name for name in self.plan if name not in self.done]
-        self.record.start(todo)  # first: a manifest without a record would be a stranger's
+        self.record.start(todo)  # first: a manifest without a record is a stranger's
         if todo:
             self._write_manifest(None)
         return todo
 
     def write(self, todo: List[str], model, batch_size: int, workers: int) -> List[dict]:
-        """Write this rank's shards of `todo`; return their entries of the record. Finished shards survive failures."""
+        """Write this rank's shards of `todo`; return their record entries. Finished shards survive failures."""
         self.since = time.monotonic()
         state = PartialState()
         own = todo[state.process_index :: state.num_processes]
@@ -96,14 +97,14 @@ class LatentWriter:
         return entries
 
     def end(self, written: List[dict], say: Callable[[str], None]) -> None:
-        """Write the final record, the index and the manifest; `written` are the entries of all ranks' new shards."""
+        """Write the final record, the index and the manifest; `written`: entries of all new shards."""
         self.done.update({entry["shard"]: entry for entry in written})
         entries = [self.done[name] for name in self.plan]
         bad = [b for entry in entries for b in entry["bad"]]
         self._refuse_too_many_bad(bad)
         self.record.close(entries)
         self._write_manifest(entries)
-        cache = LatentCache(str(self.out), self.split)  # builds the index, and so reads every header
+        cache = LatentCache(str(self.out), self.split)  # builds the index: reads every header
         size, seconds = sum(e["bytes"] for e in entries), time.monotonic() - self.since
         images = sum(e["samples"] for e in written)
         say(
@@ -113,7 +114,7 @@ class LatentWriter:
         )
 
     def _encode(self, numbers: List[int], images: Tensor, model, shard: ShardFile) -> None:
-        """Encode images [B, C, H, W] in -1 .. 1 and their mirror images, and write them to the shard."""
+        """Write images [B, C, H, W] in -1 .. 1 and their mirror images, encoded, to the shard."""
         # One after the other, so that a batch is no larger than it was asked to be.
         try:
             moments = torch.stack([encode_moments(model, images), encode_moments(model, images.flip(-1))], 1)
@@ -141,7 +142,7 @@ class LatentWriter:
 
 
 def _fingerprint(source) -> Dict[str, list]:
-    """Return class name -> [number of images, digest of their identities], to tell data sets apart."""
+    """Return class name -> [number of images, digest of their identities]."""
     digests = [hashlib.sha256() for _ in source.classes]
     for label, identity in zip(source.labels.tolist(), source.identities()):
         digests[label].update(identity)
