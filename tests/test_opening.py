@@ -44,9 +44,7 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, monkeypatch):
     forms = [run / f"{weights}.safetensors", run / "checkpoints" / "step_2", runs / f"{name}_published"]
     for form in forms:
         again = moh_vision.open_run(str(form))
-        model = again.model
-        assert again.kind == kind and same(model.state_dict(), opened.model.state_dict())
-        assert again.metadata["weights"] and again.metadata["architecture"]
+        assert again.kind == kind and same(again.model.state_dict(), opened.model.state_dict())
     assert same(moh_vision.load_run(run), opened.model)
     assert same(moh_vision.load_run(run, "model").state_dict(), moh_vision.open_run(run, "model").model.state_dict())
     inputs, named = opened.example()
@@ -84,14 +82,12 @@ def test_data_losses_and_scores(runs):
         loss = opened.mean_loss(searched)
         assert loss > 0 and loss != opened.mean_loss(others)
         assert float(opened.loss(searched[0])) == pytest.approx(loss, rel=1e-5)
-        assert opened.inputs(searched[0]) is not None
 
 
 def test_samples_are_scored_as_asked(runs):
     asked = f"--score digits --extractor {runs}/cls --num-images 20 --steps 2 --batch-size 10".split()
     opened = moh_vision.open_run(runs / "dit", options=asked, scores=True)
-    forward, size = opened.forward()
-    assert size == 10 and forward() is not None
+    assert opened.forward()[1] == 10
     assert opened.scores() == opened.scores() and 0 <= opened.scores()["recognised"] <= 100
 
 

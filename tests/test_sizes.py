@@ -9,33 +9,30 @@ import pytest
 from conftest import ROOT
 
 # Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
-# is lowered whenever the part gets smaller, and never raised.
+# is lowered whenever the part gets smaller, and never raised (models took what a model's numbers are from the commands).
 LIMITS = {
     "attention": (5300, 5600),
     "attention, C++": (2065, 2065),
-    "models": (3700, 4000),
+    "models": (4000, 4000),
     "data": (3300, 2050),
     "engine": (3700, 3450),
     "evaluation": (1650, 1250),
-    "classification": (1300, 1000),
+    "classification": (1000, 1000),
     "diffusion": (3650, 3000),
     "language": (6650, 5000),
-    "commands": (4750, 3000),
-    "all of moh_vision": (33750, 28300),
+    "commands": (3500, 3000),
+    "all of moh_vision": (32650, 28300),
     "tests": (31450, 24000),
     "benchmarks": (3300, 2400),
-    "words of docs": (54950, 30000),
+    "words of docs": (51050, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (5250, 2350),
     "configurations": (50, 50),
 }
 CODE = ("**/*.py", "**/*.html")
-# Of other parts than rooms; what commands/ will hold is counted with it.
+# Of other parts than rooms; commands stand beside what is at the top.
 PATTERNS = {
     "attention, C++": ("moh_vision/**/csrc/*",),
-    "commands": (
-        "moh_vision/*.py",
-        *(f"moh_vision/{room}/{name}" for room in ("commands", "analysis") for name in CODE),
-    ),
+    "commands": ("moh_vision/*.py", *(f"moh_vision/commands/{name}" for name in CODE)),
     "all of moh_vision": tuple(f"moh_vision/{name}" for name in CODE),
     "tests": ("tests/**/*.py",),
     "benchmarks": ("benchmarks/**/*.py",),
@@ -68,7 +65,7 @@ def test_remove_first(part):
 
 def test_every_room_has_a_limit():
     rooms = {path.parent.name for path in ROOT.glob("moh_vision/*/__init__.py")}
-    assert rooms - {"analysis"} <= set(LIMITS)
+    assert rooms <= set(LIMITS)
 
 
 def test_lines_are_not_denser():
