@@ -136,7 +136,8 @@ def draw_gate_entropy(numbers: dict) -> Figure:
     layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
     names = list(dict.fromkeys(layer["name"] for _, layer in layers))
     lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)
-    for number in sorted({layer["experts"] for _, layer in layers}):
+    experts = sorted({layer["experts"] for _, layer in layers})
+    for number in experts:
         nats = [math.log(number)]
         ends = {-0.5: nats, len(names) - 0.5: nats}
         lines.append(Line(f"uniform (ln {number} = {nats[0]:.2f})", ends, "grey", dotted=True))
@@ -144,6 +145,6 @@ def draw_gate_entropy(numbers: dict) -> Figure:
     axes = figure.axes[0]
     short = [name.replace(".layers.", " ").replace("_attn", "").replace(".", " ") for name in names]
     axes.set_xticks(range(len(names)), short, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * math.log(experts[-1]))
     axes.set_title(f"entropy of the gates, {numbers['split']}", fontsize=10)
     return figure
