@@ -106,8 +106,10 @@ def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
                 columns = layer.proj.weight[:, head * b.head_dim : (head + 1) * b.head_dim]  # [C, D]
                 kept = columns.clone()
                 columns.zero_()
-                losses[head] = float(loss_of(model))
-                columns.copy_(kept)
+                try:
+                    losses[head] = float(loss_of(model))
+                finally:
+                    columns.copy_(kept)
             found.append(losses)
     return found
 
