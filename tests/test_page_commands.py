@@ -86,7 +86,7 @@ def pieces(page):
     A line that ends in a backslash goes on in the next.
     """
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    ours = LAUNCHERS + r"(\w+\.py|moh_vision\.\S+) "
+    ours = LAUNCHERS + r"(\w+\.py|moh_vision[. ]\S+) "
     for block, line in re.findall(r"^```python\n(.*?)^```|^ {4}(?! )([^\n]*)$", text, re.M | re.S):
         if block or re.match(ours, f"{line.strip()} ") or excused(line.strip()):
             yield block, line.strip()
