@@ -2,12 +2,11 @@
 
 python -m moh_vision budget-curve RUN [RUN ...] --output curve.png
 
-RUN comes first: a run of a classifier, scored on validation images, of a language model, on validation text,
-or of a diffusion model, on samples; all of one kind. Options of validate.py are taken too, for text --data.*
-and precision, for diffusion options of sample.py, where --score REFERENCE is needed. Shared heads stay;
-`set_head_budget` says how a share is spread over layers. A ring marks the share that a run was saved with; a
-dense model is one point. Latency: median and quartiles of one forward of a batch, over rounds in which all
-models and shares take turns.
+RUN comes first: runs of classifiers, scored on validation images, of language models, on validation
+text, or of diffusion models, on samples. Options of validate.py are taken too, for text only --data.*
+and precision; diffusion takes those of sample.py and needs --score REFERENCE. Shared heads stay; see
+`set_head_budget` for how a share is spread. A ring marks the saved share; a dense model is one point.
+Latency: median and quartiles of a batch's forward, over rounds in which all models and shares take turns.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ Budgets = tuple[HeadBudget, ...]
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
     """Find budgets by the share of heads that they run, the model's own among them.
 
-    Shares are rounded to whole heads. A plain number is spread like the model's own share: uniform, or else as
-    the papers' ramp. None: the allowed ones of SHARES. A dense model has its own share only.
+    Shares are rounded to whole heads. A plain number is uniform if the model's share is, else the papers'
+    ramp. None: the allowed ones of SHARES. A dense model has one share.
     """
     own = tuple(layer.budget for layer in attention_layers(model))
     if is_dense(model):

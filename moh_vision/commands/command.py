@@ -12,9 +12,9 @@ from moh_vision.engine.commands import Parser, exit_code, say
 def run_command(name: str, command: ModuleType, argv: List[str]) -> int:
     """Run the module of a command; return its exit code.
 
-    The module has `options(add)`, which adds arguments, and `work(options)` or `figure(options)`. `figure` returns
-    a figure, its numbers, and a text to print after the files' names. With REST, the name of its first argument,
-    `options.rest` has the options of another parser. Modules of other rooms have a `main`.
+    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns a
+    figure, its numbers, and a text to print behind the files' names. If it has REST, the name of its first
+    argument, `options.rest` has another parser's options. Modules of other rooms have a `main`.
     """
     if hasattr(command, "main"):
         return command.main(argv)

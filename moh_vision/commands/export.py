@@ -3,10 +3,10 @@
 python -m moh_vision export RUN --format onnx --output model.onnx
 python -m moh_vision export NAME --checkpoint FILE --format torch-export --output model.pt2
 
-RUN: a run of train_cls.py or train_dit.py (its EMA if there is one), a checkpoint or file of it, or a folder
-saved by publish, timm or a pipeline. NAME: a registered model, with the weights of --checkpoint, or else its
-published ones. The file is read again and compared with the model on random inputs. If it differs, it is
-deleted, and the exit code is 2.
+RUN: a run of train_cls.py or train_dit.py (its EMA, if any), a checkpoint or file of it, or a folder
+saved by publish, timm or a pipeline. NAME: a registered model, with the weights of --checkpoint or
+its published ones. The file is compared with the model on random inputs. If it differs, it is not
+kept, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # for images
 TOLERANCE = 1e-4  # of the largest output; float32 rounds to about 1e-6 of it
-TRIES = 2  # a token whose heads tie may choose others after rounding, unlikely with a second input
+TRIES = 2  # a token whose heads tie may choose others after rounding, hardly twice
 Run = Callable[[Dict[str, Tensor]], Tensor]
 
 
@@ -91,7 +91,7 @@ class Denoiser(nn.Module):
 
 @torch.no_grad()
 def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None, about: Optional[dict] = None) -> Run:
-    """Write a module on the CPU, for any batch or one size; return a function that runs the file.
+    """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
     `about` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
@@ -145,7 +145,7 @@ def open_source(source: str, checkpoint: Optional[str]) -> Opened:
 
 
 def fix_heads(model: nn.Module, file: str) -> None:
-    """Keep the heads of every layer that ran most in a head load file, as many as a token runs."""
+    """Keep each layer's most run heads by a head load file, as many as a token runs."""
     load, layers = HeadLoad.read(Path(file)), attention_layers(model)
     counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
@@ -181,7 +181,7 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
             logging.disable(logging.WARNING)
             try:
                 run = export(module, file, form, batch, about)
-            except Exception as error:  # torch.export and the ONNX translation raise many kinds
+            except Exception as error:  # torch and ONNX raise many kinds
                 raise ValueError(f"{about['architecture']} cannot be exported: {reason_of(error)}") from None
         errors = []
         for some in cases:
@@ -195,7 +195,7 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
                 f"{output} is not written: it differs from PyTorch by {error:.1e} where the largest output is {largest:.3g}; "
                 f"allowed is {TOLERANCE:g} of it"
             )
-        for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # weights beside it come first
+        for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # its weights come first
             fsync(part)
             give_name(part, output.with_name(part.name))
     runtime = f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"

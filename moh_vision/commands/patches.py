@@ -1,8 +1,8 @@
-"""Which heads each patch of an image runs: a small map of gates per head, for some layers of a classifier.
+"""Which heads each patch of an image runs: a map of gates per head, for layers of a classifier.
 
 python -m moh_vision patches RUN --image FILE --output heads.png
 
-RUN comes first: a classifier's run, or weights with --model.NAME; other options of validate.py are taken too.
+RUN comes first: a classifier's run, or weights with --model.NAME; then options of validate.py.
 The figure shows the image as the model sees it, and each head coloured by its gate, dark if not run.
 """
 
@@ -90,14 +90,14 @@ class PatchHeads(NamedTuple):
 
 
 def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the number of class and register tokens, and rows and columns of patches, in a layer."""
+    """Return a layer's number of class and register tokens, and its rows and columns of patches."""
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
 
 
 def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
-    """Find the heads and gates of each patch of an image [C, h, w] in every layer of a classifier."""
+    """Find the heads and gates of each patch of an image [C, h, w] in every layer."""
     found = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])

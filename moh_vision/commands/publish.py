@@ -3,7 +3,7 @@
 python -m moh_vision publish RUN --output FOLDER
 python -m moh_vision publish RUN --output FOLDER --push OWNER/NAME --private --license apache-2.0
 
-RUN is a run of train_cls.py, train_dit.py or train_text.py, RUN/checkpoints/step_N, or a .safetensors
+RUN is a run of train_cls.py, train_dit.py or train_text.py, its checkpoints/step_N, or a .safetensors
 file in either. --push creates a repository on the Hugging Face hub and uploads the folder.
 """
 
@@ -46,7 +46,7 @@ from moh_vision.models.describe import describe
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
 
-# For each kind of text model: the hub's task, what surrounds a training text, and the transformers class.
+# Per kind of text: the hub's task, special tokens around a text, the transformers class.
 TASKS = {
     TEXT["mt"]: ("translation", "$A </s>", "AutoModelForSeq2SeqLM"),
     TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
@@ -73,7 +73,7 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
 
 
 def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
-    """Read the scores of the weights with this metadata, and how they were made; often None."""
+    """Read the scores of the weights with this metadata; None without scores."""
     file = Path(about["weights"])
     if "best_top1" in about:
         how = f"the highest of the validations on {run.config.get('data.root')}, after {about.get('step')} steps"
@@ -92,7 +92,7 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     elif (run.folder / "results.json").is_file():
         found = read_json(run.folder / "results.json")
         own = in_run and Path(str(found.get("weights"))).stem == file.stem
-        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends after its best weights
+        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
         own = own and about.get("step", step) == step
         more = "\n".join(form["signature"] for form in found.get("bleu", {}).get("soft", {}).values())
     else:
@@ -103,7 +103,7 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     return scored._replace(scores=kept, how="; ".join([scored.how, *more.splitlines()])) if kept else None
 
 
-# One function per library: saves a folder; returns its library, the hub's task and the card's example.
+# Each saves a folder and returns for the card: the library, the hub's task, the example.
 
 
 def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
@@ -113,7 +113,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Option
     names = cfg.pop("label_names")
     words = ImageNetInfo().label_descriptions(as_dict=True)
     labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
-    # The tag after the point names published weights; for a local folder timm records a wrong one.
+    # The tag after the point names weights; for a local folder timm records a wrong one.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
@@ -245,7 +245,7 @@ def make_card(
 
 
 def datasets_of(run: ScoredRun) -> Optional[List[str]]:
-    """Name the hub's data sets, linked in the card; a local folder of that name is another set."""
+    """Name the hub's data sets for the card; a local folder of that name is another set."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
     named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]
     return list(dict.fromkeys(named)) or None
@@ -262,8 +262,9 @@ def data_of(run: ScoredRun) -> str:
     if record.is_file():
         try:
             counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}
-            parts = [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
-            text += f": {', '.join([f'{len(next(iter(counts.values())))} classes', *parts])}"
+            parts = [f"{len(next(iter(counts.values())))} classes"]
+            parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
+            text += f": {', '.join(parts)}"
         except (TypeError, KeyError, StopIteration):
             raise ValueError(f"{record}: not the record of a run's data") from None
     return text + "."

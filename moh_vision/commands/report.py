@@ -2,9 +2,9 @@
 
 python -m moh_vision report RUN RUN ... --output report.html
 
-RUN is a run of train_cls.py, train_dit.py or train_text.py, finished or not; several kinds may be mixed.
-The page loads nothing else: it can be sent and printed. Missing parts are left out; a line says what
-would make them, where most runs of the kind have them.
+RUN is a run of train_cls.py, train_dit.py or train_text.py, finished or not; kinds may be mixed. The
+page loads nothing else: it can be sent and printed. Parts that a run lacks are left out; for usual
+ones a line says what makes them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def sections(kind: str, runs: Named) -> Iterator[Section]:
 
 
 def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
-    """Return names of runs equal but for the seed, layers' heads and a text; and messages for missing weights."""
+    """Return (names of runs equal but for the seed, layers' heads, text), and missing weights."""
     alike: dict[str, Named] = {}
     for name, run in runs.items():
         alike.setdefault(run.identity(), {})[name] = run

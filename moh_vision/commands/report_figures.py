@@ -85,7 +85,7 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
 
 
 def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> Picture:
-    """Draw a confusion matrix: rows are classes, columns predictions, colour the share of the class."""
+    """Draw a confusion matrix: a row per class, a column per prediction, coloured by share."""
     size = 1.9 + 0.3 * len(classes)
     figure, axes = plt.subplots(figsize=(size, size - 0.3), layout="constrained")
     share = counts / counts.sum(1, keepdims=True).clip(1)

@@ -59,8 +59,7 @@ PLACES = {
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
 FEW = 10  # classes: with so few top-5 says little
-# Keys, or sections, of a configuration that change neither the weights nor their scores. How samples were
-# scored is compared in the scores.
+# Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
 WITHOUT_EFFECT = (
     "output",
     "seed",
@@ -99,7 +98,7 @@ class ScoredRun(NamedTuple):
         return {k: v for k, v in self.config.items() if k not in left_out and k.split(".")[0] not in left_out}
 
     def identity(self, over: str | None = None) -> str:
-        """Return a text that is equal for runs that differ only in the seed, or also in `over` and steps."""
+        """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
         ended = self.kind in TEXT.values()  # with patience the seed decides after how many steps
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
@@ -288,9 +287,9 @@ def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, t
 def grouped(
     runs: Sequence[ScoredRun], over: str | None = None, names: Sequence[str] | None = None
 ) -> list[tuple[str, list[ScoredRun]]]:
-    """Group runs that differ only in the seed, or also in the key `over`, those of a model together.
+    """Group runs that differ only in the seed, or also in the key `over`, by model.
 
-    A group has the name of its first run, if given, or else its model and differing settings.
+    A group is named as its first run in `names`, else by model and differing settings.
     """
     if names and len(names) != len(runs):
         raise ValueError(f"--names: {len(names)} for {len(runs)} runs; expected one for each RUN")
@@ -316,7 +315,7 @@ def grouped(
 
 
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
-    """Write the mean, with the standard deviation (n - 1), and the number of values if some are None."""
+    """Write the mean, standard deviation (n - 1), and the number of values if some are None."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"

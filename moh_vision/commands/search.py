@@ -2,11 +2,11 @@
 
 python -m moh_vision search RUN --share 0.75 --output budget.yaml
 
-RUN comes first: a run of a classifier, diffusion model or causal language model (a dense one is converted,
-its strongest heads shared), or for classifiers weights with --model.NAME. Options of validate.py, such as
---data.root, are taken too; the others are the run's. budget.yaml has one [shared, routed] per layer:
---model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training split
-compare it with the uniform budget and the papers' ramp, with equally many heads.
+RUN comes first: a run of a classifier, diffusion or causal language model (dense ones are converted,
+the strongest heads shared), or a classifier's weights with --model.NAME. Options of validate.py are
+taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
+--model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training
+split compare it with the uniform budget and the papers' ramp of equally many heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moh_vision.models.convert import convert
 from moh_vision.opening import open_run
 
 REST = "RUN"
-# Convert a dense model as for half of its heads: then few are shared, which stay and leave no choice.
+# For dense models: with half of the heads, few are shared, which stay and leave no choice.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
 Losses = dict[int, float]
@@ -49,15 +49,15 @@ def search_budget(
     share: float,
     progress: Callable[[int, Losses], None] = lambda layer, losses: None,
 ) -> Search:
-    """Find the active heads of each layer whose losses, measured one layer at a time, have the least sum.
+    """Find the active heads of each layer for the least sum of losses, measured layer by layer.
 
-    With L_l(k) the loss while layer l runs k heads and all others every head, and L the loss with all, minimise
+    With L_l(k) the loss if layer l runs k heads and the others all, and L the loss of all heads, minimise
 
         sum_l (L_l(k_l) - L)    where  sum_l k_l = round(share * sum_l H_l),  shared_l < k_l <= H_l
 
     over all budgets, in 1 + sum_l (H_l - shared_l - 1) measurements: the loss itself, if layers act apart.
-    Greedy removal needs convex L_l, which measured ones are not. `progress` is called after each layer. The model
-    is restored.
+    Greedy removal needs convex L_l; measured ones are not. `progress` is called after each layer. The
+    model is restored.
     """
     layers = attention_layers(model)
     full = all_heads_of(model)
@@ -113,9 +113,9 @@ def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
-    """Choose each layer's heads for the least sum of costs, with `total` heads or the nearest below.
+    """Choose each layer's heads at the least cost, `total` in all or the nearest below.
 
-    costs: per layer, number of heads -> cost; any numbers, gaps allowed. The smallest must fit in `total`.
+    costs: per layer, any numbers of heads -> cost. The smallest must fit in `total`.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # heads so far -> (cost, heads per layer)
     for layer in costs:
@@ -129,7 +129,7 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
-    """Measure "searched" (`active` heads), "uniform" and "ramp" with equally many heads: dict(active, loss)."""
+    """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
     before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
     wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
     counts, found = {"searched": list(active)}, {}

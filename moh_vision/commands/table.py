@@ -3,13 +3,13 @@
 python -m moh_vision table RUN RUN ...
 python -m moh_vision table --latex RUN RUN ... > table.tex
 
-RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that differ
-only in the seed make one row: mean, standard deviation (n - 1) and number. Rows of the papers follow the
-runs of the same model.
+RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that
+differ only in the seed make one row: mean, standard deviation (n - 1) and number. The papers' rows
+follow the runs of the same model.
 
-Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, or else the
-training's last scores; for suites of language models scores*.json, the --out of `python -m moh_vision lm`.
-LaTeX needs the package booktabs.
+Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, else
+the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`. LaTeX needs the
+package booktabs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moh_vision.language.opening import WORDS
 from moh_vision.models.counts import count_macs, count_parameters
 
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
-# Arguments that make another model than the papers'. Their translation models have one name in two sizes.
+# Arguments that make another model than the papers'; translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
 INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
@@ -61,7 +61,7 @@ class Table(NamedTuple):
 
 
 def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
-    """Return the papers' rows for a model built as its name says: values by key or task title."""
+    """Return the papers' rows of an unchanged model: values by key or task title."""
     given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
@@ -83,7 +83,7 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
 
 
 def sizes(run: ScoredRun) -> list[float | None]:
-    """Return the numbers of SIZES, None without weights; MACs: active heads, inputs of `model_of`."""
+    """Return the numbers of SIZES for the active heads; None without weights."""
     try:
         model, inputs, named = model_of(run)
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def sizes(run: ScoredRun) -> list[float | None]:
 
 
 def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> Table:
-    """Make the table of some runs; columns without numbers are left out, a missing number is a dash."""
+    """Make a table without empty columns; a missing number is a dash."""
     runs = read_runs(folders)
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}

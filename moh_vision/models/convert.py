@@ -55,43 +55,43 @@ def convert(
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
-    A converter registered for the model's class (`moh_vision.models.registry`) takes it. For transformers'
-    LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM it is `convert_llama` in
-    `moh_vision.language.models.llama.model`, whose docstring says where they differ. For the others:
+    `moh_vision.models.registry` has converters by class. For transformers' LlamaForCausalLM, Qwen2ForCausalLM
+    and Qwen3ForCausalLM it is `convert_llama` in `moh_vision.language.models.llama.model`, whose docstring
+    says where they differ. For the others:
 
-    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT keeps both heads, an Eva becomes a
-    `MoHEva`; `dit_*`, and `moh_vit_*` with the router "dense", keep their class. diffusers' DiT gives a new
-    `MoHDiTTransformer2DModel` with its weights and outputs. Projections, norms and everything outside attention
-    stay the same objects, but an Eva's separate query, key and value projections or biases become one. With all
-    heads active, the output is the dense model's: MoH's routers start at zero, `query_norm` has no parameters,
-    MAE's gate is uniform.
+    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT one with both heads, an Eva
+    a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. diffusers' DiT gives a new
+    `MoHDiTTransformer2DModel` with its weights and outputs. Everything outside attention, projections and
+    norms stay the same objects, but an Eva's separate projections or biases of q, k and v become one. With
+    all heads active, the output is the dense model's: MoH's routers start at zero, `query_norm` has no
+    parameters, MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
-        convert(model, head_budget=0.75)                # or at once, in every layer: 40 % of active heads are shared
+        convert(model, head_budget=0.75)                # or at once: 40 % of each layer's active heads are shared
 
     Args:
-        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling),
-            a timm Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense models,
-            diffusers' DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`; a float is the same share in every layer. None: all
-            heads run, a fifth of them (at least one) is shared; with fewer than four heads none is.
-        router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in a language model).
-            None: "moh", in a language model "query_norm".
+        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm,
+            any pooling) or Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense
+            models, diffusers' DiTTransformer2DModel, or a language model as above.
+        head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer. None:
+            all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
+        router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
+            models). None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
-        calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy latents,
-            timesteps, class labels). A tensor is one batch. Heads are ordered by their contribution (see
-            `head_lengths`), so that the strongest are shared; without batches the first are. The dense output
-            stays the same, up to the order of its sums.
+        calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
+            latents, timesteps, class labels). A tensor is one batch. Heads are ordered by contribution (see
+            `head_lengths`), so that the strongest are shared, not the first. The dense output stays the
+            same, up to the order of its sums.
         group: for language models, see `convert_llama`.
 
     Returns:
-        The model. timm's `save_for_hf` saves a converted timm model as "moh_vit" with `base`, its timm name.
-        Layers with one routed head are logged, as by `set_head_budget`.
+        The model. timm's `save_for_hf` saves a timm model as "moh_vit" with `base`, its timm name. Layers
+        with one routed head are logged, as by `set_head_budget`.
 
     Raises:
-        ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget;
-            the model is unchanged then.
+        ValueError: for another kind of model or attention, or an impossible budget; the model is
+            unchanged then.
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
@@ -142,7 +142,7 @@ def route_heads(
 
 
 def dense_attentions(model: nn.Module) -> List[nn.Module]:
-    """Return the attention layers of a timm VisionTransformer, or of our model with router "dense".
+    """Return the attention layers of a timm model, or of our model with router "dense".
 
     Raises:
         ValueError: for another model, or an attention that computes more than heads.

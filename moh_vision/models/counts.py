@@ -100,13 +100,13 @@ class Watched(NamedTuple):
     def scores(self, heads: int) -> int:
         """MACs of both products with the attention matrix."""
         layer, N, M = self.layer, self.queries, self.keys
-        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
+        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries @ learnable tokens
         return (2 * N * M + window) * heads * layer.head_dim
 
     def counted(self, name: str) -> AttentionMacs:
         """The layer with its active heads alone."""
         layer, K = self.layer, self.active
-        # A router that reads queries needs all heads' queries. One choice for all tokens spares keys and values too.
+        # Routers that read queries need all of them. One choice for all tokens spares keys and values too.
         once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
         queries = layer.num_heads if layer.needs_query else K
         keys = K if once and not layer.grouped else layer.kv_heads
@@ -138,10 +138,10 @@ def without_memory(model: nn.Module) -> nn.Module:
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     """Count multiply-accumulates of one forward: linear layers, convolutions, attention products.
 
-    Attention layers are counted twice. Dense: every head, no router. Ideal, by the budget: queries and outputs of
-    the active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
-    heads, and the router. Anything else counts as computed. As in torch's counter, TransNeXt's products with the
-    3 x 3 neighbours are sums. An adaptive vocabulary counts as if all words were frequent.
+    Attention layers count twice. Dense: every head, no router. Ideal: the router, queries and outputs of
+    active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
+    heads. Anything else counts as computed. As in torch's counter, TransNeXt's products with 3 x 3
+    neighbours are sums. An adaptive vocabulary counts as if all words were frequent.
 
     Args:
         model: on any device; unchanged.

@@ -71,7 +71,7 @@ def module_table(macs: Macs) -> List[str]:
 
 
 def _groups(macs: Macs) -> List[Tuple]:
-    """(label, number, parameters, dense, ideal) of like modules; modules without MACs in one row."""
+    """(label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
     size = Counter()  # of a module; equal names with different sizes are not alike
     for row in macs.modules:
         size[row.name] += row.dense

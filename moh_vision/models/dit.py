@@ -1,8 +1,8 @@
 """DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3).
 
 The class, a diffusers model, is imported when a model is built: registering stays fast.
-Shared and routed heads per layer are from the released MoH-DiT code. Its L and XL models have 8, 16 and
-24 heads in their three parts, which the paper does not say; the total is the dense model's.
+Heads per layer are from the released MoH-DiT code. Its L and XL models have 8, 16 and 24 heads in
+their three parts, which the paper does not say; the total is the dense model's.
 """
 
 from typing import Optional

@@ -1,8 +1,8 @@
 """The DiT of Peebles and Xie 2023, dense or with MoH attention, as a diffusers model.
 
-Saved pipelines name this class by its path: keep it. Parameter names and shapes follow the official DiT.
-diffusers' DiT has other timestep frequencies (one step too wide) and another epsilon before the MLP.
-Weights from elsewhere fit the official numbers, the default; `compat="diffusers"` has diffusers' own.
+Saved pipelines name this class by its path: keep it. Parameters are named as in the official DiT.
+diffusers' DiT spaces timestep frequencies one step too wide and has another epsilon before the MLP.
+Official weights fit the default; `compat="diffusers"` has diffusers' numbers.
 """
 
 import math
@@ -188,15 +188,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         mlp_ratio: width of the MLP over C.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 if a router is named.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
-        scope: "token": each token has its own heads (Jin 2024); "sample": all tokens of an image share heads, and
-            inactive heads cost nothing, keys and values included.
-        route_by: what routers with scope "sample" read: "condition", the embedding of timestep and class, or
-            "timestep", its part without the class: then all images of a step run the same heads. Both are
+        scope: "token": each token has its own heads (Jin 2024); "sample": an image's tokens share heads,
+            and inactive heads cost nothing, keys and values included.
+        route_by: what routers with scope "sample" read: "condition", the embedding of timestep and class,
+            or "timestep", without the class: then all images of a step run the same heads. Both are
             normalised to mean 0 and variance 1, as tokens are.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
-        kv_heads: key-value heads per layer, a divisor of its heads; 1: one for all heads (Zhang 2022); None: one
-            per head.
+        kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
+            None: one per head.
         compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
         out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
@@ -338,8 +338,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 (clean) to 1000 (noise), whole or real. On a CPU, floats all below 1,
-                and not all 0, give a warning.
+            timestep: [B] or a scalar tensor, 0 (clean) to 1000 (noise), whole or real. On a CPU, floats
+                below 1, not all 0, give a warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: return an object with `.sample`, or a tuple.
 
@@ -347,7 +347,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             ValueError: for hidden_states of another shape; on a CPU also for class_labels out of range.
 
         Returns:
-            sample [B, out_channels, size, size]; with learn_sigma the second half interpolates the variance.
+            Sample [B, out_channels, size, size]; with learn_sigma half of it interpolates the variance.
         """
         sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
@@ -411,7 +411,7 @@ def settings_of(model: nn.Module) -> dict:
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:
-    """Copy diffusers' DiT into a dense `MoHDiTTransformer2DModel`: same weights and, to rounding, outputs.
+    """Copy diffusers' DiT into a dense `MoHDiTTransformer2DModel`; outputs are equal to rounding.
 
     Raises:
         ValueError: naming a setting that ours lacks.

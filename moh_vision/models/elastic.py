@@ -1,9 +1,9 @@
 """Elastic budgets: train one set of weights at many shares of active heads, to serve them all.
 No paper has it.
 
-Each step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share,
-one the largest, and two run shares in between. Slimmable networks (Yu and Huang 2019, the sandwich rule)
-run all four on each batch, which takes four times as long; the ends are trained as often here.
+Each step runs one share. Of four steps, in an order drawn from the seed, one runs the smallest share,
+one the largest, and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on
+each batch, which takes four times as long; here, the ends are trained as often.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ElasticBudget:
 
     Args:
         model: any model whose layers all route heads.
-        ends: smallest and largest share, as `set_head_budget` takes them: 0.5, "ramp:0.5" or "uniform:0.5"; both
+        ends: smallest and largest share for `set_head_budget`: 0.5, "ramp:0.5" or "uniform:0.5"; both
             ramps or both uniform.
         seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
 
@@ -37,7 +37,7 @@ class ElasticBudget:
         budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
 
     Raises:
-        ValueError: beginning with "budget_range", for no such pair, or if the shared heads do not allow a share.
+        ValueError: "budget_range ...", for no such pair or if the shared heads do not allow a share.
     """
 
     def __init__(self, model: nn.Module, ends: Sequence[Union[float, str]], seed: int):

@@ -70,7 +70,7 @@ class MoHEva(Eva):
 def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
     """Cosines and sines [B or 1, N, D] of N tokens; the prefix (class token, registers) gets angle 0.
 
-    rope: sines and cosines of the patches, [patches, 2 * D], or with dropped patches [B, 1, patches, 2 * D].
+    rope: sines and cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].
     """
     patches, width = rope.shape[-2], rope.shape[-1]
     sin, cos = rope.reshape(-1, patches, width).chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Models that compute only active heads, in operations of every runtime, for `moh_vision.commands.export`.
+"""Models that compute only active heads, with common operations, for `moh_vision.commands.export`.
 
 Heads fixed for good: the others leave the model. Heads chosen by an image: their weights are gathered.
 """

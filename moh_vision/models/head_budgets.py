@@ -45,8 +45,8 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
 def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
     """Give each layer as many shared heads as the MoH router in its weights has.
 
-    The share of active heads stays the model's, as if `set_head_budget` had set it after loading. Weights
-    without routers change nothing. Call it before loading: the new routers are untrained.
+    The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
+    routers change nothing. Call it before loading: the new routers are untrained.
 
     Raises:
         ValueError: naming a layer whose budget does not allow these shared heads.
@@ -74,8 +74,8 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
 class RecordedArguments:
     """Descriptor for timm's `_model_args`, the arguments saved with a model: adds the present head budget.
 
-    `timm.create_model` writes the caller's arguments last, whose head_budget may be a share, which does not
-    say which heads are shared if the model took them from its weights.
+    `timm.create_model` writes the caller's arguments last. Their head_budget may be a share, without the
+    shared heads that the model took from its weights.
     """
 
     def __get__(self, model: Optional[nn.Module], owner: type) -> Any:

@@ -11,9 +11,9 @@ Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
 def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options) -> None:
     """Order the heads of a dense model in every layer, the largest contribution first.
 
-    Shared heads are the first ones, and with equal gates (zero routers) the first heads run: so the strongest
-    do. Key-value heads of several query heads move with them, the strongest group first. The output stays
-    the same up to the order of its sums.
+    The first heads are shared, and with equal gates (zero routers) run first: so the strongest do. Key-value
+    heads of several query heads move with them, the strongest group first. The output stays the same up to
+    the order of its sums.
 
     Args:
         model, attentions, batches, options: see `head_lengths`.

@@ -25,9 +25,9 @@ OPTIONS = [name for name in inspect.signature(convert).parameters if name not in
 
 
 def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
-    """Find (name, arguments) of the model of an `ImageRunConfig`, without sizes that follow from data.
+    """Find (name, arguments) of an `ImageRunConfig`'s model, without sizes that follow from data.
 
-    A resumed run reads its saved copy (not if `fresh`): the pre-trained source may be gone.
+    A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
     """
     m = config.model
     if not m.pretrained:

@@ -21,7 +21,7 @@ from moh_vision.models.weight_files import read_safetensors, read_tensors, refus
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
-# Tensors shaped by the class count, image size or objective; they start anew where the shape differs.
+# Tensors shaped by class count, image size or objective; made anew where the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
 # By the modules that timm groups names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
@@ -62,7 +62,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
 
 
 def check_side(model: nn.Module, side: Optional[int]) -> None:
-    """Refuse an image side (data.img_size; None: the classifier's own) that is not a multiple of the patch."""
+    """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
     if side and side % patch and not embed.dynamic_img_pad and side != model.pretrained_cfg["input_size"][-1]:
@@ -110,7 +110,7 @@ def described_by(path: str, kind: Optional[str]) -> dict:
 
 
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
-    """Read tensors and metadata of a .safetensors file. If it names an `architecture`, check that they fit."""
+    """Read tensors and metadata of a .safetensors file; check that they fit its `architecture`."""
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         return state, metadata
@@ -165,7 +165,7 @@ def refuse_other_shapes(
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise `OtherModel` unless names (but those that `may_lack` allows), shapes and float types match the model's."""
+    """Raise `OtherModel` unless names (`may_lack`: optional ones), shapes and float types match."""
     own = model.state_dict()
     for name in [name for name in state if name in own]:
         found, needed = state[name], own[name]
@@ -186,8 +186,8 @@ def refuse_other_shapes(
 def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
     """Open a run's classifier, or model `name` with weights from a `path` that `init_from` takes.
 
-    With another img_size, positions are resized. The returned metadata has architecture, arguments, classes
-    or None, weights (see `weights_said`) and of_run: whether the path names its model.
+    Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
+    weights (see `weights_said`) and of_run: whether the path names its model.
     """
     path = str(weights_file(path)) if Path(path).exists() else path
     about = described_by(path, "classifier")
@@ -218,9 +218,9 @@ def init_from(
 ) -> bool:
     """Load weights into a new model; return whether they are dense.
 
-    Changes are reported through `say`: the head or label table is made anew for other classes, position tables
-    and patch kernels are resized, a DiT's last layer is made anew if learn_sigma differs, and missing routers
-    start fresh. The model takes the source's shared heads but keeps its number of active heads.
+    Changes are reported through `say`: a new head or label table for other classes, resized position
+    tables and patch kernels, a DiT's new last layer if learn_sigma differs, and fresh routers if the source
+    has none. The model takes the source's shared heads but keeps its number of active heads.
 
     Args:
         source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
@@ -290,11 +290,11 @@ def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
     """Load published or own weights of any known layout into a model; return the model.
 
-    Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace, no other pickled objects),
-    the .npz of the original ViTs, and folders of a run, a diffusers model or pipeline. Layouts: ours, timm's
-    ViTs, official TransNeXt, MoH-ViT, DiT and MoH-DiT, and diffusers' DiT, whose outputs need a model with
-    compat="diffusers". Dense weights leave MoH's routers at zero. The model takes the shared heads of weights
-    with MoH's routers but keeps its number of active heads.
+    Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
+    the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
+    official TransNeXt, MoH-ViT, DiT and MoH-DiT, and diffusers' DiT (with compat="diffusers" for the same
+    outputs). Dense weights leave MoH's routers at zero; from others the model takes the shared heads, but
+    keeps its number of active heads.
 
     Args:
         weights: "ema" (if there is one) or "model".
