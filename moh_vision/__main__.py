@@ -1,4 +1,4 @@
-"""The commands: `python -m moh_vision` lists them, `python -m moh_vision COMMAND --help` explains one."""
+"""List the commands: `python -m moh_vision`; explain one: `python -m moh_vision COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def command_of(name: str) -> ModuleType:
-    """Import the module of a command: with `options` and `work` or `figure`, see `run_command`, or with a `main`."""
+    """Import a command's module, see `run_command`."""
     match name:
         case "table":
             from moh_vision.commands import table as command

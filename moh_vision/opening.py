@@ -1,4 +1,4 @@
-"""Opening what training has made, or somebody else: which wing it is of."""
+"""Open a model that training or others have made, of any wing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def open_run(
         opened.model, opened.config, opened.metadata, opened.scores()
 
     Args:
-        path: folder of a run, one of its checkpoints (RUN/checkpoints/step_N), a .safetensors file in either; a folder of
-            timm, diffusers or transformers, such as publish writes; a file of weights, with a `name`.
-        weights: "ema" or "model"; None: the EMA, where there is one.
+        path: folder of a run, a checkpoint of it (RUN/checkpoints/step_N), or a .safetensors file in either; a timm,
+            diffusers or transformers folder, such as publish writes; a weights file, with a `name`.
+        weights: "ema" or "model"; None: the EMA, if there is one.
         device: of the model; None: the CPU, and the accelerator once something is computed.
-        options: other keys than the run's, as on a command line: ["--data.root", "imagenet"].
-        more: name, of the model, for weights that do not say it; what the commands ask for: split (the first that is
-            opened), scores (options are those of `scores()`) and command (its name, for messages).
+        options: keys to change, as on a command line: ["--data.root", "imagenet"].
+        more: name of the model, for weights without it; for the commands: split (the first to open), scores
+            (options are for `scores()`) and command (its name, for messages).
 
     Raises:
         ValueError, FileNotFoundError: in one line, naming the file or key.
@@ -52,21 +52,21 @@ def open_run(
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
     """The model of `open_run`, in eval mode on the CPU.
 
-    The pretrained_cfg of a classifier says what the run's validation does to an image, for
-    `timm.data.resolve_model_data_config`, and has the names of the classes as label_names.
+    The pretrained_cfg of a classifier has the run's preprocessing in validation, for
+    `timm.data.resolve_model_data_config`, and the class names as label_names.
 
     Args:
         path: see `open_run`.
-        weights: "ema" or "model"; where a run has no EMA, "ema" falls back to "model".
+        weights: "ema" or "model"; without an EMA, "ema" means "model".
     """
     return open_run(path, weights).model
 
 
 def kind_of(path: Union[str, Path], options: Sequence[str] = ()) -> str:
-    """Which of KINDS a path is, or, where it does not say, the model that --model.name in options names.
+    """Return which of KINDS a path is, or else the model named by --model.name in options.
 
     Raises:
-        ValueError: naming the file, if it does not say it as a run or a library does.
+        ValueError: naming the file, if neither a run nor a library wrote it.
     """
     place, config = Path(path), run_of(path) / "config.yaml"
     if config.is_file():

@@ -1,1 +1,1 @@
-"""What people do with finished runs. `python -m moh_vision` lists the commands; nothing imports this room."""
+"""Commands for finished runs; `python -m moh_vision` lists them. Nothing imports this room."""

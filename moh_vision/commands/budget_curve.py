@@ -1,13 +1,12 @@
-"""What heads are worth and what they cost: score and latency of trained models over the share of their heads that runs.
+"""Score and latency of trained models over the share of active heads.
 
 python -m moh_vision budget-curve RUN [RUN ...] --output curve.png
 
-RUN is a run of a classifier, scored on its validation images, of a diffusion model, whose samples are scored, or of a
-language model, scored on its validation text; runs of one kind are lines of one figure. They come first. Options of
-validate.py are taken too, of text --data.* and precision, for diffusion those of sample.py: --score REFERENCE is needed.
-Shared heads stay; `set_head_budget` says how a share is spread over the layers. A ring marks the share that the run was
-saved with, a dense model is one point. Latency is the median, with quartiles, of one forward pass of a batch over rounds
-in which all models and shares take turns.
+RUN comes first: runs of classifiers, scored on validation images, of language models, on validation
+text, or of diffusion models, on samples. Options of validate.py are taken too, for text only --data.*
+and precision; diffusion takes those of sample.py and needs --score REFERENCE. Shared heads stay; see
+`set_head_budget` for how a share is spread. A ring marks the saved share; a dense model is one point.
+Latency: median and quartiles of a batch's forward, over rounds in which all models and shares take turns.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ REST = "RUN"
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
 VISIT = 0.1  # seconds of one look at the clock
-DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first of these that there is
+DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one found
 Budgets = tuple[HeadBudget, ...]
 
 
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
-    """Find budgets by the share of heads that they run, as near to those asked for as whole heads come, and the own one.
+    """Find budgets by the share of heads that they run, the model's own among them.
 
-    A plain number is spread over the layers as the model's own share: uniform where it was made so, else as the papers'
-    ramp. None: those of SHARES that the model allows. A model that always runs all heads has this share alone.
+    Shares are rounded to whole heads. A plain number is uniform if the model's share is, else the papers'
+    ramp. None: the allowed ones of SHARES. A dense model has one share.
     """
     own = tuple(layer.budget for layer in attention_layers(model))
     if is_dense(model):
@@ -72,14 +71,14 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Measure the seconds that `run` takes, repeated for a moment; on a GPU the device is waited for."""
+    """Measure the seconds that `run` takes, repeated for a moment; waits for a GPU."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=VISIT).mean
 
 
 def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None) -> list[dict]:
-    """Score and time the models of some runs, see `budgets_of`; refuse what cannot be before anything is scored."""
-    passes = [one.forward() for one in opened]  # opens what scores too
+    """Score and time the models of runs at `budgets_of`; check all budgets first."""
+    passes = [one.forward() for one in opened]  # also opens what scores
     budgets = []
     for name, one in zip(names, opened):
         try:
@@ -125,7 +124,7 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
 
 
 def draw(lines: Sequence[dict]):
-    """Draw what `measure` found: scores above, latency below, one colour a model."""
+    """Draw the results of `measure`: scores above, latency below, one colour per model."""
     every = [scores for line in lines for scores in line["scores"]]
     key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in every))
     figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained")

@@ -1,4 +1,4 @@
-"""What all commands share: arguments, the file of a figure and its numbers, and one line for every mistake."""
+"""What all commands share: arguments, the figure's file, one line for a mistake."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moh_vision.engine.commands import Parser, exit_code, say
 def run_command(name: str, command: ModuleType, argv: List[str]) -> int:
     """Run the module of a command; return its exit code.
 
-    It has `options(add)`, which adds arguments, and `work(options)`; or instead of that `figure(options)`, which returns a
-    figure, the numbers it shows, and what is printed behind the names of their files. With REST, the name of its first
-    argument, it also takes options of another parser, as `options.rest`. Modules of other rooms have a `main`.
+    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns a
+    figure, its numbers, and a text to print behind the files' names. If it has REST, the name of its first
+    argument, `options.rest` has another parser's options. Modules of other rooms have a `main`.
     """
     if hasattr(command, "main"):
         return command.main(argv)

@@ -1,12 +1,12 @@
-"""Learning curves of runs over epochs or steps, and their last scores over a key of the configuration.
+"""Learning curves of runs over epochs or steps, or their last scores over a key.
 
     python -m moh_vision curves RUN RUN ... --output curves.png
     python -m moh_vision curves RUN RUN ... --over data.share --output share.png
 
-Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); of text both are
-nats a token without smoothed labels. Only runs of text, from their second epoch on, have epochs.
---over draws the first score of the command table that all have (figure 2). Runs that differ in
-nothing but the seed make one line, in a band of one standard deviation.
+Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); for text both are
+nats per token without smoothed labels. Only text runs, from their second epoch on, have epochs.
+--over draws the first score in the command table that all have (figure 2). Runs that differ only in
+the seed make one line, in a band of one standard deviation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def figure(options) -> tuple:
 
 
 def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
-    """Read the losses in the log of a run, and the steps of an epoch once a second has begun."""
+    """Read the losses in a run's log, and the steps per epoch once a second has begun."""
     file = folder / "metrics.jsonl"
     found: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
@@ -62,7 +62,7 @@ def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
             if loss is not None:  # a skipped step has null
                 found[kind].append((step, loss))
         if epoch is not None:
-            # An epoch began after the last step logged and not after this one: in the middle, on average.
+            # An epoch began between the last logged step and this one: take the middle.
             began.setdefault(epoch, (before + step - 1) / 2)
             before = step
     if not found["training"]:
@@ -72,20 +72,20 @@ def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Make each value the mean of the last ones: batches differ more than models."""
+    """Average each value with those before it: batches differ more than models."""
     values = [value for _, value in points]
     return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
 
 
 def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, first_epoch: float):
-    """Return lines of losses, and the label of x; first_epoch leaves out the high ones."""
+    """Return lines of losses, and the label of x; first_epoch skips the high ones."""
     logs = [(name, [read_curves(run.folder) for run in group]) for name, group in groups]
     over_epochs = all(steps for _, group in logs for _, steps in group)
     if first_epoch and not over_epochs:
         raise ValueError(f"--first-epoch {first_epoch:g}: a run has no second epoch in its log, so steps are drawn")
     lines = []
     for number, (name, group) in enumerate(logs):
-        # Seeds have batches of slightly different numbers: one length of an epoch keeps their steps together.
+        # Seeds differ a little in steps per epoch: one length keeps their steps together.
         unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
         for kind, length in dict(training=window, validation=1).items():
             losses = [point for found, _ in group for point in running_mean(found[kind], length)]
@@ -97,7 +97,7 @@ def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, 
 
 
 def loss_label(runs: Sequence[ScoredRun]) -> str:
-    """Return the label of y; it says so where losses of several kinds stand in one axis."""
+    """Return the label of y; it names losses of several kinds in one axis."""
     kinds = {}
     for run in runs:
         own = dict(classification="classification", diffusion=run.config.get("objective", "noise"))
@@ -108,7 +108,7 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
 
 
 def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) -> tuple[list[Line], str]:
-    """Return lines of the first score that all runs have over a key, and the label of y."""
+    """Return lines of the first score that all runs have, over a key; and y's label."""
     for run in runs:
         if key not in run.config:
             raise ValueError(f"--over {key}: no such key in {run.folder / 'config.yaml'}: {closest(key, run.config)}")

@@ -3,10 +3,10 @@
 python -m moh_vision export RUN --format onnx --output model.onnx
 python -m moh_vision export NAME --checkpoint FILE --format torch-export --output model.pt2
 
-RUN is a run of train_cls.py or train_dit.py (its EMA where it has one), one of its checkpoints or files, or a folder
-that publish, timm or a pipeline has saved. NAME is a model of the registry, with the weights of --checkpoint, or else
-those that it is published with. What was written is read again and compared with the model on random inputs. A file
-that differs is not kept, and the exit code is 2.
+RUN: a run of train_cls.py or train_dit.py (its EMA, if any), a checkpoint or file of it, or a folder
+saved by publish, timm or a pipeline. NAME: a registered model, with the weights of --checkpoint or
+its published ones. The file is compared with the model on random inputs. If it differs, it is not
+kept, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # of a classifier's images
+PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # for images
 TOLERANCE = 1e-4  # of the largest output; float32 rounds to about 1e-6 of it
-TRIES = 2  # a token whose heads are at a tie may choose others after rounding, which a second input will not repeat
+TRIES = 2  # a token whose heads tie may choose others after rounding, hardly twice
 Run = Callable[[Dict[str, Tensor]], Tensor]
 
 
 class Classifier(nn.Module):
-    """What is exported of a classifier: images [B, C, h, w] -> logits [B, classes]."""
+    """A classifier for export: images [B, C, h, w] -> logits [B, classes]."""
 
     output = "logits"
 
@@ -60,9 +60,9 @@ class Classifier(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """What is exported of a DiT: hidden_states [B, C, h, w], timestep [B] float, class_labels [B] int64 -> sample.
+    """A DiT for export: hidden_states [B, C, h, w], timestep [B] float, class_labels [B] int64 -> sample.
 
-    One pass, without guidance. Label num_classes means "no class". With a `timestep` of its own that is no input.
+    One pass, without guidance. Label num_classes means "no class". A fixed `timestep` is no input.
     """
 
     output = "sample"
@@ -91,9 +91,9 @@ class Denoiser(nn.Module):
 
 @torch.no_grad()
 def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None, about: Optional[dict] = None) -> Run:
-    """Write a module on the CPU, for batches of any size or of one; return what runs the file.
+    """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
-    Values of `about` become JSON, in metadata_props of an ONNX file, in metadata.json of a .pt2; texts stay.
+    `about` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
     about = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (about or {}).items()}
@@ -110,7 +110,7 @@ def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None
     written = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
     written.model.metadata_props.update(about)
     for node in written.model.graph.all_nodes():
-        node.metadata_props.clear()  # lines of this machine's files
+        node.metadata_props.clear()  # paths of this machine
     written.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     return lambda inputs: torch.from_numpy(session.run(None, {n: x.numpy() for n, x in inputs.items()})[0])
@@ -118,14 +118,14 @@ def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None
 
 @torch.no_grad()
 def cases_of(module: nn.Module, batch: Optional[int], seed: int) -> List[Tuple[Dict[str, Tensor], Tensor]]:
-    """Draw inputs of a module, in batches of 1 and 3 or in the only batch, and compute its outputs."""
+    """Draw inputs in batches of 1 and 3, or the only batch, and compute the outputs."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [module.draw(size, generator) for size in ([batch] if batch else [1, 3])]
     return [(inputs, module(**inputs)) for inputs in drawn]
 
 
 def open_source(source: str, checkpoint: Optional[str]) -> Opened:
-    """Open what RUN or NAME means."""
+    """Open RUN or NAME."""
     path, name = Path(source), None
     if not path.exists():
         name = source
@@ -145,7 +145,7 @@ def open_source(source: str, checkpoint: Optional[str]) -> Opened:
 
 
 def fix_heads(model: nn.Module, file: str) -> None:
-    """Leave every layer the heads that ran most by a file of head loads, as many as a token runs; see `keep_heads`."""
+    """Keep each layer's most run heads by a head load file, as many as a token runs."""
     load, layers = HeadLoad.read(Path(file)), attention_layers(model)
     counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
@@ -159,7 +159,7 @@ def fix_heads(model: nn.Module, file: str) -> None:
 
 
 def heads_text(model: nn.Module, heads: int, computed: int) -> str:
-    """Say in one line what an exported model computes of all its `heads`."""
+    """Say in one line how many of the model's `heads` an export computes."""
     here = sum(layer.num_heads for layer in attention_layers(model))
     if here < heads:
         return f"heads: {here} of {heads} are in the graph, the others left it with their weights"
@@ -172,16 +172,16 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
 
 @torch.no_grad()
 def write(module: nn.Module, output: Path, form: str, batch: Optional[int], about: dict, cases: List[list]) -> None:
-    """Write a module to `output` if what is written gives the outputs of `cases`, of which one list must do."""
+    """Write a module to `output` if the file gives the outputs of one list in `cases`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name
-        with contextlib.ExitStack() as quiet:  # without what torch tells developers
+        with contextlib.ExitStack() as quiet:  # hides torch's messages for developers
             quiet.enter_context(warnings.catch_warnings(action="ignore"))
             quiet.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.WARNING)
             try:
                 run = export(module, file, form, batch, about)
-            except Exception as error:  # of torch.export and of the translation to ONNX, of many kinds
+            except Exception as error:  # torch and ONNX raise many kinds
                 raise ValueError(f"{about['architecture']} cannot be exported: {reason_of(error)}") from None
         errors = []
         for some in cases:
@@ -195,7 +195,7 @@ def write(module: nn.Module, output: Path, form: str, batch: Optional[int], abou
                 f"{output} is not written: it differs from PyTorch by {error:.1e} where the largest output is {largest:.3g}; "
                 f"allowed is {TOLERANCE:g} of it"
             )
-        for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # weights beside it come first
+        for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # its weights come first
             fsync(part)
             give_name(part, output.with_name(part.name))
     runtime = f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"

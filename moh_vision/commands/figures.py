@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
 
 
 class Line(NamedTuple):
-    """A line of a figure: at each x the values of the runs that have one there."""
+    """A line of a figure: at each x the values of its runs."""
 
     name: str
     values: dict[float, list[float]]
@@ -26,7 +26,7 @@ class Line(NamedTuple):
     dotted: bool = False
 
     def numbers(self) -> dict:
-        """Return the line as JSON has it; std is None where there is one value."""
+        """Return the line for JSON; std is None for a single value."""
         found = list(self.values.values())
         return dict(
             name=self.name,
@@ -38,7 +38,7 @@ class Line(NamedTuple):
 
 
 def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
-    """Make lines of (name, x, value) in any order; `look` is what they have in common."""
+    """Make lines of (name, x, value) in any order, all with `look`."""
     found: dict[str, dict[float, list[float]]] = {}
     for name, x, value in points:
         found.setdefault(name, {}).setdefault(x, []).append(value)
@@ -46,7 +46,7 @@ def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
 
 
 def draw_lines(lines: Sequence[Line], x: str, y: str):
-    """Draw means, and bands of one standard deviation; return the figure."""
+    """Draw means with bands of one standard deviation."""
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for line in lines:
         found = line.numbers()
@@ -65,7 +65,7 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
 
 
 def add_legend(figure, axes) -> None:
-    """Draw the legend inside, or, where it would hide lines, below: the figure grows."""
+    """Draw the legend inside, or below if it would hide lines: the figure grows."""
     handles, names = axes.get_legend_handles_labels()
     longest = max(map(len, names))
     if longest <= 44 and len(names) <= 12:
@@ -80,7 +80,7 @@ def add_legend(figure, axes) -> None:
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Refuse a path, the value of an option, where `write_figure` cannot write new files."""
+    """Refuse an option's path where `write_figure` cannot write new files."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
     for file in (path, numbers_path(path)):
@@ -88,13 +88,13 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def numbers_path(path: Path) -> Path:
-    """Return NAME.json for NAME.png, or NAME.png.json where there is a NAME.json."""
+    """Return NAME.json for NAME.png, or NAME.png.json if NAME.json exists."""
     plain = path.with_suffix(".json")
     return Path(f"{path}.json") if plain.exists() else plain
 
 
 def write_figure(figure, path: Path, numbers: dict) -> str:
-    """Write a figure, and its numbers beside it; return both names, to be printed."""
+    """Write a figure and its numbers; return both names, to be printed."""
     figure.savefig(path, dpi=130)
     plt.close(figure)
     beside = numbers_path(path)

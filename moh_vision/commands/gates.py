@@ -1,11 +1,11 @@
-"""What the gates of language models do with a text: entropy, load of the experts, and the tokens that they prefer.
+"""The gates of language models on a text: entropy, load of the experts, and preferred tokens.
 
     python -m moh_vision gates RUN RUN ... --output gates.png > gates.md
 
-It prints Markdown: the mean entropy of the gates (Peng 2020 (MAE), section 5.1), for translation
-with the BLEU of one expert in each attention of the encoder (generate.gate_modes; table 5), a row
-for runs that differ in nothing but the seed. Then, of each run, the load of the experts (table 8)
-and the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
+Prints Markdown: the mean entropy of the gates (Peng 2020 (MAE), section 5.1), for translation also
+BLEU with one expert in each attention of the encoder (generate.gate_modes; table 5). Runs that
+differ only in the seed share a row. Then, for each run, the load of the experts (table 8) and
+the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def work(options) -> None:
 
 
 def read_split(run: ScoredRun, split: str) -> list[GateReading]:
-    """Read the gates of the weights that the run's scores are of; empty for a model without."""
+    """Read the gates of the weights that a run's scores are of; often none."""
     weights = run.folder / read_json(run.folder / "results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
@@ -78,7 +78,7 @@ def read_split(run: ScoredRun, split: str) -> list[GateReading]:
 
 
 def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Path, dict]) -> Table:
-    """Make a table of entropies, and BLEU with one expert in each attention of the encoder."""
+    """Make a table of entropies, and BLEU with one expert in each encoder attention."""
     rows: list[dict[str, str]] = []
     notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
     order = ["model", "runs", "entropy, encoder", "entropy, decoder", "entropy, model", "uniform", "BLEU"]
@@ -103,7 +103,7 @@ def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Pat
 
 
 def draw_gate_load(numbers: dict) -> Figure:
-    """Draw RUN/gates.json: a row a layer, a column an expert (Peng 2020, table 8)."""
+    """Draw RUN/gates.json: a row per layer, a column per expert (Peng 2020, table 8)."""
     loads = [layer["load"] for layer in numbers["layers"]]
     most = max(map(len, loads))
     grid = np.array([[100 * share for share in load] + [np.nan] * (most - len(load)) for load in loads])
@@ -132,7 +132,7 @@ def draw_gate_load(numbers: dict) -> Figure:
 
 
 def draw_gate_entropy(numbers: dict) -> Figure:
-    """Draw the entropies in the JSON of this command over the layers, a line a model."""
+    """Draw the entropies in this command's JSON over the layers, a line per model."""
     layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
     names = list(dict.fromkeys(layer["name"] for _, layer in layers))
     lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)

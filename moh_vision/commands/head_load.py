@@ -1,10 +1,10 @@
-"""Draw the head load that a training run, validate.py, sample.py or the evaluation of a language model counted.
+"""Draw the head load counted by training, validate.py, sample.py or the command lm.
 
     python -m moh_vision head-load FILE --output load.png --kind bars --groups desk goldfish "ice cream"
 
---kind map: every head of every layer, a row a group (class, timestep, text or task). bars: one
-layer for a few groups (MoH, figures 3, A and B). curves: the routed heads of each layer in the
-order of their loads (MoA, figures 3 and 4).
+--kind map: every head of every layer, a row per group (class, timestep, text or task).
+bars: one layer, a few groups (MoH, figures 3, A and B). curves: each layer's routed heads
+sorted by load (MoA, figures 3 and 4).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moh_vision.engine.commands import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
 
 SHOWN = 3  # groups of bars, unless they are named
-NAME = 0.15  # inches that a head's number or a group's name needs
+NAME = 0.15  # inches for a head's number or a group's name
 ALWAYS = "0.75"  # colour of heads that every token runs
-Drawn = tuple[object, dict]  # a figure of matplotlib, and the numbers it shows
+Drawn = tuple[object, dict]  # a matplotlib figure, and its numbers
 
 
 def options(add) -> None:
@@ -54,7 +54,7 @@ def figure(options) -> tuple:
 
 
 def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None, layer: int | None = None) -> Drawn:
-    """Draw a kind of figure; what is None is chosen as --help says."""
+    """Draw a kind of figure; for None, --help names the default."""
     by = by or next(iter(load.groups))
     if by not in load.groups:
         raise ValueError(f"--by {by}: {closest(by, load.groups)}")
@@ -76,10 +76,10 @@ def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None,
 
 
 def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
-    """Draw a column a head and a row a group; grey are heads that every token runs.
+    """Draw a column per head and a row per group; grey: heads that every token runs.
 
-    In at most 2,600 x 2,080 pixels; where not all numbers of heads or names of groups fit, shared
-    heads are left out, and similar groups stand side by side (Ward's clustering), but no timesteps.
+    At most 2,600 x 2,080 pixels: if the head numbers do not fit, shared heads are left out; if the
+    group names do not, similar groups are put side by side (Ward's clustering), except timesteps.
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
@@ -133,7 +133,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
-    """Draw a panel a group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
+    """Draw a panel per group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
     about, share = load.layers[layer], 100 * load.share(by)[layer]  # [groups, H]
     heads, shared = about["heads"], about["shared"]
     width = min(max(5.0, 1.5 + 0.22 * heads), 16.0)
@@ -156,7 +156,7 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
 
 
 def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
-    """Draw a line a layer: its routed heads in the order of their loads (Zhang 2022, figures 3 and 4)."""
+    """Draw a line per layer: its routed heads sorted by load (Zhang 2022, figures 3 and 4)."""
     runs, curves = load.runs(by), {}
     for layer in layers:
         counts = runs[layer][groups, load.layers[layer]["shared"] : -1].sum(0)  # [routed candidates]
@@ -176,14 +176,15 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
     figure = draw_lines(lines, "routed heads of a layer, from the most loaded one", "% of the layer's choices")
-    figure.axes[0].set_ylim(bottom=0)
-    figure.axes[0].xaxis.get_major_locator().set_params(integer=True)
-    figure.axes[0].set_title(title_of(load, 7.0), fontsize=10)
+    (axes,) = figure.axes
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(title_of(load, 7.0), fontsize=10)
     return figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=found)
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
-    """Return groups that differ most: the farthest from the mean, then from all chosen."""
+    """Choose groups that differ most: farthest from the mean, then from all chosen."""
     there = tokens.nonzero().flatten()
     share, chosen = share[there], []
     centres = share.mean(0, keepdim=True)
@@ -196,7 +197,7 @@ def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[in
 
 
 def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the numbers of layers, or what tells their names apart if that is more."""
+    """Return the layers' numbers, or the differing parts of names if they say more."""
     if len({re.sub(r"\d+", "", name) for name in names}) == 1:
         return [str(number) for number in numbers]
     parts = [name.split(".") for name in names]
@@ -209,7 +210,7 @@ def shortened(name: str, most: int = 24) -> str:
 
 
 def title_of(load: HeadLoad, width: float, more: str = "") -> str:
-    """Say what was counted, in lines for a figure so many inches wide."""
+    """Say what was counted, wrapped for a figure of this width in inches."""
     active = sum(layer["shared"] + layer["routed"] for layer in load.layers)
     share = 100 * active / sum(layer["heads"] for layer in load.layers)
     texts = [load.of.get("run"), f"{share:.3g} % of the heads"]

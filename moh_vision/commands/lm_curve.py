@@ -1,11 +1,11 @@
-"""Scores of causal language models over the tokens that they have learnt from (Jin 2024, figure 2).
+"""Scores of causal language models over training tokens (Jin 2024, figure 2).
 
     python -m moh_vision lm-curve RUN RUN ... --output curve.png --tasks moh-llama3 --batch-size 8
 
-RUN comes first, then options of the command lm, with which each RUN/weights/step_N is scored once.
+RUN comes first, then options of the command lm, which scores each RUN/weights/step_N once.
 `accelerate launch -m` shares the questions among GPUs. The figure has the average of each suite, or
-the perplexity; the JSON also has each task. Runs that differ in nothing but the seed make one line,
-in a band of one standard deviation.
+the perplexity; the JSON also has each task. Runs that differ only in the seed make one line, in a
+band of one standard deviation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def work(options) -> None:
 
 
 def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
-    """Return (tokens learnt from, folder) of all weights that are kept, the oldest first."""
+    """Return (training tokens, folder) of all kept weights, the oldest first."""
     if run.kind != TEXT["clm"]:
         raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
     tokens = run.config["optim.batch_size"] * run.config["data.block"]  # of a step
@@ -74,9 +74,9 @@ def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
 
 
 def scores_of(folder: Path, argv: list[str], accelerator) -> dict[str, float]:
-    """Return scores of a folder by title; the record of `lm` stays there.
+    """Return scores of a folder by title; `lm` keeps its record there.
 
-    Every process calls it. Titles are "perplexity", or of a suite the average and the tasks.
+    Every process calls it. Titles: "perplexity", or a suite's average and tasks.
     """
     name = f"lm-{hashlib.sha256(json.dumps(argv).encode()).hexdigest()[:12]}.json"  # other options, other scores
     if not (folder / name).is_file():

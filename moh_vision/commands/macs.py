@@ -1,12 +1,12 @@
-"""Parameters and multiply-accumulates (MACs) of a model, counted from its modules and beside the papers' figures.
+"""Count parameters and multiply-accumulates (MACs) of a model, beside the papers' numbers.
 
 python -m moh_vision macs mt_moa_8K8E128D
 python -m moh_vision macs moh_vit_small_patch16_224
 
-The papers count a forward of batch 1: linear layers with the active heads alone, no attention scores; 10 source and 10
-target tokens for translation with 32,000 words to choose from, 128 tokens for masked language models (Zhang 2022,
-appendix E). The rows of masked models with MoA (table 2) equal linear layers plus twice the attention scores. Below that,
-the table of modules that `--dry-run` prints of a run: dense and ideal.
+The papers count one forward of batch 1: linear layers with the active heads, no attention scores; 10 source
+and 10 target tokens for translation with 32,000 words, 128 tokens for masked language models (Zhang 2022,
+appendix E). MoA's rows for masked models (table 2) are linear layers plus twice the attention scores. Below,
+the table of modules that `--dry-run` also prints.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moh_vision.models.describe import aligned, module_table
 from moh_vision.models.weights import FAMILIES
 
 TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
-# Zhang's parameters are those of a dictionary of about 37,000 words, its MACs of 32,000 to choose from.
+# Zhang's parameters count a dictionary of about 37,000 words, its MACs 32,000 words.
 MACS_WORDS = {"mt": 32_000}
-SIZED = ("WMT14 EN-DE", "WikiText-103")  # data whose words our presets have
+SIZED = ("WMT14 EN-DE", "WikiText-103")  # data whose words our presets use
 # Peng 2020, table 2 (Zhang has it with more words); Jin 2024, appendix A.
 OTHERS = {
     "mt_transformer_base": (61, 604),
@@ -41,7 +41,7 @@ OTHERS = {
 
 
 def sizes_of_papers() -> dict[str, tuple]:
-    """Read the parameters and MACs of text presets, in millions as the papers print them."""
+    """Read the papers' parameters and MACs of text presets, in millions."""
     found = {}
     for row in yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8")):
         if row["data"] in SIZED and "parameters" in row:
@@ -54,17 +54,17 @@ PAPERS = sizes_of_papers()
 
 
 class Count(NamedTuple):
-    """What `count` found of a preset."""
+    """What `count` found."""
 
     about: str  # one line
     parameters: int
-    parameters_of: str  # which vocabulary they are of, or nothing
+    parameters_of: str  # their vocabulary, or nothing
     macs: Macs
     macs_of: str
 
 
 def count(preset: str, tokens: int | None = None, vocab: int | None = None) -> Count:
-    """Count a text preset or an image model, of its papers' input unless a length of texts or words are given."""
+    """Count a text preset or an image model; the default input is the papers'."""
     for option, value in (("tokens", tokens), ("vocab", vocab)):
         if value is not None and value < 1:
             raise ValueError(f"--{option} {value}: expected 1 or more")
@@ -137,7 +137,7 @@ def report(preset: str, found: Count) -> str:
 
 
 def _attention_rows(macs: Macs) -> list[tuple[str, ...]]:
-    """Return rows of the attention layers, those alike in one, and of the papers' equations."""
+    """Return a row per kind of attention layer, and of the papers' equations."""
     rows = [("one attention layer", "linears", "scores", "parameters")]
     groups = Counter(layer._replace(name="") for layer in macs.attention)
 
@@ -157,7 +157,7 @@ def _attention_rows(macs: Macs) -> list[tuple[str, ...]]:
 
 
 def _beside(counted: int, paper: float | None) -> tuple[str, str, str]:
-    """Return what was counted, a paper's millions, and how far the count is from them."""
+    """Return a count, the paper's number in millions, and their difference."""
     if paper is None:
         return f"{counted:,}", "-", ""
     difference = round(100 * (counted / (paper * 1e6) - 1), 2) + 0.0  # + 0.0: no -0.00

@@ -1,9 +1,9 @@
-"""Which heads each patch of an image runs, and with what gate: one small map per head, for some layers of a classifier.
+"""Which heads each patch of an image runs: a map of gates per head, for layers of a classifier.
 
 python -m moh_vision patches RUN --image FILE --output heads.png
 
-RUN comes first: a run of a classifier, or weights with --model.NAME; other options of validate.py are taken too. The
-figure shows the image as the model sees it, and each head coloured by its gate, dark where it does not run.
+RUN comes first: a classifier's run, or weights with --model.NAME; then options of validate.py.
+The figure shows the image as the model sees it, and each head coloured by its gate, dark if not run.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from moh_vision.opening import kind_of, open_run
 REST = "RUN"
 MOST_COLUMNS = 9  # cells side by side
 CELL = 1.25  # inches
-UNIT = (0, 1, 0, 1)  # where images and maps of any resolution lie
+UNIT = (0, 1, 0, 1)  # extent of images and maps of any resolution
 
 
 class OneImage(NamedTuple):
-    """A classifier and one image, opened for a figure."""
+    """A classifier and one image."""
 
     model: nn.Module  # in eval mode
     image: Tensor  # [C, h, w] as the model takes it
-    seen: np.ndarray  # [h, w, 3] the same to look at, 0 to 1
-    about: dict  # run, weights, model, image, img_size; predicted class, its probability, true class or None
-    title: str  # two lines: run, active heads and image; what the model takes it for, and what it is
+    seen: np.ndarray  # [h, w, 3] for display, 0 to 1
+    about: dict  # run, weights, model, image, img_size, predicted class, its probability, true class or None
+    title: str  # two lines: run, active heads and image; predicted and true class
 
 
 def image_options(add) -> None:
@@ -49,7 +49,7 @@ def image_options(add) -> None:
 
 
 def open_image(options, command: str) -> OneImage:
-    """Open a classifier and an image as validation sees it; a folder with the name of a class tells its true class."""
+    """Open a classifier and an image as in validation; the folder's name may be the true class."""
     run, file = options.run, options.image
     kind = kind_of(run, options.rest)
     if kind != "classification":
@@ -81,23 +81,23 @@ def open_image(options, command: str) -> OneImage:
 
 
 class PatchHeads(NamedTuple):
-    """The heads of one layer over the patches of one image, rows x columns of them."""
+    """The heads of one layer over an image's patches."""
 
     name: str  # of the layer
-    shared: int  # the first heads, which run for every patch
+    shared: int  # the first heads, run by every patch
     active: Tensor  # [H, rows, columns] bool
     gates: Tensor  # [H, rows, columns] weights; 0 where the head does not run
 
 
 def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the class and register tokens before the patches, and rows and columns of the patches, in a layer."""
+    """Return a layer's number of class and register tokens, and its rows and columns of patches."""
     if isinstance(model, TransNeXt):
         return (0, *stage_sizes(size)[int(layer.split(".")[1])])
     return (model.num_prefix_tokens, *model.patch_embed.dynamic_feat_size(size))
 
 
 def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
-    """Find which heads each patch of an image [C, h, w] runs in every layer of a classifier, and with what gate."""
+    """Find the heads and gates of each patch of an image [C, h, w] in every layer."""
     found = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])
@@ -113,9 +113,9 @@ def cell_grid(heads: int) -> tuple[int, int]:
 
 
 def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
-    """Draw an image, and over its grey form the maps: values [rows, columns], their top, colours and title.
+    """Draw an image, and maps over its grey form: values [rows, columns], top, colours and title.
 
-    Cells have no axes. What a colour bar needs is returned.
+    Cells have no axes. Returns the image for a colour bar.
     """
     first, *others = figure.subplots(*grid, squeeze=False).flat
     first.imshow(seen, extent=UNIT)
@@ -130,7 +130,7 @@ def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tu
 
 
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
-    """Draw for each (number, heads) of a layer the image and one map per head."""
+    """Draw the image and one map per head for each (number, heads) of a layer."""
     grids = [cell_grid(len(heads.active)) for _, heads in layers]
     sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
     columns = max(columns for _, columns in grids)
@@ -153,7 +153,7 @@ def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray,
 
 
 def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> list[int]:
-    """Return the numbers of --layer, or a middle and the last layer of those that leave heads out, if any do."""
+    """Return --layer, or else a middle and the last of the layers that leave heads out, if any."""
     for number in layers or ():
         if not 0 <= number < len(found):
             raise ValueError(f"--layer {number}: expected 0 to {len(found) - 1}")

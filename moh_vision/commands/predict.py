@@ -1,10 +1,10 @@
-"""Name what is on images: the five likeliest classes of each.
+"""Name what is on images: five likeliest classes each.
 
 python -m moh_vision predict RUN IMAGE_OR_FOLDER ... --output classes.json
 
-RUN comes first: a run of a classifier, a folder that publish or timm has saved, or weights with --model.NAME; other
-options of validate.py are taken too, after the images. An image that cannot be read is named on stderr; the others go
-on, and the exit code is 2.
+RUN comes first: a classifier's run, a folder saved by publish or timm, or weights with --model.NAME; then images
+and other options of validate.py. An unreadable image is named on stderr; the others go on, and the exit
+code is 2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moh_vision.engine.logging import write_json
 from moh_vision.opening import open_run
 
 REST = "RUN"
-IDLE = ("data.root", "data.max_bad_fraction")  # what validation reads and this does not
+IDLE = ("data.root", "data.max_bad_fraction")  # of validation, unused here
 Likeliest = list[tuple[int, float]]  # classes and their probabilities
 
 
@@ -43,7 +43,7 @@ class Files(ImageFolder):
 
 
 class NamedBadSamples(BadSamples):
-    """Names every image that cannot be read on stderr, and never stops."""
+    """Names unreadable images on stderr, and never stops."""
 
     def check(self, bad: list[tuple[int, str]]) -> None:
         for _, message in bad:
@@ -52,7 +52,7 @@ class NamedBadSamples(BadSamples):
 
 
 def image_files(paths: Sequence[str]) -> list[str]:
-    """Return the files of `paths`: files as they are, and of folders the images in them and below, sorted."""
+    """Return the files in `paths`; of folders the images at any depth, sorted."""
     files = []
     for path in paths:
         if os.path.isdir(path):
@@ -70,7 +70,7 @@ def image_files(paths: Sequence[str]) -> list[str]:
 
 
 def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
-    """Name the `count` classes of a classifier, with words for ImageNet's synsets; 1,000 without names are ImageNet's."""
+    """Name a classifier's classes, with words for ImageNet's synsets; 1,000 unnamed ones are ImageNet's."""
     if classes is None:
         classes = unnamed_classes(count)
     if len(classes) != count:
@@ -81,7 +81,7 @@ def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iterator[tuple[int, Likeliest]]:
-    """Yield for each image its label, which is its number, and its `most` likeliest classes."""
+    """Yield each image's number (its label) and its `most` likeliest classes."""
     for batch in batches:
         with accelerator.autocast():
             logits = model(batch["images"].to(accelerator.device))  # [B, classes]

@@ -1,10 +1,10 @@
-"""Publish a run: a folder that timm, diffusers or transformers load, with a model card; docs/guides/publish.md.
+"""Publish a run: a folder for timm, diffusers or transformers, with a model card; docs/guides/publish.md.
 
 python -m moh_vision publish RUN --output FOLDER
 python -m moh_vision publish RUN --output FOLDER --push OWNER/NAME --private --license apache-2.0
 
-RUN is the folder of a run of train_cls.py, train_dit.py or train_text.py, RUN/checkpoints/step_N, or a .safetensors file in
-either. --push makes a new repository on the Hugging Face hub and uploads the folder.
+RUN is a run of train_cls.py, train_dit.py or train_text.py, its checkpoints/step_N, or a .safetensors
+file in either. --push creates a repository on the Hugging Face hub and uploads the folder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moh_vision.commands.runs import (
     TEXT,
     NoScores,
     ScoredRun,
+    as_written,
     find_run,
     mean_and_spread,
     number_at,
@@ -45,20 +46,20 @@ from moh_vision.models.describe import describe
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
 
-# What a text model's tokenizer puts around a text, as training did, and the class of transformers that loads the model.
+# Per kind of text: the hub's task, special tokens around a text, the transformers class.
 TASKS = {
     TEXT["mt"]: ("translation", "$A </s>", "AutoModelForSeq2SeqLM"),
     TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
-# Arguments of a ViT that timm's do not have, and a dense one does not need.
+# ViT arguments that timm's lack, and a dense one does not need.
 ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget", "pos_embed_std")
-# Of a timm model's preprocessing: what is true of the weights it started from alone.
+# Entries of a timm configuration that describe only its original weights.
 OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")
 
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
-    """Find the file of weights that `path` means; of a finished run those that its results are of."""
+    """Find the weights that `path` means; for a finished run, the ones its results are of."""
     results = run.folder / "results.json"
     whole = path.is_dir() and step_of(path) is None
     if whole and results.is_file():
@@ -72,7 +73,7 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
 
 
 def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
-    """Read the scores of the weights with this metadata, and how they were made; None: there are none."""
+    """Read the scores of the weights with this metadata; None without scores."""
     file = Path(about["weights"])
     if "best_top1" in about:
         how = f"the highest of the validations on {run.config.get('data.root')}, after {about.get('step')} steps"
@@ -91,7 +92,7 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     elif (run.folder / "results.json").is_file():
         found = read_json(run.folder / "results.json")
         own = in_run and Path(str(found.get("weights"))).stem == file.stem
-        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends after its best weights
+        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
         own = own and about.get("step", step) == step
         more = "\n".join(form["signature"] for form in found.get("bleu", {}).get("soft", {}).values())
     else:
@@ -102,17 +103,17 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     return scored._replace(scores=kept, how="; ".join([scored.how, *more.splitlines()])) if kept else None
 
 
-# Each library's folder. What is returned goes to the card: the library, the hub's name of the task, and what its example says.
+# Each saves a folder and returns for the card: the library, the hub's task, the example.
 
 
 def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
-    """Save timm's folder, whose preprocessing is that of the run's validation."""
+    """Save timm's folder, with the preprocessing of the run's validation."""
     model, arguments = opened.model, dict(opened.metadata["arguments"])
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
     names = cfg.pop("label_names")
     words = ImageNetInfo().label_descriptions(as_dict=True)
     labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
-    # The tag after the point names weights; of weights from a folder of one's own timm records it too, and wrongly.
+    # The tag after the point names weights; for a local folder timm records a wrong one.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
@@ -128,27 +129,27 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Option
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.Module, dict]]:
-    """Make timm's own model of that name from a dense one, with its arguments; None: timm has no such model."""
+    """Make timm's model of this name from a dense one, with its arguments; None: timm has none."""
     if arguments.get("router") != "dense" or not timm.is_model(name):
         return None
     theirs = {key: value for key, value in arguments.items() if key not in ROUTING}
     try:
         plain = timm.create_model(name, **theirs)
         plain.load_state_dict(model.state_dict())
-    except (TypeError, RuntimeError):  # arguments or tensors that are ours alone, such as kv_heads
+    except (TypeError, RuntimeError):  # arguments or tensors of ours, such as kv_heads
         return None
     return plain, theirs
 
 
 def license_of_weights(run: ScoredRun) -> Optional[str]:
-    """Look up the license of the weights in timm's registry that a run started from, if it did."""
+    """Look up the license in timm's registry of the weights that a run started from."""
     source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix("hf-hub:timm/")
     cfg = get_pretrained_cfg(source, allow_unregistered=True)
     return cfg and cfg.license
 
 
 def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
-    """Save a pipeline of diffusers, its VAE inside, with the sampler of the scores."""
+    """Save a diffusers pipeline with its VAE and the sampler of the scores."""
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.loading import open_pipeline
 
@@ -164,7 +165,7 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional
 
 
 def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
-    """Save a folder of transformers, with the tokenizers that the run has."""
+    """Save a transformers folder, with the run's tokenizers."""
     from transformers import GenerationConfig
 
     from moh_vision.language.models.weights import quiet
@@ -181,9 +182,9 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[Sco
 
 
 def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
-    """Save a run's tokenizer as AutoTokenizer reads it, which puts around a text what training did, if there is one.
+    """Save a run's tokenizer for AutoTokenizer, with the training's special tokens; False: no file.
 
-    As where BLEU is counted, a decoded text does not begin with the blank that byte-level BPE puts before its first word.
+    Decoded texts, as for BLEU, drop the blank that byte-level BPE puts before the first word.
     """
     from tokenizers.decoders import Sequence, Strip
     from tokenizers.processors import TemplateProcessing
@@ -214,7 +215,7 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
 def make_card(
     run: ScoredRun, opened: Opened, saved: dict, scored: Optional[ScoredRun], name: str, license: Optional[str]
 ) -> ModelCard:
-    """Make the README.md of a repository: what the model is, how it is loaded, made and scored; without absolute paths."""
+    """Make the README.md of a repository, without absolute paths."""
     model, about = opened.model, opened.metadata
     layers, size = attention_layers(model), f"parameters: {count_parameters(model):,}"
     if layers:
@@ -244,14 +245,14 @@ def make_card(
 
 
 def datasets_of(run: ScoredRun) -> Optional[List[str]]:
-    """Name the hub's data sets for the head of the card, where names are links; a folder of that name is another set."""
+    """Name the hub's data sets for the card; a local folder of that name is another set."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
     named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]
     return list(dict.fromkeys(named)) or None
 
 
 def data_of(run: ScoredRun) -> str:
-    """Say in a sentence what the run was trained on."""
+    """Say in a sentence what the training data was."""
     text, record = f"`{run.config.get('data.root')}`", run.folder / RECORD
     if run.kind in TEXT.values():
         mixture = run.config.get("data.mixture") or ()
@@ -261,20 +262,21 @@ def data_of(run: ScoredRun) -> str:
     if record.is_file():
         try:
             counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}
-            parts = [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
-            text += f": {', '.join([f'{len(next(iter(counts.values())))} classes', *parts])}"
+            parts = [f"{len(next(iter(counts.values())))} classes"]
+            parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
+            text += f": {', '.join(parts)}"
         except (TypeError, KeyError, StopIteration):
             raise ValueError(f"{record}: not the record of a run's data") from None
     return text + "."
 
 
 def without_paths(text: str) -> str:
-    """Shorten absolute paths to their last part: they would tell strangers names of users and folders."""
+    """Shorten absolute paths to their last part: they tell names of users and folders."""
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
 def check_hub(api: HfApi, repo: str) -> None:
-    """Refuse a repository that cannot be made: by its name, the token, the hub, or because it is there."""
+    """Refuse a repository whose name or token is wrong, or which exists."""
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
@@ -287,7 +289,7 @@ def check_hub(api: HfApi, repo: str) -> None:
         user = api.whoami()
         owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
         exists = api.repo_exists(repo)
-    except Exception as error:  # of the hub and of the network, which share no class
+    except Exception as error:  # hub and network errors share no class
         raise ValueError(f"--push {repo}: {api.endpoint} does not answer or refuses ({reason_of(error)})") from None
     if repo.partition("/")[0] not in owners:
         raise ValueError(f"--push {repo}: the token is of {owners[0]}, allowed owners are {', '.join(owners)}")
@@ -327,10 +329,8 @@ def work(options) -> None:
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))
     opened = open_run(weights_of(run, path), command="publish")
-    try:
+    with as_written(f"{run.folder}: its scores are"):
         scored = scores_of(run, opened.metadata)
-    except (KeyError, TypeError, AttributeError) as error:  # files that were written by hand
-        raise ValueError(f"{run.folder}: its scores are not as a run writes them ({reason_of(error)})") from None
     save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[opened.kind]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
         hidden = Path(place, folder.name)  # nothing is at its own place before all of it is

@@ -1,10 +1,10 @@
-"""One HTML page about some runs: scores, curves, heads, samples, confusion or translations, sizes, environment.
+"""Write one HTML page about runs: scores, curves, heads, samples, errors, sizes, environment.
 
 python -m moh_vision report RUN RUN ... --output report.html
 
-RUN is the folder of a run of train_cls.py, train_dit.py or train_text.py, finished or not; they may be of several kinds. The
-page loads nothing else: it can be sent and printed. What a run does not have is left out, and a line says what would make
-it where most runs of its kind have it.
+RUN is a run of train_cls.py, train_dit.py or train_text.py, finished or not; kinds may be mixed. The
+page loads nothing else: it can be sent and printed. Parts that a run lacks are left out; for usual
+ones a line says what makes them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from moh_vision.language.data.sources import find_pairs
 from moh_vision.models.describe import describe
 from moh_vision.models.head_load import FILE, HeadLoad
 
-SENTENCES = 5  # that are shown with their translations
-PAIRS = 20  # of classes that are confused most
-SAMPLES = 480  # pixels of a picture, at most
+SENTENCES = 5  # shown with translations
+PAIRS = 20  # of classes, the most confused
+SAMPLES = 480  # pixels of a picture's side, at most
 
 LOAD_MAKER = (
     "training of classifiers and text writes it at its end, for diffusion "
     "python sample.py ... --head-load RUN/head_load.json"
 )
-# Curves: title -> the place of the value in a line of metrics.jsonl.
+# Title -> keys of the value in a line of metrics.jsonl.
 PANELS = {
     "training loss": ("loss",),
     "validation loss": ("validation", "loss"),
@@ -66,10 +66,10 @@ Named = dict[str, ScoredRun]
 
 
 class Section(NamedTuple):
-    """A part of the page; it is left out if its blocks are empty and nothing is missing."""
+    """A part of the page; left out if its blocks are empty and nothing is missing."""
 
     title: str
-    blocks: list[tuple[str, str, Any]]  # form, as report.html knows it, name and content
+    blocks: list[tuple[str, str, Any]]  # form (see report.html), name and content
     missing: Sequence[str] = ()
 
 
@@ -91,7 +91,7 @@ def make_report(folders: Sequence[Path]) -> str:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """Return as much of the end of each path as tells it from the others."""
+    """Return the shortest ends that tell the paths apart."""
     paths = [folder.resolve() for folder in folders]
     for path, folder in zip(paths, folders):
         if paths.count(path) > 1:
@@ -119,7 +119,7 @@ def sections(kind: str, runs: Named) -> Iterator[Section]:
 
 
 def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
-    """Return names of runs that differ in the seed alone, heads of layers, and a text; and say which keep no weights."""
+    """Return (names of runs equal but for the seed, layers' heads, text), and missing weights."""
     alike: dict[str, Named] = {}
     for name, run in runs.items():
         alike.setdefault(run.identity(), {})[name] = run
@@ -166,7 +166,7 @@ def training(runs: Named) -> Section:
     drawn = [
         figures.draw_curves(title, curves, colours, log=title == "training loss")
         for title, curves in panels.items()
-        if any(value for _, values in curves.values() for value in values)  # dense models have nothing to balance
+        if any(value for _, values in curves.values() for value in values)  # dense models balance nothing
     ]
     return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
@@ -251,7 +251,7 @@ def translations(runs: Named) -> Section:
     for name, file in files.items():
         run, results = runs[name], file.with_name("results.json")
         found = read_json(results) if results.is_file() else {}
-        whole = not any((found.get("left_out") or {"": 1}).values())  # else lines are not those of the files
+        whole = not any((found.get("left_out") or {"": 1}).values())  # else lines differ from the files
         place = [run.config.get(f"data.{key}") for key in ("root", "source", "target")]
         alike.setdefault((*place, found.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
     blocks = []
@@ -267,7 +267,7 @@ def translations(runs: Named) -> Section:
 
 
 def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[str, str]]:
-    """Read the sentences of a split with their translations; none if they are not on this machine any more."""
+    """Read the sentence pairs of a split; empty if they are no longer on this machine."""
     try:
         return list(zip(*find_pairs(root, split, source, target))) if Path(root).is_dir() else []
     except (ValueError, OSError):

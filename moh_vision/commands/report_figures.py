@@ -1,4 +1,4 @@
-"""Pictures of a report: curves, head budgets and confusion matrices as SVG, and pictures of a run as data URIs."""
+"""Figures of a report: curves, head budgets and confusion matrices as SVG, pictures as data URIs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import short_names, shortened
 from moh_vision.engine.commands import reason_of
 
-Curve = tuple[Sequence[int], Sequence[float]]  # steps that were done, values
+Curve = tuple[Sequence[int], Sequence[float]]  # steps, values
 POINTS = 400  # of a curve
-MOST_CLASSES = 30  # of a confusion matrix that is drawn
-MOST_BYTES = 150_000  # of a picture that is taken as it is
+MOST_CLASSES = 30  # of a drawn confusion matrix
+MOST_BYTES = 150_000  # of a picture that is not compressed anew
 _numbers = itertools.count()  # of figures in a page
 
 
@@ -35,9 +35,9 @@ class Picture(NamedTuple):
 
 
 def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], log: bool = False) -> Picture:
-    """Draw values over steps, a line for the name of each run; of long runs each of 400 points is a mean.
+    """Draw values over steps, a line per run; long runs as means in 400 points.
 
-    The axis is logarithmic with `log` where the values span more than a factor of 10.
+    log: use a logarithmic axis if values span more than a factor of 10.
     """
     figure, axes = plt.subplots(figsize=(3.25, 2.3), layout="constrained")
     every = [value for _, values in curves.values() for value in values]
@@ -59,7 +59,7 @@ def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], l
 
 
 def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
-    """Draw the heads of each layer of a `head_budget`: shared, routed and not run."""
+    """Draw each layer's heads in a `head_budget`: shared, routed and not run."""
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
     height = 2.8 if wordy else 2.2
@@ -85,7 +85,7 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
 
 
 def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> Picture:
-    """Draw a confusion matrix: rows are classes, columns what they were taken for, colour the share of the class."""
+    """Draw a confusion matrix: a row per class, a column per prediction, coloured by share."""
     size = 1.9 + 0.3 * len(classes)
     figure, axes = plt.subplots(figsize=(size, size - 0.3), layout="constrained")
     share = counts / counts.sum(1, keepdims=True).clip(1)
@@ -105,7 +105,7 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 
 
 def inline_svg(figure, caption: str = "") -> Picture:
-    """Make an element of a page of a figure that was drawn within `svg_settings`, and close the figure."""
+    """Turn a figure drawn within `svg_settings` into a page element; close it."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     width = round(96 * figure.get_figwidth())
@@ -113,7 +113,7 @@ def inline_svg(figure, caption: str = "") -> Picture:
     number = next(_numbers)
 
     def own(tag: re.Match) -> str:
-        """An id is one of the page's: other figures have the same names."""
+        """Number an id: other figures of the page have the same names."""
         return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", tag[0])
 
     svg = re.sub("<[^<>]+>", own, text.getvalue())
@@ -121,12 +121,12 @@ def inline_svg(figure, caption: str = "") -> Picture:
 
 
 def svg_settings():
-    """Within it, figures keep their text as text, whatever characters names have."""
+    """Keep text in figures as text, whatever characters names have."""
     return matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False})
 
 
 def embed(file: Path, most: int, caption: str = "") -> Picture:
-    """Make a data URI of a picture file, smaller where it has more than `most` pixels a side."""
+    """Make a data URI of a picture file, at most `most` pixels a side."""
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as image:

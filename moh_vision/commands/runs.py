@@ -1,4 +1,4 @@
-"""Runs as their folders say they are: configuration, scores, sizes, starts."""
+"""Read runs from their folders: configuration, scores, sizes, starts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,33 @@ from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.opening import kind_of, open_run
 
-# Numbers of a run, and of a row in paper_rows.yaml: title and digits. The order is that of the columns.
+# Numbers of a run, and of a row in paper_rows.yaml: title and digits, in the order of columns.
 COLUMNS = {
-    "top1": ("top-1, %", 2), "top5": ("top-5, %", 2),
-    "fid": ("FID", 2), "fd": ("FD", 2), "sfid": ("sFID", 2), "spatial_fd": ("spatial FD", 2),
-    "inception_score": ("IS", 2), "class_score": ("class score", 2), "kid": ("KID", 5),
-    "kernel_distance": ("kernel distance", 5), "precision": ("precision", 3), "recall": ("recall", 3),
-    "recognised": ("recognised, %", 2), "frechet_distance": ("Frechet distance", 2),
-    "bleu": ("BLEU", 2), "sacrebleu": ("sacreBLEU", 2), "bleu_argmax": ("BLEU, argmax", 2), "bleu_random": ("BLEU, random", 2),
+    "top1": ("top-1, %", 2),
+    "top5": ("top-5, %", 2),
+    "fid": ("FID", 2),
+    "fd": ("FD", 2),
+    "sfid": ("sFID", 2),
+    "spatial_fd": ("spatial FD", 2),
+    "inception_score": ("IS", 2),
+    "class_score": ("class score", 2),
+    "kid": ("KID", 5),
+    "kernel_distance": ("kernel distance", 5),
+    "precision": ("precision", 3),
+    "recall": ("recall", 3),
+    "recognised": ("recognised, %", 2),
+    "frechet_distance": ("Frechet distance", 2),
+    "bleu": ("BLEU", 2),
+    "sacrebleu": ("sacreBLEU", 2),
+    "bleu_argmax": ("BLEU, argmax", 2),
+    "bleu_random": ("BLEU, random", 2),
     "bleu_random_std": ("BLEU, random: std of draws", 2),
-    "perplexity": ("val. perplexity", 2), "test_perplexity": ("test perplexity", 2),
-    "word_perplexity": ("val. word perplexity", 2), "test_word_perplexity": ("test word perplexity", 2),
-}  # fmt: skip
-# Where they stand in the file with the scores of a run; those that are not here, under their own key.
+    "perplexity": ("val. perplexity", 2),
+    "test_perplexity": ("test perplexity", 2),
+    "word_perplexity": ("val. word perplexity", 2),
+    "test_word_perplexity": ("test word perplexity", 2),
+}
+# Where they are in a file of scores; the others are under their own key.
 PLACES = {
     "bleu": ("bleu", "soft", "tokenised_bleu", "bleu"),
     "sacrebleu": ("bleu", "soft", "bleu", "bleu"),
@@ -44,13 +58,22 @@ PLACES = {
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
-FEW = 10  # classes, of which top-5 says little
-# Keys, or sections, of a configuration that change neither the weights nor how they are scored. How samples were scored is
-# compared by what the scores say.
+FEW = 10  # classes: with so few top-5 says little
+# Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
 WITHOUT_EFFECT = (
-    "output", "seed", "log_every", "save_every", "keep_checkpoints", "keep_weights_every", "tracker", "preview", "score", "data.workers",
-    "data.eval_batch_size", "checkpointing",
-)  # fmt: skip
+    "output",
+    "seed",
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "keep_weights_every",
+    "tracker",
+    "preview",
+    "score",
+    "data.workers",
+    "data.eval_batch_size",
+    "checkpointing",
+)
 
 
 class ScoredRun(NamedTuple):
@@ -60,10 +83,10 @@ class ScoredRun(NamedTuple):
     kind: str  # "classification", "diffusion" or one of TEXT
     config: dict[str, Any]  # config.yaml with dotted keys
     steps: int  # that were done
-    scores: dict[str, float | None]  # by key of COLUMNS, or by the title of a task in a suite
+    scores: dict[str, float | None]  # by key of COLUMNS, or title of a suite's task
     how: str  # what the scores are of
-    sampling: dict[str, Any] = {}  # how the images were drawn; head_budget where it is not the run's own
-    error: str = ""  # of the scores of this run alone, for a note
+    sampling: dict[str, Any] = {}  # how images were drawn; head_budget if not the run's own
+    error: str = ""  # of this run's scores alone, for a note
 
     @property
     def model(self) -> str:
@@ -75,7 +98,7 @@ class ScoredRun(NamedTuple):
         return {k: v for k, v in self.config.items() if k not in left_out and k.split(".")[0] not in left_out}
 
     def identity(self, over: str | None = None) -> str:
-        """Return a text that is the same for runs that differ in the seed alone; or in `over` and in their steps too."""
+        """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
         ended = self.kind in TEXT.values()  # with patience the seed decides after how many steps
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
@@ -90,7 +113,7 @@ def text_of(file: Path) -> str:
 
 
 def read_json(file: Path, text: str | None = None) -> dict:
-    """Read the keys and values in a JSON or YAML file, or in a line of it."""
+    """Read keys and values of a JSON or YAML file, or a line of it."""
     text = text_of(file) if text is None else text
     try:
         tree = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
@@ -102,7 +125,7 @@ def read_json(file: Path, text: str | None = None) -> dict:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of a run's metrics.jsonl, if it has one, without a last line that is still being written."""
+    """Read the lines of a run's metrics.jsonl, if any, without an unfinished last line."""
     file = folder / "metrics.jsonl"
     lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
     return [read_json(file, line) for line in lines if line.endswith("\n")]
@@ -119,7 +142,7 @@ def number_at(tree: Any, place: Sequence[str], file: Path) -> float | None:
 
 @contextlib.contextmanager
 def as_written(these: str) -> Iterator[None]:
-    """Raise ValueError, which begins with `these`, where a file does not hold what a run writes into it."""
+    """Raise ValueError, beginning with `these`, if a file is not as a run writes it."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -127,7 +150,7 @@ def as_written(these: str) -> Iterator[None]:
 
 
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
-    """Return the file of each run that has it, and a line that says what makes it about each of the others."""
+    """Return the file of each run that has it, and lines that tell how the others get it."""
     files = {name: run.folder / file for name, run in runs.items()}
     missing = [f"{name} has no {file}: {maker}" for name, path in files.items() if not path.is_file()]
     return {name: path for name, path in files.items() if path.is_file()}, missing
@@ -156,7 +179,7 @@ def find_run(folder: Path) -> ScoredRun:
 
 
 def read_run(folder: Path) -> ScoredRun:
-    """Read what a run is and its scores; raise NoScores if it has none."""
+    """Read a run and its scores; raise NoScores without scores."""
     run = find_run(folder)
     about = dict(classification=_about_images, diffusion=_about_samples).get(run.kind, _about_text)
     with as_written(f"{folder}: its scores are"):
@@ -225,12 +248,12 @@ def _about_text(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def suite_titles(name: str) -> list[str]:
-    """Return the titles of a suite's tasks, and of their average."""
+    """Return the titles of a suite's tasks and their average."""
     return [*(row.title for row in SUITES[name].rows), f"average of {name}"]
 
 
 def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
-    """Read the scores of suites by title, and say of each suite what was scored."""
+    """Read the scores of suites by title, and a text about each suite."""
     scores, suites, files = {}, [], {}
     for file in sorted(folder.glob("scores*.json")):
         record = read_json(file)
@@ -251,7 +274,10 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
 
 
 def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Open the model of a run on the meta device, with arguments of one forward; FileNotFoundError without weights."""
+    """Open a run's model on the meta device, with arguments of one forward.
+
+    Raises FileNotFoundError without weights.
+    """
     opened = open_run(run.folder)
     if run.sampling.get("head_budget") is not None:
         set_head_budget(opened.model, run.sampling["head_budget"])
@@ -261,9 +287,9 @@ def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, t
 def grouped(
     runs: Sequence[ScoredRun], over: str | None = None, names: Sequence[str] | None = None
 ) -> list[tuple[str, list[ScoredRun]]]:
-    """Group runs that differ in nothing but the seed, or also in the key `over`; groups of a model stand together.
+    """Group runs that differ only in the seed, or also in the key `over`, by model.
 
-    The name of a group is that of its first run in `names`, or the model and what tells its settings from others of it.
+    A group is named as its first run in `names`, else by model and differing settings.
     """
     if names and len(names) != len(runs):
         raise ValueError(f"--names: {len(names)} for {len(runs)} runs; expected one for each RUN")
@@ -289,7 +315,7 @@ def grouped(
 
 
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
-    """Write the mean, of several values with their standard deviation (of n - 1), and their number if some are None."""
+    """Write the mean, standard deviation (n - 1), and the number of values if some are None."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"
@@ -299,8 +325,8 @@ def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
 
 
 def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
-    """Return how runs were started, and lines about those that do not say it."""
-    starts: dict[str, dict] = {}  # those that differ in step and date alone are one
+    """Return how runs were started, and lines about those without a record."""
+    starts: dict[str, dict] = {}  # merged if only step and date differ
     files, missing = having(runs, "environment.jsonl", "every start of a run adds a line to it")
     for name, file in files.items():
         for line in text_of(file).splitlines():

@@ -1,12 +1,12 @@
-"""Which layers can spare heads: a head budget found on a calibration set, for a model as it is, without training.
+"""Find a head budget for a trained model on a calibration set: which layers can spare heads.
 
 python -m moh_vision search RUN --share 0.75 --output budget.yaml
 
-RUN comes first: a run of a classifier, a diffusion model or a causal language model (a dense one is converted, its
-strongest heads shared), or for classifiers weights with --model.NAME as validate.py takes them. Options of validate.py,
-such as --data.root, are taken too; what is left out is as in the run. budget.yaml has one [shared, routed] per layer:
---model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training split compare it with
-the uniform budget and the papers' ramp, of equally many heads.
+RUN comes first: a run of a classifier, diffusion or causal language model (dense ones are converted,
+the strongest heads shared), or a classifier's weights with --model.NAME. Options of validate.py are
+taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
+--model.head_budget "$(cat budget.yaml)". As many other images, or blocks of text, of the training
+split compare it with the uniform budget and the papers' ramp of equally many heads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from moh_vision.models.convert import convert
 from moh_vision.opening import open_run
 
 REST = "RUN"
-# A dense model is converted as for half of its heads, of which few are shared: shared heads stay, and leave no choice.
+# For dense models: with half of the heads, few are shared, which stay and leave no choice.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
 Losses = dict[int, float]
 
 
 class Search(NamedTuple):
-    """What `search_budget` found."""
+    """The result of `search_budget`."""
 
-    active: list[int]  # heads that run, of each layer
-    losses: list[Losses]  # of each layer: its active heads -> loss while the other layers run all heads
-    all_heads: float  # loss while every layer does
+    active: list[int]  # per layer: heads that run
+    losses: list[Losses]  # per layer: its active heads -> loss, with all heads in other layers
+    all_heads: float  # loss with all heads in all layers
 
 
 def search_budget(
@@ -49,15 +49,15 @@ def search_budget(
     share: float,
     progress: Callable[[int, Losses], None] = lambda layer, losses: None,
 ) -> Search:
-    """Find the active heads of each layer whose losses, measured one layer at a time, add up to the least.
+    """Find the active heads of each layer for the least sum of losses, measured layer by layer.
 
-    With L_l(k) the loss while layer l runs k heads and all others every head, and L the loss while all do, it minimises
+    With L_l(k) the loss if layer l runs k heads and the others all, and L the loss of all heads, minimise
 
         sum_l (L_l(k_l) - L)    where  sum_l k_l = round(share * sum_l H_l),  shared_l < k_l <= H_l
 
-    over all budgets, in 1 + sum_l (H_l - shared_l - 1) measurements. That is the loss itself as far as layers act apart.
-    Greedy removal finds the minimum only where each L_l is convex, which measured ones are not. `progress` is told
-    of each layer when it is measured. The model is as before afterwards.
+    over all budgets, in 1 + sum_l (H_l - shared_l - 1) measurements: the loss itself, if layers act apart.
+    Greedy removal needs convex L_l; measured ones are not. `progress` is called after each layer. The
+    model is restored.
     """
     layers = attention_layers(model)
     full = all_heads_of(model)
@@ -94,9 +94,9 @@ def search_budget(
 
 @torch.no_grad()
 def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
-    """Measure the loss without one routed head while all others run: of each layer, routed head -> loss.
+    """Measure the loss without one routed head while all others run: per layer, head -> loss.
 
-    The head's part of the output projection is zero meanwhile, so that the gates of the others stay.
+    The head's output projection is zero meanwhile, so the gates of the others stay.
     """
     found = []
     with running(model, all_heads_of(model)):
@@ -115,11 +115,11 @@ def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
-    """Choose heads of each layer, of sum `total` (or else the nearest below) and the least sum of costs.
+    """Choose each layer's heads at the least cost, `total` in all or the nearest below.
 
-    `costs` has of each layer: number of heads -> cost; any numbers, there may be gaps. The least sum is not above `total`.
+    costs: per layer, any numbers of heads -> cost. The smallest must fit in `total`.
     """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # heads of the layers so far -> (cost, heads of each)
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # heads so far -> (cost, heads per layer)
     for layer in costs:
         longer: dict[int, tuple[float, list[int]]] = {}
         for heads, (cost, chosen) in best.items():
@@ -131,7 +131,7 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
-    """Measure "searched" (`active` heads of each layer), "uniform" and "ramp" of as many heads: dict(active, loss)."""
+    """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
     before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
     wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
     counts, found = {"searched": list(active)}, {}
@@ -145,24 +145,24 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
 
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
-    """Return the budgets with which every routed head runs."""
+    """Return the budgets that run all routed heads."""
     return [replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)]
 
 
 def groups_of(model: nn.Module) -> list[int]:
-    """Return how many heads of each layer are chosen together."""
+    """Return how many heads each layer chooses together."""
     return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:
-    """Raise ValueError where a run is opened with another head budget, which `option` says."""
+    """Refuse a run opened with another head budget than `option` says."""
     for key in ("model.head_budget", "head_budget"):
         if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
 
 
 def say_above(number: int, above: Losses) -> None:
-    """Print a row: a layer, and the losses above that of all heads."""
+    """Print a layer and its losses above the loss of all heads."""
     text = "  ".join(f"{heads}: {round(loss, 4) + 0.0:+.4f}" for heads, loss in above.items())  # + 0.0: no -0.0000
     say(f"{number:5d}  {text or 'no routed heads'}")
 

@@ -1,15 +1,15 @@
-"""A table of runs as the papers print them: scores, parameters, MACs, active heads.
+"""Print runs as the papers print theirs: scores, parameters, MACs, active heads.
 
 python -m moh_vision table RUN RUN ...
 python -m moh_vision table --latex RUN RUN ... > table.tex
 
-RUN is the folder of a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that differ in
-nothing but the seed make one row: the mean, the standard deviation (of n - 1) and how many there are. Rows of the papers
-stand below the runs of the same model.
+RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that
+differ only in the seed make one row: mean, standard deviation (n - 1) and number. The papers' rows
+follow the runs of the same model.
 
-Scores are read from the run's folder: results.json; for diffusion scores.json, which sample.py --score writes, else the last
-scores while training; for the suites of language models scores*.json, the --out of `python -m moh_vision lm`. LaTeX needs
-the package booktabs.
+Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, else
+the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`. LaTeX needs the
+package booktabs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moh_vision.language.opening import WORDS
 from moh_vision.models.counts import count_macs, count_parameters
 
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
-# Arguments of a model that make it another one than the papers'. Their translation models have one name in two sizes.
+# Arguments that make another model than the papers'; translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
 INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
@@ -53,7 +53,7 @@ LATEX = str.maketrans(
 
 
 class Table(NamedTuple):
-    """A table as text, with sentences below it."""
+    """A table as text, with notes below."""
 
     titles: list[str]
     rows: list[list[str]]
@@ -61,7 +61,7 @@ class Table(NamedTuple):
 
 
 def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
-    """Return the papers' rows for a model that is built as its name says: numbers by key, or by the title of a task."""
+    """Return the papers' rows of an unchanged model: values by key or task title."""
     given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
@@ -83,7 +83,7 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
 
 
 def sizes(run: ScoredRun) -> list[float | None]:
-    """Return the numbers of SIZES, without weights None; MACs are of the active heads alone, for the inputs of `model_of`."""
+    """Return the numbers of SIZES for the active heads; None without weights."""
     try:
         model, inputs, named = model_of(run)
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def sizes(run: ScoredRun) -> list[float | None]:
 
 
 def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> Table:
-    """Make the table of some runs; a column that no run has is left out, a missing number is a dash."""
+    """Make a table without empty columns; a missing number is a dash."""
     runs = read_runs(folders)
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}
@@ -132,14 +132,14 @@ def _shown(value: float | None) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Write a table as Markdown, its notes as a list below it."""
+    """Write a table as Markdown, with a list of its notes."""
     lines = [table.titles, ["---", *["---:"] * (len(table.titles) - 1)], *table.rows]
     text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([*text, "", *(f"- {note}" for note in table.notes)])
 
 
 def latex(table: Table) -> str:
-    """Write a table as a tabular for LaTeX with booktabs, its notes as comments below it."""
+    """Write a table as a LaTeX tabular with booktabs, with notes as comments."""
     lines = [[cell.translate(LATEX) for cell in line] for line in (table.titles, *table.rows)]
     titles, *rows = [" & ".join(line) + r" \\" for line in lines]
     begin = f"\\begin{{tabular}}{{l{'r' * (len(table.titles) - 1)}}}"

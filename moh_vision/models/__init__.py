@@ -1,4 +1,4 @@
-"""The models, by name in timm's registry. File names here are unique because timm groups models by them."""
+"""Models in timm's registry. timm groups them by file name: keep file names unique."""
 
 from timm.models import _factory, register_notrace_module
 
@@ -11,7 +11,7 @@ DIFFUSERS = "diffusers.models.transformers.dit_transformer_2d.DiTTransformer2DMo
 CONVERTERS["timm.models.vision_transformer.VisionTransformer"] = "moh_vision.models.vit:convert_vit"
 CONVERTERS["timm.models.eva.Eva"] = "moh_vision.models.eva:convert_eva"
 CONVERTERS[DIFFUSERS] = "moh_vision.models.dit_transformer:convert_diffusers"
-# A leaf for timm's and torchvision's feature extraction: which heads run is known only when it runs.
+# A leaf for timm's and torchvision's feature extraction: heads are chosen at run time.
 register_notrace_module(HeadMixtureAttention)
 
 
@@ -20,6 +20,6 @@ def _load(model, checkpoint_path, *args, theirs=_factory.load_checkpoint, **kwar
     return load_checkpoint(model, checkpoint_path) if ours else theirs(model, checkpoint_path, *args, **kwargs)
 
 
-# For timm.create_model(..., checkpoint_path=FILE), in which timm asks no family: it would take an official DiT's weights
-# under "model", where the EMA beside them is what the papers' tables are of, and knows no other layout than the model's.
+# For timm.create_model(..., checkpoint_path=FILE): timm reads one layout, and of official DiTs the "model"
+# weights, not the EMA of the papers' tables.
 _factory.load_checkpoint = _load

@@ -11,10 +11,10 @@ from moh_vision.models.weight_files import read_safetensors
 
 
 def listed(names: Any, where: str) -> Optional[List[str]]:
-    """Names of classes in order, from a list or from timm's mapping of their numbers; None where there are none.
+    """Return class names in order, from a list or timm's mapping by number; None without names.
 
     Args:
-        where: they stand, for the message.
+        where: place of the names, for messages.
 
     Raises:
         ValueError: for anything else.
@@ -29,10 +29,10 @@ def listed(names: Any, where: str) -> Optional[List[str]]:
 
 
 def saved_with(file: Path) -> Optional[List[str]]:
-    """The names that a run, timm or our pipeline has saved with a file of weights; None where there are none.
+    """Read the class names saved with weights by a run, timm or our pipeline; None without names.
 
     Raises:
-        ValueError: naming the file, where it holds something else.
+        ValueError: naming the file, if it holds something else.
     """
     if file.suffix == ".safetensors":
         names = read_safetensors(file, lambda name: False)[1].get("classes")
@@ -40,7 +40,7 @@ def saved_with(file: Path) -> Optional[List[str]]:
             return listed(names, f"{file}: classes in its metadata")
     timms, pipeline = file.parent / "config.json", file.parent.parent / "model_index.json"
     names = listed(_read(timms).get("label_names"), f"{timms}: label_names")
-    # A DiTPipeline of diffusers names ImageNet's classes by words of its own.
+    # diffusers' DiTPipeline names ImageNet's classes in its own words.
     if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
         names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
     return names

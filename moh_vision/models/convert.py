@@ -1,4 +1,4 @@
-"""A dense, trained model becomes one with routed heads, in place and without changing its output."""
+"""Convert a dense, trained model in place into one with routed heads and the same output."""
 
 import re
 from typing import Any, Dict, Iterable, List, Optional, Union
@@ -27,15 +27,15 @@ from moh_vision.models.head_budgets import record_head_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import converter_for
 
-# Those that can be plain attention. MoA's experts share keys, which a ViT's heads do not.
+# Routers that can start as plain attention. MoA's experts share keys, unlike a ViT's heads.
 ROUTERS = ("moh", "query_norm", "mae", "dense")
-# timm's models that are taken, with their blocks and what attends in these.
+# timm's models that are taken, with their block and attention classes.
 TAKEN = {
     VisionTransformer: (Block, (Attention,)),
     VisionTransformerDistilled: (Block, (Attention,)),
     Eva: (EvaBlock, (EvaAttention, AttentionRope)),
 }
-# Families of timm that are asked for, and what their attention has that ours has not.
+# Other families of timm that users ask for, and why `convert` refuses them.
 WHY_NOT = {
     "SwinTransformer": "it attends inside shifted windows, with a learnt bias for each head",
     "SwinTransformerV2": "it attends inside shifted windows, with a learnt bias and temperature for each head",
@@ -55,42 +55,42 @@ def convert(
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
-    A converter that is registered for the model's class (`moh_vision.models.registry`) takes it. That of transformers'
-    LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM is `convert_llama` in
-    `moh_vision.language.models.llama.model`, which says where they differ. For the others:
+    `moh_vision.models.registry` has converters by class. For transformers' LlamaForCausalLM, Qwen2ForCausalLM
+    and Qwen3ForCausalLM it is `convert_llama` in `moh_vision.language.models.llama.model`, whose docstring
+    says where they differ. For the others:
 
-    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT one with both heads, an Eva a `MoHEva`;
-    `dit_*`, and `moh_vit_*` with the router "dense", keep their class. diffusers' DiT is the exception: the result is a
-    new `MoHDiTTransformer2DModel` with its weights and outputs. Projections, norms and everything outside attention stay
-    the same objects, but an Eva's projections or biases of queries, keys and values, which become one. Routers start such
-    that, with all heads active, the output is that of the dense model: MoH's are zero, `query_norm` has no parameters,
-    MAE's gate is uniform.
+    A timm VisionTransformer becomes a `MoHVisionTransformer`, a distilled DeiT one with both heads, an Eva
+    a `MoHEva`; `dit_*`, and `moh_vit_*` with router "dense", keep their class. diffusers' DiT gives a new
+    `MoHDiTTransformer2DModel` with its weights and outputs. Everything outside attention, projections and
+    norms stay the same objects, but an Eva's separate projections or biases of q, k and v become one. With
+    all heads active, the output is the dense model's: MoH's routers start at zero, `query_norm` has no
+    parameters, MAE's gate is uniform.
 
         convert(model)                                  # nothing changes yet
         set_head_budget(model, 0.75)                    # the shared heads stay
-        convert(model, head_budget=0.75)                # or at once, in every layer: 40 % of the active heads are shared
+        convert(model, head_budget=0.75)                # or at once: 40 % of each layer's active heads are shared
 
     Args:
-        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm, any pooling) or Eva
-            (DINOv3, EVA-02; rotary positions that all heads share), one of our dense models, diffusers'
-            DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`, but a float is the same share in every layer. None: all
-            heads run, and a fifth of them, at least one, is shared; with fewer than four heads none is.
-        router: "moh", "query_norm", "mae", or "dense" for a baseline in which all heads run (not in a language model);
-            None: "moh", and in a language model "query_norm".
+        model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm,
+            any pooling) or Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense
+            models, diffusers' DiTTransformer2DModel, or a language model as above.
+        head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer. None:
+            all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
+        router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
+            models). None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
-        calibrate: a few batches as the model takes them: images [B, in_chans, height, width], or for a DiT tuples of
-            (noisy latents, timesteps, class labels). A tensor alone is one batch. The heads of every layer are ordered
-            by how much they contribute (see `head_lengths`), so that the shared heads are the strongest ones;
-            without batches they are the first. The dense output stays the same, up to the order of its sums.
+        calibrate: a few batches: images [B, in_chans, height, width], or for a DiT tuples of (noisy
+            latents, timesteps, class labels). A tensor is one batch. Heads are ordered by contribution (see
+            `head_lengths`), so that the strongest are shared, not the first. The dense output stays the
+            same, up to the order of its sums.
         group: for language models, see `convert_llama`.
 
     Returns:
-        the model. timm's `save_for_hf` saves a converted model of timm as "moh_vit" with `base`, its name in timm.
-        Layers left with one routed head are logged as `set_head_budget` does it.
+        The model. timm's `save_for_hf` saves a timm model as "moh_vit" with `base`, its timm name. Layers
+        with one routed head are logged, as by `set_head_budget`.
 
     Raises:
-        ValueError: for another kind of model, an attention that cannot be routed, or an impossible budget; the model is
+        ValueError: for another kind of model or attention, or an impossible budget; the model is
             unchanged then.
     """
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
@@ -112,7 +112,7 @@ def route_heads(
     calibrate: Optional[Iterable[Batch]],
     group: bool,
 ) -> nn.Module:
-    """`convert` for our own dense models, and what converters of other vision models begin with: all but the class."""
+    """Replace the attention layers of a vision model, in place; converters then set its class."""
     if group:
         raise ValueError("group=True is for language models with key-value heads that several query heads share")
     router = "moh" if router is None else router
@@ -128,7 +128,7 @@ def route_heads(
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     layers = [routed_attention(attention, budget, **options) for attention, budget in zip(attentions, budgets)]
     if calibrate is not None:
-        order_heads(model, layers, calibrate)  # each has the projections that its attention has
+        order_heads(model, layers, calibrate)  # layers share the attentions' projections
 
     for block, layer in zip(model.blocks, layers):
         block.attn = layer
@@ -142,10 +142,10 @@ def route_heads(
 
 
 def dense_attentions(model: nn.Module) -> List[nn.Module]:
-    """The attention layers of a dense model: timm's VisionTransformer, or ours with the router "dense".
+    """Return the attention layers of a timm model, or of our model with router "dense".
 
     Raises:
-        ValueError: if it is something else, or has an attention that computes more than heads.
+        ValueError: for another model, or an attention that computes more than heads.
     """
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
@@ -186,7 +186,7 @@ def dense_attentions(model: nn.Module) -> List[nn.Module]:
 
 
 def joined_projection(attn: nn.Module) -> nn.Module:
-    """The `qkv` of an attention, or in timm's Eva a linear layer of what `join_projections` joins."""
+    """Return an attention's `qkv`, or join the separate projections of timm's Eva into one."""
     if attn.qkv is not None and getattr(attn, "q_bias", None) is None:
         return attn.qkv
     state = join_projections({f"attn.{name}": p for name, p in attn.named_parameters()})
@@ -199,10 +199,10 @@ def joined_projection(attn: nn.Module) -> nn.Module:
 
 
 def join_projections(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """Weights with one `qkv` in every attention.
+    """Join the query, key and value projections of every attention into one `qkv`.
 
-    timm's Eva has three projections (q_proj, k_proj, v_proj), or two biases (q_bias, v_bias) beside one. Keys without
-    a bias get one of zeros.
+    timm's Eva has three projections (q_proj, k_proj, v_proj), or one and two biases (q_bias, v_bias).
+    A missing key bias becomes zeros.
     """
     joined: Dict[str, Tensor] = {}
     found: Dict[str, Dict[str, Tensor]] = {}
@@ -220,7 +220,7 @@ def join_projections(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
 
 
 def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> HeadMixtureAttention:
-    """A layer around the modules of `attn`, whose router makes it plain attention while all heads run."""
+    """Wrap the modules of `attn` in a routed layer: plain attention while all heads run."""
     qkv = joined_projection(attn)
     layer = HeadMixtureAttention(
         qkv.in_features,
@@ -241,9 +241,9 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
 
 
 def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Order the heads of a ViT or DiT that got a dense model's weights and has routers that were never trained.
+    """Order the heads of a ViT or DiT with a dense model's weights and untrained routers.
 
-    MoH's routers become zero: the first step runs the strongest heads of every layer, with weight 1.
+    MoH's routers become zero: at first each layer's strongest heads run, with weight 1.
 
     Args:
         batches: see `convert`.

@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates (MACs) of a model, counted on shapes: nothing is computed."""
+"""Count a model's parameters and multiply-accumulates (MACs) from shapes; nothing is computed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 class ModuleMacs(NamedTuple):
     """One module in one forward of batch 1, or one part of an attention layer."""
 
-    name: str  # in the model; "rest" is what belongs to no module here, such as position tables
-    part: str  # of attention: "projections", "scores", "router", "other"; "table" of words or classes; else ""
-    parameters: int  # a parameter that is used twice counts where it is met first
+    name: str  # in the model; "rest": outside of all modules here, such as position tables
+    part: str  # of attention: "projections", "scores", "router", "other"; "table": embeddings; else ""
+    parameters: int  # a shared parameter counts once, where it first appears
     dense: int  # MACs with every head and no router
     ideal: int  # MACs of the active heads and the router
 
@@ -33,7 +33,7 @@ class AttentionMacs(NamedTuple):
     queries: int  # N, of one sequence
     keys: int  # M
     linears: int  # MACs of projections and router
-    scores: int  # MACs of queries times keys, and of the attention matrix times values
+    scores: int  # MACs of q @ k and of the attention matrix @ v
     parameters: int
 
 
@@ -100,13 +100,13 @@ class Watched(NamedTuple):
     def scores(self, heads: int) -> int:
         """MACs of both products with the attention matrix."""
         layer, N, M = self.layer, self.queries, self.keys
-        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries times the learnable tokens
+        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries @ learnable tokens
         return (2 * N * M + window) * heads * layer.head_dim
 
     def counted(self, name: str) -> AttentionMacs:
         """The layer with its active heads alone."""
         layer, K = self.layer, self.active
-        # A router that looks at queries needs those of all heads. One choice for all tokens spares keys and values too.
+        # Routers that read queries need all of them. One choice for all tokens spares keys and values too.
         once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
         queries = layer.num_heads if layer.needs_query else K
         keys = K if once and not layer.grouped else layer.kv_heads
@@ -124,32 +124,32 @@ class Watched(NamedTuple):
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count all parameters, frozen ones too; one that is used twice counts once."""
+    """Count all parameters, frozen ones too; a shared parameter counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, in which parameters that are tied stay so: `to("meta")` makes one of each place."""
+    """Copy a model to the meta device; tied parameters stay tied, unlike with `to("meta")`."""
     memo: Dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
     memo.update((id(p), nn.Parameter(p.to("meta"), p.requires_grad)) for p in model.parameters())
     return copy.deepcopy(model, memo)
 
 
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
-    """Count multiply-accumulates of one forward: linear layers, convolutions, both attention products.
+    """Count multiply-accumulates of one forward: linear layers, convolutions, attention products.
 
-    An attention layer is counted twice. Dense: every head, no router. Ideal, by its budget: a token's queries and
-    outputs for its active heads, keys and values for all (other tokens need them) unless the whole sequence runs the same
-    heads, the router for every choice that it made. Anything else is counted as computed. As in torch's counter, TransNeXt's
-    products with the 3 x 3 neighbours are sums. All words that an adaptive vocabulary reads are counted as frequent ones.
+    Attention layers count twice. Dense: every head, no router. Ideal: the router, queries and outputs of
+    active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
+    heads. Anything else counts as computed. As in torch's counter, TransNeXt's products with 3 x 3
+    neighbours are sums. An adaptive vocabulary counts as if all words were frequent.
 
     Args:
-        model: on any device; it is left as it is.
+        model: on any device; unchanged.
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
     """
     shadow = without_memory(model).eval()
     found: Dict[str, Watched] = {}
-    routed: Dict[str, Tuple[int, int]] = {}  # how many choices, 1 for a whole sequence, of how many heads
+    routed: Dict[str, Tuple[int, int]] = {}  # choices (1: for a whole sequence) and heads
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -176,7 +176,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     total, by_module = counter.get_total_flops() // 2, counter.get_flop_counts()
 
     def measured(name: str, module: nn.Module) -> int:
-        """With all heads. A module whose methods are called, and not itself, has what its children have."""
+        """MACs with all heads. A module without a forward of its own counts its children."""
         own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
         return max(own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children()))
 

@@ -1,4 +1,4 @@
-"""A model in a few lines: sizes, budget of every layer, parameters and MACs of every module."""
+"""Summarise a model: sizes, every layer's budget, parameters and MACs of every module."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name
 
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
-    """Text for `--dry-run` under a name; of the arguments of one forward, batch 1, only the shapes matter."""
+    """Text for `--dry-run`; inputs: one forward of batch 1, of which only the shapes matter."""
     budget = head_budget(model)
     shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
@@ -37,7 +37,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
 
 
 def in_short(name: str, model: nn.Module) -> str:
-    """One line: parameters and active heads, layers with one routed head, and MAE's experts, whose heads all count."""
+    """Return one line: parameters, active heads, layers with one routed head, and MAE's experts."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
@@ -46,14 +46,14 @@ def in_short(name: str, model: nn.Module) -> str:
 
 
 def mae_mixture(router: MAERouter) -> str:
-    """What a gate of MAE does with its experts: the columns above it call all heads shared, as every head may run."""
+    """Describe MAE's experts: budgets call all heads shared, as every head may run."""
     experts, heads = router.members.shape
     gate = "an even mixture takes" if router.out is None else "the soft gate mixes"
     return f"MAE: {experts} experts of {heads - router.leave_out} heads each; {gate} all of them, so every head runs"
 
 
 def module_table(macs: Macs) -> List[str]:
-    """Lines of a table of modules, those that are alike in one row, then the totals."""
+    """Lines of a table of modules, like ones in one row, then totals."""
 
     def shown(*numbers: int) -> List[str]:  # parameters, then MACs
         return [f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)]
@@ -71,8 +71,8 @@ def module_table(macs: Macs) -> List[str]:
 
 
 def _groups(macs: Macs) -> List[Tuple]:
-    """(label, number of modules, parameters, dense, ideal) of modules alike, and of all without MACs together."""
-    size = Counter()  # of a module; layers of one name and different size are not alike
+    """(label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
+    size = Counter()  # of a module; equal names with different sizes are not alike
     for row in macs.modules:
         size[row.name] += row.dense
     groups: Dict[tuple, list] = {None: []}
@@ -90,7 +90,7 @@ def _sums(rows: Sequence[tuple]) -> List[int]:
 
 
 def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
-    """One name for modules alike: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
+    """Join names of like modules: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
     numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows) if "*" in stem else []
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     ranges = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
@@ -98,7 +98,7 @@ def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
 
 
 def aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:
-    """Rows of equal length as lines: the first column to the left, the others to the right."""
+    """Align rows of equal length: the first column left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()

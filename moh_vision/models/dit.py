@@ -1,8 +1,8 @@
 """DiT and MoH-DiT in timm's registry (Peebles and Xie 2023; Jin 2024, section 4.2, tables 2 and 3).
 
-The class is diffusers' kind of model and is imported when a model is built, so that registering costs nothing.
-Heads, shared and routed heads per layer are those of the released MoH-DiT code. Its L and XL models have 8, 16 and 24
-heads of one width in their three parts, which the paper does not say; the sum of heads is that of the dense model.
+The class, a diffusers model, is imported when a model is built: registering stays fast.
+Heads per layer are from the released MoH-DiT code. Its L and XL models have 8, 16 and 24 heads in
+their three parts, which the paper does not say; the total is the dense model's.
 """
 
 from typing import Optional
@@ -49,7 +49,7 @@ VARIANTS = {
 
 
 def _cfg(size: int = 32, **kwargs) -> dict:
-    """Config for SD VAE latents: `size` is the latent side, image side / 8."""
+    """Config for SD VAE latents; `size`: latent side, image side / 8."""
     common = dict(num_classes=1000, input_size=(4, size, size), mean=(0.0,) * 4, std=(1.0,) * 4)
     return dict(common, license="apache-2.0", **kwargs)
 
@@ -62,7 +62,7 @@ def _published(pixels: int) -> dict:
 PUBLISHED = {
     "dit_xlarge_patch2.in1k_256": _published(256),
     "dit_xlarge_patch2.in1k_512": _published(512),
-    # The file's name follows the published instructions and could not be checked against the hub.
+    # The file's name is from the published instructions, not checked against the hub.
     "moh_dit_xlarge_patch2_90.in1k_256": _cfg(hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"),
 }
 NAMED = {name.split(".")[0] for name in PUBLISHED}
@@ -86,8 +86,8 @@ def _create_dit(
     """Build a variant.
 
     Args:
-        pretrained: load the weights that the configuration names (file, url or hf_hub_id).
-        img_size, in_chans: of the latents, or of the images in pixel space; left out: those of the configuration.
+        pretrained: load the weights in the configuration (file, url or hf_hub_id).
+        img_size, in_chans: of the latents, or of the images in pixel space; default: the configuration's.
         overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router,
             scope, route_by, executor, router_kwargs, kv_heads, compat.
 
@@ -130,7 +130,7 @@ def _create_dit(
 
 
 def _weights(cfg, cache_dir) -> str:
-    """The file that a configuration names, fetched if it is elsewhere."""
+    """Return the path of a configuration's file, downloaded if needed."""
     if cfg.file:
         return cfg.file
     if cfg.hf_hub_id:

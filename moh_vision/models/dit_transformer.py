@@ -1,8 +1,8 @@
 """The DiT of Peebles and Xie 2023, dense or with MoH attention, as a diffusers model.
 
-The path of this class is a promise: saved pipelines name it. Parameter names and shapes follow the official DiT.
-diffusers' own DiT spaces its timestep frequencies by one step too much and has another epsilon before the MLP: weights
-trained elsewhere fit the official numbers, which are the default; `compat="diffusers"` has theirs.
+Saved pipelines name this class by its path: keep it. Parameters are named as in the official DiT.
+diffusers' DiT spaces timestep frequencies one step too wide and has another epsilon before the MLP.
+Official weights fit the default; `compat="diffusers"` has diffusers' numbers.
 """
 
 import math
@@ -49,7 +49,7 @@ class TimestepEmbedder(nn.Module):
 
     def __init__(self, dim: int, freq_shift: int = 0):
         super().__init__()
-        self.freq_shift = freq_shift  # the lowest frequency is 10000 ** -(half - 1) / (half - freq_shift)
+        self.freq_shift = freq_shift  # lowest frequency: 10000 ** -(half - 1) / (half - freq_shift)
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,7 +59,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class labels [B] -> [B, C]; the last row of the table, number num_classes, means "no class"."""
+    """Class labels [B] -> [B, C]; label num_classes, the table's last row, means "no class"."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -91,7 +91,7 @@ class DiTBlock(nn.Module):
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
-        route_by: [B, C], what decides on the heads of a whole image; None: every token for itself.
+        route_by: [B, C], routes all tokens of an image together; None: every token by itself.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)  # [B, C] each
         y, layer_stats = self.attn(modulate(self.norm1(x), shift1, scale1), condition=route_by)  # [B, N, C]
@@ -135,10 +135,10 @@ IN_BLOCK = {
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Official names are ours, but for MoH's routers; diffusers' are translated; ours pass through.
+    """Translate diffusers' names and MoH's routers; official and our names pass through.
 
     Raises:
-        ValueError: for a DiT of diffusers whose blocks embed timesteps or classes differently: ours has one embedding.
+        ValueError: for a diffusers DiT whose blocks have different embeddings: ours has one.
     """
     if any(name.startswith("transformer_blocks.") for name in state_dict):
         return _from_diffusers(state_dict, model)
@@ -146,7 +146,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 
 
 def _from_diffusers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    result = {"pos_embed": model.state_dict()["pos_embed"]}  # the same table, which diffusers does not save
+    result = {"pos_embed": model.state_dict()["pos_embed"]}  # equal; diffusers does not save it
     parts: Dict[str, Dict[str, Tensor]] = {}  # of our fused qkv
     for name, tensor in state_dict.items():
         module, _, kind = name.rpartition(".")  # weight or bias
@@ -186,22 +186,22 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         num_attention_heads: H, one number or one per layer.
         attention_head_dim: D; None: hidden_size / H, which H must then divide.
         mlp_ratio: width of the MLP over C.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, or 0.75 if a router is named.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 if a router is named.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
-        scope: "token": every token has its own heads, as in Jin 2024; "sample": all tokens of an image share theirs, and
-            the heads that do not run cost nothing, keys and values included.
-        route_by: with scope "sample", what the routers read: "condition", the embedding of timestep and class; or
-            "timestep", its part without the class: then all images of a sampling step run the same heads. Both are
-            normalised to mean 0 and variance 1, as the tokens are that routers read otherwise.
+        scope: "token": each token has its own heads (Jin 2024); "sample": an image's tokens share heads,
+            and inactive heads cost nothing, keys and values included.
+        route_by: what routers with scope "sample" read: "condition", the embedding of timestep and class,
+            or "timestep", without the class: then all images of a step run the same heads. Both are
+            normalised to mean 0 and variance 1, as tokens are.
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router.
-        kv_heads: key-value heads of every layer, a divisor of its heads; 1 shares one among all heads, as in Zhang 2022;
+        kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
-        compat: "official", or "diffusers" for the timestep frequencies and the epsilon of diffusers' DiT.
-        out_channels: follows from learn_sigma; stored because diffusers' pipelines read it.
+        compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
+        out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
 
-    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # what `load_checkpoint` reads foreign layouts by
+    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # used by `load_checkpoint`
     _supports_gradient_checkpointing = True
     _no_split_modules = ["DiTBlock"]
 
@@ -262,7 +262,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.t_embedder = TimestepEmbedder(hidden_size, freq_shift=1 if theirs else 0)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size)
         grid = sample_size // patch_size
-        # The official model counts positions 0, 1, 2, ...; base_size=grid makes diffusers do the same.
+        # The official model counts positions 0, 1, 2, ...; so does diffusers with base_size=grid.
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
         self.pos_embed = nn.Parameter(pos_embed.float().unsqueeze(0), requires_grad=False)  # [1, N, C]
         eps = 1e-5 if theirs else 1e-6
@@ -271,15 +271,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """As in the paper: Xavier-uniform linears (routers too); zero adaLN and output, so blocks start as the
-        identity."""
+        """As in the paper: Xavier-uniform linears (routers too), zero adaLN and output,
+        so blocks start as the identity."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         init_routers(self)
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place: a patch is one input vector
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place; a patch is one vector
         nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (
             self.y_embedder.embedding_table.weight,
@@ -300,19 +300,19 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_labels: Tensor,
         tokens: Optional[List[Tensor]] = None,
     ) -> Tuple[Tensor, List[RoutingStats]]:
-        """As `forward`, returning the sample tensor and the routing statistics of every layer.
+        """Like `forward`, but return the sample tensor and the statistics of every layer.
 
-        `tokens` is a list to extend by the tokens [B, N, C] behind every block, or None.
+        tokens: a list, extended by the tokens [B, N, C] after every block, or None.
         """
         size, channels = self.config.sample_size, self.config.in_channels
         if tuple(hidden_states.shape[1:]) != (channels, size, size):
             raise ValueError(
                 f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
             )
-        # Only on a CPU: elsewhere reading a number waits for the device in every forward.
+        # Only on a CPU: elsewhere reading a number makes every forward wait.
         in_memory = timestep.device.type == "cpu" and not is_captured(timestep)
         if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
-            # Samplers with fractional timesteps may end on one of these, so they are no error.
+            # Only a warning: samplers with fractional timesteps may end on one.
             warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
         stats: List[RoutingStats] = []
         x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
@@ -338,16 +338,16 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         Args:
             hidden_states: noisy latents [B, in_channels, size, size].
-            timestep: [B] or a scalar tensor, 0 (clean) .. 1000 (noise), whole or real. On a CPU, floats that are all
-                below 1, and not all 0, give a warning.
+            timestep: [B] or a scalar tensor, 0 (clean) to 1000 (noise), whole or real. On a CPU, floats
+                below 1, not all 0, give a warning.
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
-            return_dict: an object with `.sample`, else a tuple.
+            return_dict: return an object with `.sample`, or a tuple.
 
         Raises:
-            ValueError: for hidden_states of another shape, and (on a CPU) for class_labels out of range.
+            ValueError: for hidden_states of another shape; on a CPU also for class_labels out of range.
 
         Returns:
-            sample [B, out_channels, size, size]; with learn_sigma the second half is the variance's interpolation.
+            Sample [B, out_channels, size, size]; with learn_sigma half of it interpolates the variance.
         """
         sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
@@ -376,10 +376,10 @@ def _layer_budgets(
 
 
 def settings_of(model: nn.Module) -> dict:
-    """Arguments of the dense `MoHDiTTransformer2DModel` that diffusers' DiT is.
+    """Return our constructor arguments for diffusers' DiT, dense.
 
     Raises:
-        ValueError: naming the setting that ours does not have.
+        ValueError: naming a setting that ours lacks.
     """
     theirs = model.config
     for name, needed in (
@@ -411,10 +411,10 @@ def settings_of(model: nn.Module) -> dict:
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:
-    """A dense `MoHDiTTransformer2DModel` with the weights and, to rounding, the outputs of diffusers' DiT.
+    """Copy diffusers' DiT into a dense `MoHDiTTransformer2DModel`; outputs are equal to rounding.
 
     Raises:
-        ValueError: naming the setting that ours does not have.
+        ValueError: naming a setting that ours lacks.
     """
     weight = model.pos_embed.proj.weight
     ours = MoHDiTTransformer2DModel(**settings_of(model)).to(weight.device, weight.dtype)

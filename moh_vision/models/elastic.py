@@ -1,10 +1,9 @@
-"""Elastic budgets: one set of weights that is trained at many shares of active heads, and serves them all. No paper
-has it.
+"""Elastic budgets: train one set of weights at many shares of active heads, to serve them all.
+No paper has it.
 
-Every step runs one share. Of every four steps, in an order drawn from the seed, one runs the smallest share, one the
-largest, and two run shares drawn from between. Slimmable networks (Yu and Huang 2019, the sandwich rule) run as many
-shares in every step, on the same batch, which takes four times as long; here the ends are still trained as often as
-that rule has them.
+Each step runs one share. Of four steps, in an order drawn from the seed, one runs the smallest share,
+one the largest, and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on
+each batch, which takes four times as long; here, the ends are trained as often.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from moh_vision.attention.budget import parse_share
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
 
-SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles the model for each of them
+SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles each
 CYCLE = 4  # steps
 
 
 class ElasticBudget:
-    """The shares of active heads that a model is trained at, and which of them a step runs.
+    """The shares of active heads that a model is trained at, and the share of each step.
 
-    Shared heads and all weights stay, as with `set_head_budget`. The model is left at the largest share.
+    Shared heads and all weights stay, as with `set_head_budget`. The model starts at the largest share.
 
     Args:
         model: any model whose layers all route heads.
-        ends: the smallest and the largest share, each as `set_head_budget` takes it: 0.5, "ramp:0.5" or "uniform:0.5"; both
-            rise with depth or both are uniform.
-        seed: of the run. Which share a step runs is a function of seed and step: equal on all processes, and after a resume.
+        ends: smallest and largest share for `set_head_budget`: 0.5, "ramp:0.5" or "uniform:0.5"; both
+            ramps or both uniform.
+        seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
 
     Attributes:
-        budgets: share, as `set_head_budget` takes it -> a `HeadBudget` for each layer; the smallest first.
+        budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
 
     Raises:
-        ValueError: beginning with "budget_range", for what is no such pair, or where the shared heads do not allow a share.
+        ValueError: "budget_range ...", for no such pair or if the shared heads do not allow a share.
     """
 
     def __init__(self, model: nn.Module, ends: Sequence[Union[float, str]], seed: int):
@@ -56,13 +55,13 @@ class ElasticBudget:
             if self.active_share(self.smallest) == self.active_share(self.largest):
                 raise ValueError("both ends run equally many heads; take them further apart")
         except ValueError as error:
-            # What `set_head_budget` advises to give in place of a share is no end of a range.
+            # `set_head_budget` advises a replacement for a share, which is no end of a range.
             reason, advice, _ = str(error).removeprefix("head_budget ").partition("; give ")
             advice = advice and "; model.head_budget says how many heads are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
 
     def active_share(self, share: str) -> float:
-        """Active heads over all heads, as whole heads come nearest to the share."""
+        """Active heads over all heads, rounded to whole heads."""
         budgets = self.budgets[share]
         return round(sum(b.active for b in budgets) / sum(b.heads for b in budgets), 4)
 
@@ -70,20 +69,20 @@ class ElasticBudget:
         """The share of a step, counted from 0."""
         random = Random(derive_seed(self.seed, step // CYCLE, Stream.BUDGETS))
         cycle = [self.smallest, self.largest, *random.choices(self.between, k=CYCLE - 2)]
-        # In a drawn order: every 20th step, which is logged, would else be at the same share.
+        # In a drawn order: else every 20th step, which is logged, would have the same share.
         random.shuffle(cycle)
         return cycle[step % CYCLE]
 
     def running(self, model: nn.Module, share: str) -> ContextManager[None]:
-        """Let a model run a share for a while. It is the one that `ElasticBudget` was made for, or a copy of it."""
+        """Run a model, or a copy of it, at a share for a while."""
         return running(model, self.budgets[share])
 
     def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> Dict[str, dict]:
-        """The scores of a model by share: the smallest, the middle one, and the largest.
+        """Score a model at the smallest, the middle and the largest share.
 
         Args:
-            score: scores the model as it is at that moment.
-            at_largest: what it returned for the largest share.
+            score: scores the model as it is.
+            at_largest: its result for the largest share.
         """
         found = {}
         for share in (self.smallest, self.between[len(self.between) // 2]):
@@ -93,7 +92,7 @@ class ElasticBudget:
 
 
 def elastic_budget(model: nn.Module, config) -> Optional[ElasticBudget]:
-    """The `ElasticBudget` of a run, or None: config is a `RunConfig`, with budget_range and seed."""
+    """Return the `ElasticBudget` of a run (`RunConfig` with budget_range and seed), or None."""
     return ElasticBudget(model, config.budget_range, config.seed) if config.budget_range else None
 
 

@@ -1,4 +1,4 @@
-"""timm's `Eva` with routed heads: DINOv3, EVA-02 and the other ViTs with rotary positions, made by
+"""timm's `Eva` (DINOv3, EVA-02, other ViTs with rotary positions) with routed heads, made by
 `moh_vision.convert`."""
 
 from functools import partial
@@ -38,13 +38,13 @@ class MoHEvaBlock(EvaBlock):
 
 
 class MoHEva(Eva):
-    """timm's Eva with a budget of attention heads per layer; queries, keys and values have one projection."""
+    """timm's Eva with a head budget per layer; queries, keys and values have one projection."""
 
     _model_args = RecordedArguments()
 
     @staticmethod
     def checkpoint_filter(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-        """What timm reads, or what `save_for_hf` has written, in this layout."""
+        """Translate the layouts of timm and of `save_for_hf`."""
         return join_projections(timm_filter(state_dict, model))
 
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -53,11 +53,11 @@ class MoHEva(Eva):
         init_routers(self)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """As in torch; the strict loading of weights without routers sets them to zero."""
+        """As in torch; strict loading of weights without routers zeroes the routers."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
     def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
         stats: List[RoutingStats] = []
         x, rope = self._pos_embed(self.patch_embed(x))
         x = self.norm_pre(x)  # [B, N, C]
@@ -68,9 +68,9 @@ class MoHEva(Eva):
 
 
 def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
-    """Cosines and sines [B or 1, N, D] of all N tokens: the prefix (class token, registers) is turned by 0.
+    """Cosines and sines [B or 1, N, D] of N tokens; the prefix (class token, registers) gets angle 0.
 
-    rope: sines and cosines of the patches, [patches, 2 * D], or where some were dropped [B, 1, patches, 2 * D].
+    rope: sines and cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].
     """
     patches, width = rope.shape[-2], rope.shape[-1]
     sin, cos = rope.reshape(-1, patches, width).chunk(2, -1)
@@ -79,7 +79,7 @@ def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
 
 
 def convert_eva(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's Eva; a dense one of ours keeps its name."""
+    """`moh_vision.convert` for timm's Eva, and our dense ones."""
     theirs = type(model) is Eva
     route_heads(model, *options)
     return become(model, MoHEva, MoHEvaBlock) if theirs else model

@@ -1,6 +1,6 @@
-"""Models that compute only the heads that run, in operations that every runtime has, for `moh_vision.commands.export`.
+"""Models that compute only active heads, with common operations, for `moh_vision.commands.export`.
 
-Heads that are fixed for good: the others leave the model, with their weights. Heads that an image chooses: their weights are gathered.
+Heads fixed for good: the others leave the model. Heads chosen by an image: their weights are gathered.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from moh_vision.attention.executors.sequences import Sequences
 from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routers.common import TopKRouter
 
-OF_CANDIDATES = ("routed", "gate", "noise")  # linear layers of routers that have a row a candidate
+OF_CANDIDATES = ("routed", "gate", "noise")  # routers' linear layers with a row per candidate
 
 
 def fix_timestep(model: nn.Module, timestep: float) -> None:
-    """Leave a DiT the heads that it runs at one timestep, without routers. Its output at this timestep stays the same.
+    """Keep only the heads that a DiT runs at one timestep, without routers. The output stays the same.
 
     Args:
-        model: a `MoHDiTTransformer2DModel` with scope "sample" and route_by "timestep", whose routers read the timestep
-            alone; it is changed. The gates become part of the output projections.
+        model: a `MoHDiTTransformer2DModel` with scope "sample" and route_by "timestep"; it is changed. The gates
+            become part of the output projections.
         timestep: 0 .. 1000.
 
     Raises:
@@ -48,17 +48,17 @@ def fix_timestep(model: nn.Module, timestep: float) -> None:
 
 
 def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
-    """Leave every layer some of its heads, which all tokens run from then on.
+    """Keep some heads of every layer; all tokens then run them.
 
-    Routers stay and weigh the heads that are left, token by token, as they do for a token that chooses exactly these: its
-    output stays the same. Keys and values of the other heads leave too.
+    Routers stay and weigh the kept heads per token: a token that chose exactly these keeps its output.
+    Keys and values of the other heads leave too.
 
     Args:
         model: a ViT or DiT with routed heads; it is changed.
-        kept: for every layer the heads that stay, in rising order, the shared ones with them.
+        kept: for every layer the heads that stay, in rising order, with the shared ones.
 
     Raises:
-        ValueError: naming the layer, where heads cannot leave; the model is unchanged then.
+        ValueError: naming the layer whose heads cannot leave; the model is unchanged then.
     """
     layers = attention_layers(model)
     for number, (layer, heads) in enumerate(zip(layers, kept, strict=True)):
@@ -82,12 +82,12 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
 
 
 def gather_heads(model: nn.Module) -> int:
-    """Let layers that choose heads for a whole image gather the weights of these, so that no others are computed.
+    """Compute only the heads that an image chose, by gathering their weights.
 
-    Other layers stay: heads chosen for each token, or all heads, as with MAE. The output stays the same.
+    Layers with heads per token, or all heads as with MAE, stay. The output stays the same.
 
     Returns:
-        heads that are computed for an image, in all layers.
+        Heads computed for an image, in all layers.
     """
     computed = 0
     for layer in attention_layers(model):
@@ -100,8 +100,7 @@ def gather_heads(model: nn.Module) -> int:
 
 
 def busiest(shares: Tensor, shared: int, active: int) -> list[int]:
-    """The heads that stay where tokens ran heads in these shares [H]: the shared ones, and the routed ones that ran
-    most."""
+    """Choose heads to keep from shares [H] of tokens: the shared ones and the most run routed ones."""
     routed = shares[shared:].argsort(descending=True, stable=True)[: active - shared] + shared
     return [*range(shared), *sorted(routed.tolist())]
 
@@ -123,7 +122,7 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
 
 @torch.no_grad()
 def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
-    """Take the rows and columns of other heads out of a layer's projections."""
+    """Remove the other heads' rows and columns from a layer's projections."""
     D, H, G = layer.head_dim, layer.num_heads, layer.kv_heads
     of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
     of_keys = of_heads if G == H else torch.arange(G * D)

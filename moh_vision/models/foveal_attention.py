@@ -1,8 +1,8 @@
 """The two attentions of TransNeXt (Shi 2024, arXiv 2311.17132), with head weights from a router.
 
-Both are cosine attention with a learned temperature per head, an embedding added to the normalised query, logits that
-grow with the logarithm of the number of keys, and a bias that an MLP computes from relative coordinates. Both skip the
-heads that do not run where that pays, see `CosineAttention.way_to_skip`.
+Both are cosine attention with a learned temperature per head, an embedding added to the unit query, logits
+that grow with the log of the number of keys, and a position bias from an MLP. Both skip heads that do not
+run where that is faster, see `CosineAttention.way_to_skip`.
 """
 
 import math
@@ -26,12 +26,12 @@ HIDDEN = 512  # width of the MLP behind the position bias
 
 
 class Positions(NamedTuple):
-    """What attention must know of an H x W map whose N = H * W queries see P pooled keys."""
+    """Geometry of an H x W map whose N = H * W queries see P pooled keys."""
 
-    length: Tensor  # [N] logarithm of the number of keys of a query
-    outside: Tensor  # [N, 9] True where a neighbour lies outside the map; [N, 0] without a local window
-    coordinates: Tensor  # [U, 2] the different relative coordinates, scaled logarithmically
-    index: Tensor  # [P * N] which of them belongs to a key and query
+    length: Tensor  # [N] log of the number of keys of a query
+    outside: Tensor  # [N, 9] True: the neighbour is outside the map; [N, 0] without a local window
+    coordinates: Tensor  # [U, 2] distinct relative coordinates, log-scaled
+    index: Tensor  # [P * N] the row of coordinates of a key and query
 
 
 @lru_cache(maxsize=64)
@@ -42,8 +42,8 @@ def position_tables(
 
     Args:
         size: (H, W) of the queries.
-        pooled: size of the keys, adaptively pooled from the map; `size` where they are not pooled.
-        pretrain: size of the map in pretraining, in whose units distances are measured.
+        pooled: size of the keys, adaptively pooled from the map; `size`: not pooled.
+        pretrain: size of the map in pretraining, the unit of distances.
         local: whether queries also see their 3 x 3 neighbours.
     """
     H, W = size
@@ -73,12 +73,12 @@ def position_tables(
 
 
 def unit(x: Tensor, dim: int) -> Tensor:
-    """x / |x|, in float32 or better: in 16 bits the sum of squares overflows or loses its small terms."""
+    """x / |x|, in float32 or better: in 16 bits the sum of squares overflows or loses small terms."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim).to(x.dtype)
 
 
 class CosineHeads(Masked):
-    """All heads of a `CosineAttention` of maps [B, H, W, C], whose tokens are those of the call; size: (H, W)."""
+    """All heads of a `CosineAttention` of maps [B, H, W, C]; size: (H, W)."""
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
@@ -99,7 +99,7 @@ class CosineHeads(Masked):
 
 
 class CosinePairs(Tokens):
-    """The pairs of a `CosineAttention` that run. Keys and values are of all heads."""
+    """The pairs of a `CosineAttention` that run; keys and values of all heads."""
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
@@ -108,7 +108,7 @@ class CosinePairs(Tokens):
         self.n = self.pairs.token % call.x.shape[1]  # [P]
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit queries of the pairs [P, D], unit keys and values of all [B, N, h, D]."""
+        """Unit queries of the pairs [P, D]; all unit keys and values [B, N, h, D]."""
         layer = self.layer
         queries, *keys_values = layer.weights()
         shape = (layer.num_heads, layer.head_dim)
@@ -136,7 +136,7 @@ class AggregatedHeads(CosineHeads):
         k, v = layer.padded(k, H, W), layer.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
         scaled = layer.scaled(q, positions.length)  # [B, h, N, D]
 
-        # Positions last, so that sums over a head's 24 channels and the softmax over keys are vectorised over them.
+        # Positions last: sums over a head's 24 channels and the softmax over keys vectorise over them.
         local = scaled.transpose(2, 3).unflatten(3, (H, W))  # [B, h, D, H, W]
         scores = []
         for i in range(WINDOW):
@@ -162,7 +162,7 @@ class AggregatedHeads(CosineHeads):
 class AggregatedPairs(CosinePairs):
     """The pairs of an `AggregatedAttention` that run.
 
-    Pooled keys and neighbours are apart, and share one softmax through the sums of both.
+    Pooled keys and neighbours are computed apart; their sums make one softmax.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class AggregatedPairs(CosinePairs):
         enlarged = scaled * math.sqrt(D)  # the operator divides scores by it; this attention does not
         far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)  # [P, D], log [P]
 
-        # Neighbours lie at fixed distances from a pair in maps with zeros around them, as rows of D numbers.
+        # A neighbour lies at a fixed distance from its pair in a zero-padded map of rows of D numbers.
         k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
         sequence, row, column = pairs.token // N, n // W, n % W
         first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head
@@ -196,11 +196,11 @@ class AggregatedPairs(CosinePairs):
 class CosineAttention(HeadMixtureAttention):
     """Attention over all tokens of a map (Shi 2024, eq. 12): [B, H, W, C] -> [B, H, W, C].
 
-    Parameters beside those of `HeadMixtureAttention`: temperature [h, 1, 1], query_embedding [h, 1, D], cpb_fc1 and
-    cpb_fc2 (the position MLP).
+    Parameters beside those of `HeadMixtureAttention`: temperature [h, 1, 1], query_embedding [h, 1, D],
+    cpb_fc1 and cpb_fc2 (the position MLP).
 
     Args:
-        executor: "packed" and "auto" skip heads where that can be done and where it pays; any other name computes all.
+        executor: "packed" and "auto" skip heads where possible and faster; any other name computes all.
     """
 
     all_heads: type[Masked] = CosineHeads
@@ -235,15 +235,15 @@ class CosineAttention(HeadMixtureAttention):
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 
     def query_scale(self, length: Tensor) -> Tensor:
-        """What queries are multiplied by, length [N] -> [h, N, 1]."""
+        """Scale of the queries, length [N] -> [h, N, 1]."""
         return F.softplus(self.temperature) * length.unsqueeze(-1)
 
     def scaled(self, q: Tensor, length: Tensor) -> Tensor:
-        """Unit queries [B, h, N, D] as they meet the keys; length [N]."""
+        """Embed and scale unit queries [B, h, N, D]; length [N]."""
         return (q + self.query_embedding) * self.query_scale(length.to(q.dtype))
 
     def unit_qkv(self, x: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] -> unit queries, unit keys, values, each [B, N, h, D]; q [B, h, N, D] if already projected."""
+        """x [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]; q [B, h, N, D]: already projected."""
         if q is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
@@ -270,7 +270,7 @@ class CosineAttention(HeadMixtureAttention):
         return way(self, call, *where)
 
     def way_to_skip(self, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
-        """The executor that skips heads of a call, or that of all heads and why no heads can be skipped."""
+        """Return the executor that skips heads, or the one of all heads and why none can be skipped."""
         x = call.x
         compiling = torch.compiler.is_compiling() if compiling is None else compiling
         if trains(self) or compiling or not kernels.native(x.device, product_dtype(x)):
@@ -281,16 +281,16 @@ class CosineAttention(HeadMixtureAttention):
 
 
 class AggregatedAttention(CosineAttention):
-    """Attention of a token to its 3 x 3 neighbours and to a pooled map, under one softmax (Shi 2024, eq. 3 to 8).
+    """Attention of a token to its 3 x 3 neighbours and a pooled map, under one softmax (Shi 2024, eq. 3 to 8).
 
-    Neighbours also count by weights that depend on the query alone (learnable_tokens, learnable_bias). The window is
-    read by shifting the map nine times, never copied nine-fold: on a CPU four to nine times as fast as unfolding it.
+    Neighbours also get weights from the query alone (learnable_tokens, learnable_bias). The window is nine
+    shifts of the map, not a nine-fold copy: on a CPU four to nine times as fast as unfolding.
 
     Parameters beside those of `CosineAttention`: relative_pos_bias_local [h, 9], learnable_tokens [h, D, 9],
     learnable_bias [h, 1, 9], sr (1 x 1 convolution before pooling), norm.
 
     Args:
-        pool: how many tokens of a side become one.
+        pool: pooling factor of each side of a map.
     """
 
     all_heads, pairs = AggregatedHeads, AggregatedPairs
@@ -301,7 +301,7 @@ class AggregatedAttention(CosineAttention):
         h, D = budget.heads, budget.head_dim
         self.pool, self.variant = pool, f"pool {pool}"
         self.sr = nn.Conv2d(dim, dim, 1, **dd)
-        self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the norms of the blocks
+        self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the blocks' norms
         self.relative_pos_bias_local = nn.Parameter(torch.empty(h, WINDOW, **dd))
         self.learnable_tokens = nn.Parameter(torch.empty(h, D, WINDOW, **dd))
         self.learnable_bias = nn.Parameter(torch.empty(h, 1, WINDOW, **dd))

@@ -1,4 +1,4 @@
-"""The head budget of a model that exists: changing it, reading it with weights, and recording it for saving."""
+"""Change a model's head budget, read it with weights, and record it for saving."""
 
 from typing import Any, Dict, List, Optional
 
@@ -18,19 +18,19 @@ from moh_vision.attention.routers import MoHRouter
 
 
 def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
-    """Change how many routed heads of a model run; its shared heads and all weights stay.
+    """Set how many routed heads of a model run; shared heads and all weights stay.
 
     Args:
         model: any model with head routing.
-        spec: the share of all heads that is to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list with one
+        spec: the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one
             (shared, routed) pair per layer.
 
     Returns:
-        the model. What whole heads make of the share, and layers left with one routed head, are logged at level WARNING
-        of "moh_vision.attention".
+        The model. Rounding to whole heads, and layers left with one routed head, are logged as WARNING of
+        "moh_vision.attention".
 
     Raises:
-        ValueError: naming the layer, if it has no routed heads or too few.
+        ValueError: naming a layer that has no routed heads or too few.
     """
     set_routed_heads(model, spec)
     layers = attention_layers(model)
@@ -43,13 +43,13 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
 
 
 def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
-    """Give the layers of a model as many shared heads as the MoH routers in its weights have.
+    """Give each layer as many shared heads as the MoH router in its weights has.
 
-    The share of active heads stays what the model was made with, as if `set_head_budget` had set it after loading.
-    Weights without routers change nothing. Call it before loading: the new routers are untrained.
+    The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
+    routers change nothing. Call it before loading: the new routers are untrained.
 
     Raises:
-        ValueError: naming the layer, if the model's budget does not allow these shared heads.
+        ValueError: naming a layer whose budget does not allow these shared heads.
     """
     layers, trained = [], []
     for name, layer in model.named_modules():
@@ -57,7 +57,7 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
             continue
         b, routed = layer.budget, state_dict.get(f"{name}.router.routed.weight")
         shared = b.shared
-        if routed is not None and len(routed) <= b.heads:  # else the weights do not fit, which loading reports
+        if routed is not None and len(routed) <= b.heads:  # otherwise loading reports the misfit
             shared = b.heads - len(routed)
         elif routed is None and f"{name}.router.shared.weight" in state_dict:
             shared = b.heads
@@ -72,10 +72,10 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
 
 
 class RecordedArguments:
-    """Descriptor for timm's `_model_args`, from which timm saves a model: the arguments, with the present head budget.
+    """Descriptor for timm's `_model_args`, the arguments saved with a model: adds the present head budget.
 
-    `timm.create_model` writes the caller's arguments there last, whose head_budget may be a share. A share does not say
-    which heads are shared in a model that took them from its weights.
+    `timm.create_model` writes the caller's arguments last. Their head_budget may be a share, without the
+    shared heads that the model took from its weights.
     """
 
     def __get__(self, model: Optional[nn.Module], owner: type) -> Any:
@@ -93,9 +93,9 @@ def budget_pairs(model: nn.Module) -> List[List[int]]:
 
 
 def record_head_budget(model: nn.Module) -> None:
-    """Write the budget into what diffusers' or transformers' saving takes the model's arguments from.
+    """Write the budget into the arguments that diffusers or transformers save.
 
-    timm's takes it from `RecordedArguments`.
+    timm saves those of `RecordedArguments`.
     """
     if hasattr(model, "register_to_config"):
         model.register_to_config(head_budget=budget_pairs(model))

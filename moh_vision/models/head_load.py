@@ -1,4 +1,4 @@
-"""Head load: how many tokens ran each head of each layer, for every class, timestep, text or task."""
+"""Head load: how many tokens ran each head of each layer, per class, timestep, text or task."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class HeadLoad:
 
     Args:
         layers: `head_budget(model)["layers"]`.
-        groups: what is told apart, and the names of its groups: dict(class=[...]), or dict(class=[...], timestep=[...]).
+        groups: kinds of groups and their names: dict(class=[...]), or dict(class=[...], timestep=[...]).
 
-    `sums` are float64 [groups of all kinds, columns], layer by layer the tokens that ran each head, and all tokens; `of`
-    says what was counted, such as model, data and split.
+        `sums` are float64 [groups of all kinds, columns]: for each layer the tokens that ran each head, and all
+        tokens. `of` says what was counted, such as model, data and split.
     """
 
     def __init__(self, layers: Sequence[dict], groups: Dict[str, Sequence[str]]):
@@ -42,8 +42,8 @@ class HeadLoad:
         """Add the statistics of a batch.
 
         Args:
-            stats: of every layer, or of some that follow one another from the layer `first` on.
-            groups: of each kind of groups the group's number, an integer or [B].
+            stats: of every layer, or of consecutive layers from `first` on.
+            groups: for each kind of groups its number, an integer or [B].
         """
         runs = torch.cat([sample_runs(layer) for layer in stats], dim=1).cpu().double()  # [B, columns]
         start = sum(self.widths[:first])
@@ -52,35 +52,35 @@ class HeadLoad:
             self.sums[:, start : start + runs.shape[1]].index_add_(0, rows, runs)
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace own sums by those of all processes."""
+        """Sum the counts over all processes."""
         self.sums = sum_over_processes(self.sums)
 
     def runs(self, by: str = "") -> List[Tensor]:
-        """Tokens of each group that ran each head, and last all its tokens: one [groups, H + 1] per layer.
+        """Count tokens that ran each head, and all tokens: [groups, H + 1] per layer.
 
-        Without `by` they are of the first kind of groups.
+        by: kind of groups; default: the first kind.
         """
         by = by or next(iter(self.groups))
         start = self.starts[by]
         return list(self.sums[start : start + len(self.groups[by])].split(self.widths, dim=1))
 
     def share(self, by: str = "") -> List[Tensor]:
-        """Share of a group's tokens that ran each head: one [groups, H] per layer, 0 for a group without tokens."""
+        """Share of a group's tokens that ran each head: [groups, H] per layer, 0 without tokens."""
         return [runs[:, :-1] / runs[:, -1:].clamp_min(1) for runs in self.runs(by)]
 
     def active(self) -> List[float]:
-        """Heads that a token runs in each layer, on average over all samples."""
+        """Heads that a token runs in each layer, mean over all samples."""
         totals = (runs.sum(0) for runs in self.runs())
         return [(total[:-1].sum() / total[-1].clamp_min(1)).item() for total in totals]
 
     def choosing(self) -> List[int]:
-        """Numbers of the layers whose tokens choose among heads; in the others every head runs."""
+        """Numbers of the layers whose tokens choose heads; elsewhere every head runs."""
         return [n for n, layer in enumerate(self.layers) if 0 < layer["routed"] < layer["heads"] - layer["shared"]]
 
     def save(self, path: Path) -> None:
-        """Write the counts as JSON: of, layers, and by kind of groups their names, tokens (one number a layer) and counts.
+        """Write JSON: of, layers, and by kind of groups names, tokens (one number a layer) and counts.
 
-        Counts leave out the shared heads, which all tokens ran. 1,000 classes and 400 heads, 120 of them shared, take 1.6 MB.
+        Shared heads, run by all tokens, are left out. 1,000 classes and 400 heads, 120 of them shared, take 1.6 MB.
         """
         found = {}
         for by, names in self.groups.items():
@@ -94,7 +94,7 @@ class HeadLoad:
 
     @classmethod
     def read(cls, path: Path) -> HeadLoad:
-        """Read what `save` wrote; refuse anything else."""
+        """Read a file of `save`; refuse anything else."""
         try:
             tree = json.loads(path.read_bytes())
             load = cls(tree["layers"], {by: found["groups"] for by, found in tree["by"].items()})

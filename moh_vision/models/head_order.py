@@ -1,4 +1,4 @@
-"""How much each head adds to the residual stream, and putting the heads of a dense model in that order."""
+"""Measure how much each head adds to the residual stream, and order a dense model's heads by it."""
 
 from typing import Iterable, List, Sequence, Tuple, Union
 
@@ -9,11 +9,11 @@ Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
 
 
 def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options) -> None:
-    """Put the heads of a dense model in order, in every layer the one that contributes most first.
+    """Order the heads of a dense model in every layer, the largest contribution first.
 
-    Shared heads are the first ones, and among equal gates (routers at zero) the first ones run: so the strongest do.
-    Key-value heads that several query heads share move with them, the strongest group first. The output stays the same
-    up to the order of its sums.
+    The first heads are shared, and with equal gates (zero routers) run first: so the strongest do. Key-value
+    heads of several query heads move with them, the strongest group first. The output stays the same up to
+    the order of its sums.
 
     Args:
         model, attentions, batches, options: see `head_lengths`.
@@ -34,19 +34,19 @@ def head_lengths(
     Args:
         model: called with every batch, in eval mode.
         attentions: its attention layers, see `projections`.
-        batches: tensors, tuples of arguments, or dicts. Padding, where the "attention_mask" of a dict is 0, does not
-            count, and "labels" are left out.
+        batches: tensors, tuples of arguments, or dicts. Padding ("attention_mask" 0) does not count, and
+            "labels" are left out.
         options: of every call.
 
     Returns:
-        for every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token (in a DiT:
-        before the gate, which scales all heads alike).
+        For every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token
+            (in a DiT before the gate, which scales all heads alike).
 
     Raises:
-        ValueError: if there is no batch, or naming what is none.
+        ValueError: if there is no batch, or for something else than a batch.
     """
     totals: List[Union[Tensor, float]] = [0.0] * len(attentions)
-    tokens = [0.0] * len(attentions)  # of one layer and another: a class token may be there in some only
+    tokens = [0.0] * len(attentions)  # per layer: a class token may be in some layers only
     real = None  # [B, N] of the present batch, 0 at padding
 
     def watch(layer: int):
@@ -85,7 +85,7 @@ def head_lengths(
 
 
 def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, List[int]]]]:
-    """The linear layers of an attention: (of the output, [(of the inputs, rows of each part in it), ...])."""
+    """Return an attention's linear layers: (output, [(input, rows of each part in it), ...])."""
     if hasattr(attn, "qkv"):
         queries = attn.proj.in_features
         keys = (attn.qkv.out_features - queries) // 2
@@ -95,7 +95,7 @@ def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, List[
 
 @torch.no_grad()
 def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
-    """Order the heads of an attention by `lengths` [H]: groups of query heads by their sum, and heads in their group."""
+    """Order heads by `lengths` [H]: groups of query heads by their sum, then heads in their group."""
     out, inputs = projections(attn)
     D = attn.head_dim
     values = inputs[-1][1][-1]
@@ -117,15 +117,15 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
 
 
 def output_gram(weight: Tensor, heads: int) -> Tensor:
-    """W^T W of every head's part of an output projection, weight [C, H * D] -> [H, D, D], in float32."""
+    """W^T W of each head's output projection, weight [C, H * D] -> [H, D, D], in float32."""
     w = weight.float().unflatten(1, (heads, -1))  # [C, H, D]
     return torch.einsum("chd,che->hde", w, w)
 
 
 def output_lengths(o: Tensor, gram: Tensor) -> Tensor:
-    """|W_O^h o_h| for every token and head, o [B, N, H * D], gram [H, D, D] -> [B, N, H].
+    """|W_O^h o_h| of every token and head, o [B, N, H * D], gram [H, D, D] -> [B, N, H].
 
-    |W o|^2 = o^T (W^T W) o, without the width of the model in memory for every head.
+    |W o|^2 = o^T (W^T W) o avoids storing the model's width for every head.
     """
     o = o.float().unflatten(-1, gram.shape[:2])  # [B, N, H, D]
     return torch.einsum("bnhd,hde,bnhe->bnh", o, gram, o).clamp_min(0).sqrt()

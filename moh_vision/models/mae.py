@@ -1,4 +1,4 @@
-"""The gates of MAE in a model, and what is trained of it (Peng 2020)."""
+"""MAE's gates in a model, and which parameters to train (Peng 2020)."""
 
 from typing import List
 
@@ -9,7 +9,7 @@ from moh_vision.attention.routers.mae import MAERouter
 
 
 def mae_routers(model: nn.Module) -> List[MAERouter]:
-    """Those of all layers, in the order of `model.modules()`; empty for other models."""
+    """Return all MAE routers in the order of `model.modules()`; often none."""
     return [module for module in model.modules() if isinstance(module, MAERouter)]
 
 
@@ -17,11 +17,11 @@ def train_only(model: nn.Module, which: str) -> None:
     """Freeze all parameters but a fine-tuning set (Peng 2020, section 5.2).
 
     Args:
-        which: "all": nothing is frozen (FTALL); "gates" (FTG); or "gates_and_outputs": with them the matrix of every
-            attention's output projection, without its bias (FTG+).
+        which: "all": nothing is frozen (FTALL); "gates" (FTG); or "gates_and_outputs": also the matrix (without
+            bias) of every attention's output projection (FTG+).
 
     Raises:
-        ValueError: for a model without gates, or whose gates are not used.
+        ValueError: for a model without gates, or with unused gates.
     """
     if which == "all":
         return

@@ -1,4 +1,4 @@
-"""What a new run starts from: the model of `model.pretrained` or of its own keys, and weights for it."""
+"""The start of a new run: its model, from `model.pretrained` or its own keys, and weights."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OPTIONS = [name for name in inspect.signature(convert).parameters if name not in
 
 
 def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
-    """Find (name, arguments) of the model of a run, an `ImageRunConfig`; sizes that follow from the data are not there.
+    """Find (name, arguments) of an `ImageRunConfig`'s model, without sizes that follow from data.
 
-    A resumed run, but for a `fresh` one, reads what it has saved of a pre-trained model, whose source need not be there.
+    A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
     """
     m = config.model
     if not m.pretrained:
@@ -60,7 +60,7 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
 
 
 def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]) -> None:
-    """Load what init_from or model.pretrained names, if one does, into the model of a new run, which has these classes."""
+    """Load the weights of init_from or model.pretrained, if given, into the model of a new run."""
     key = "model.pretrained" if config.model.pretrained else "init_from"
     source = config.model.pretrained or config.init_from
     with contextlib.nullcontext() if config.model.pretrained else taken_for(config.model.name):
@@ -76,15 +76,15 @@ def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[
 
 
 def is_dense(model: nn.Module) -> bool:
-    """Return whether no layer of a model can leave heads out."""
+    """Return whether no layer can leave heads out."""
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 
 def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
-    """Find (name, arguments, pretrained_cfg) of a model that others have saved or published, or of a run.
+    """Find (name, arguments, pretrained_cfg) of a saved or published model, or of a run.
 
-    A ViT of timm is "moh_vit" with `base` and the router "dense". The pretrained_cfg is timm's, empty for a name or run.
-    What a source may be: model.pretrained in docs/guides/convert.md.
+    timm's ViTs are "moh_vit" with `base` and router "dense". The pretrained_cfg is timm's, {} for a name or
+    run. Possible sources: model.pretrained in docs/guides/convert.md.
     """
     local = source.removeprefix("local-dir:")
     about = {}
@@ -104,7 +104,7 @@ def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
 
 
 def _classifier(source: str) -> Tuple[str, dict, dict]:
-    """Find timm's model of a source, as "moh_vit" with `base`, or one of ours as it was saved."""
+    """Find a source's timm model, as "moh_vit" with `base`, or our saved one."""
     place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
     arguments, cfg = {}, {}
     if place is not None:
@@ -129,7 +129,7 @@ def _classifier(source: str) -> Tuple[str, dict, dict]:
 
 
 def _diffusion(source: str) -> Tuple[str, dict, dict]:
-    """Find a registered DiT, or that of a folder of diffusers."""
+    """Find a registered DiT, or a DiT in a diffusers folder."""
     if not Path(source).is_dir():
         if source.count("/"):
             raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")

@@ -5,13 +5,13 @@ from typing import Callable, Dict
 
 from torch import nn
 
-# Qualified name of a model's class -> "module:function", which is imported when such a model is converted: diffusers and
-# transformers take seconds.
+# Qualified name of a model's class -> "module:function". The import happens on use: diffusers and transformers
+# take seconds.
 CONVERTERS: Dict[str, str] = {}
 
 
 def converter_for(model: nn.Module, otherwise: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return the converter of the model's class, or of the nearest of its bases; `otherwise` if there is none."""
+    """Return the converter of the model's class or its nearest base; `otherwise` without one."""
     for base in type(model).__mro__:
         module, _, function = CONVERTERS.get(f"{base.__module__}.{base.__qualname__}", "").partition(":")
         if function:

@@ -1,4 +1,4 @@
-"""The model of a run on images, from its configuration to its first step."""
+"""Set up the model of a run on images."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 def set_up_model(
     run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
 ) -> Optional[Tuple[nn.Module, Optional[ElasticBudget]]]:
-    """Make the model of a run and load what it starts from; lock the run of so many steps, if there is one.
+    """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:
         run: a `Run`.
         kind: "classifier" or "diffusion".
-        name, arguments: of the model, for `create`. The size of its images and the budget that is trained are added.
+        name, arguments: for `create`; the image size and the trained budget are added.
         classes: of the data.
         steps: of the whole run.
 
     Returns:
-        (model, its elastic budget or None); None after a dry run, which has printed the model.
+        (model, elastic budget or None); None after a dry run, which prints the model.
     """
     config = run.config
     torch.manual_seed(config.seed)
@@ -38,10 +38,10 @@ def set_up_model(
     checkpoint = run.take_up(steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from or not config.dry_run:  # weights of model.pretrained fit, and may have to be fetched
+    elif config.init_from or not config.dry_run:  # model.pretrained weights fit, and may need a download
         load_source(model, config, classes, run.say)
     elastic = elastic_budget(model, config)
-    if config.dry_run:  # of an elastic budget it shows the largest share
+    if config.dry_run:  # shows an elastic budget's largest share
         inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
         if kind == "diffusion":
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class

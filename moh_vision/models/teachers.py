@@ -17,21 +17,21 @@ from moh_vision.models.weights import from_run, near_model
 
 
 class Teacher(nn.Module):
-    """A frozen model in eval mode; images are normalised anew for it, by timm's `DistillationTeacher`.
+    """A frozen model in eval mode; timm's `DistillationTeacher` normalises images for it.
 
-    It is no part of the trained model: it is neither wrapped nor saved.
+    It is no part of the trained model: not wrapped, not saved.
 
     Args:
-        key: of the configuration, named in messages.
-        source: a model of timm with its pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
-            classification run. timm sums or repeats the colours of its first kernel for another number of channels.
-        mean, std: those that images come with, one of each channel.
+        key: configuration key, for messages.
+        source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
+            classification run. timm sums or repeats the first kernel's colours for other channel counts.
+        mean, std: of the images' normalisation, per channel.
 
     Attributes:
-        classes: names of its classes in order; None where only their number is known.
+        classes: class names in order; None if only their number is known.
 
     Raises:
-        ValueError: naming key and source, where it cannot be opened.
+        ValueError: naming key and source, if it cannot be opened.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -54,7 +54,7 @@ class Teacher(nn.Module):
             setattr(self.teacher, f"{name}_kd", own[:, : len(mean)])  # grey images have the first one, as in training
 
     def normalised(self, images: Tensor) -> Tensor:
-        """images [B, C, h, w], normalised by `mean` and `std` -> the same, normalised as the teacher was trained."""
+        """Renormalise images [B, C, h, w] from `mean` and `std` to the teacher's own."""
         return self.teacher.normalize_input(images, self.mean, self.std)
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class Teacher(nn.Module):
         return self.teacher(self.normalised(images))
 
     def check_logits(self, shape: Sequence[int], classes: int) -> None:
-        """Raise ValueError unless it takes images of a shape [C, h, w] and has so many classes."""
+        """Raise ValueError unless it takes images [C, h, w] and has this many classes."""
         try:
             found = tuple(self(torch.zeros(1, *shape)).shape)
         except Exception as error:  # models fail in many ways
@@ -72,10 +72,10 @@ class Teacher(nn.Module):
             raise ValueError(f"{self.name} has {found[-1]} classes, the data {classes}")
 
     def match_grid(self, grid: int) -> int:
-        """Let `tokens` give grid x grid patches, by the size of its images; returns the width of a token.
+        """Resize images so that `tokens` gives grid x grid patches; return a token's width.
 
         Raises:
-            ValueError: naming it, where it has no such patches.
+            ValueError: naming the model, if it has no such patches.
         """
         model, channels = self.teacher.model, self.mean.shape[1]
         try:
@@ -93,7 +93,7 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def tokens(self, images: Tensor) -> Tensor:
-        """images [B, C, h, w] -> its last layer's features of patches [B, N, width], normalised, after `match_grid`."""
+        """images [B, C, h, w] -> patch features of the last layer [B, N, width], normalised."""
         if images.shape[-1] != self.size:
             images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
         options = dict(indices=1, norm=True, intermediates_only=True)

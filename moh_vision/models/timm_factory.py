@@ -1,4 +1,4 @@
-"""Our families of models in timm's registry: their entrypoints, and budgets that come with pretrained weights."""
+"""Register our model families with timm; read budgets that come with pretrained weights."""
 
 import sys
 from pathlib import Path
@@ -15,12 +15,12 @@ from moh_vision.models.weight_files import read_safetensors
 def register_variants(module: str, create: Callable[..., nn.Module], variants: Dict[str, Tuple[str, dict]]) -> None:
     """Register a family's models with timm, as functions of its module.
 
-    A model with pretrained weights is built with the budget recorded with them. The head_budget of the caller, if any,
-    is then set as `set_head_budget` does.
+    A model with pretrained weights is built with their recorded budget; the caller's head_budget, if any, is
+    then set as `set_head_budget` does.
 
     Args:
-        module: name of the family's module, by whose last part timm groups models.
-        create: called with the variant, pretrained, the variant's arguments, and the caller's as keywords.
+        module: name of the family's module; timm groups models by its last part.
+        create: called with variant, pretrained, the variant's arguments, and the caller's keywords.
         variants: name -> (docstring, arguments).
     """
 
@@ -42,15 +42,15 @@ def register_variants(module: str, create: Callable[..., nn.Module], variants: D
 
 
 def image_cfg(**kwargs) -> dict:
-    """A timm configuration of weights for 224 x 224 images of ImageNet's 1000 classes; kwargs: what else it says."""
+    """A timm configuration for ImageNet: 224 x 224 images, 1000 classes; kwargs: other entries."""
     common = dict(num_classes=1000, input_size=(3, 224, 224), interpolation="bicubic", fixed_input_size=True)
     return dict(common, classifier="head", license="apache-2.0", **kwargs)
 
 
 def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
-    """The head budget recorded with the pretrained weights that the arguments of a timm entrypoint name.
+    """Return the head budget recorded with the pretrained weights of a timm entrypoint's arguments.
 
-    `timm.models.save_for_hf` records it in config.json, a run in the metadata of its files. None: not recorded.
+    `timm.models.save_for_hf` records it in config.json, a run in its files' metadata. None: not recorded.
     """
     saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
     if saved is not None:

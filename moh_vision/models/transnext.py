@@ -1,10 +1,10 @@
-"""TransNeXt (Shi 2024, arXiv 2311.17132) and MoH-ViT, which is TransNeXt with routed heads (Jin 2024, section 4.1).
+"""TransNeXt (Shi 2024, arXiv 2311.17132) and MoH-ViT, its routed version (Jin 2024, section 4.1).
 
     transnext_{micro,tiny,small,base}                        all heads, no router
     moh_transnext_small_80  _small_75  _base_75  _base_50    the paper's MoH-ViT-S and -B
 
-A model is a pyramid of four stages. Stages 1 to 3 hold aggregated attention, the last one attends to all of its 7 x 7
-tokens. timm does not ship the family.
+Four stages form a pyramid. Stages 1 to 3 use aggregated attention, stage 4 attends to all of its
+7 x 7 tokens. timm does not ship the family.
 """
 
 import re
@@ -34,7 +34,7 @@ STAGES = 4
 
 
 class ConvGLU(nn.Module):
-    """Gated MLP whose gate has seen its 3 x 3 neighbours (Shi 2024, section 3.4): [B, H, W, C] -> [B, H, W, C]."""
+    """MLP gated through a 3 x 3 convolution (Shi 2024, section 3.4): [B, H, W, C] -> [B, H, W, C]."""
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0, device=None, dtype=None):
         super().__init__()
@@ -81,7 +81,7 @@ class Downsample(nn.Module):
     def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, device=None, dtype=None):
         super().__init__()
         self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding=kernel // 2, device=device, dtype=dtype)
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)  # eps 1e-5, unlike the norms of the blocks
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)  # eps 1e-5, unlike the blocks' norms
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
@@ -91,10 +91,10 @@ class TransNeXtStage(nn.Module):
     """Downsampling, blocks of one size, norm: [B, C', H', W'] -> [B, C, H, W].
 
     Args:
-        size: (H, W) that its tables are built for.
-        pretrain: the same in pretraining.
-        pool: how many tokens of a side the blocks pool into one; 1: they attend to all tokens.
-        dynamic: build tables for any other size as it comes.
+        size: (H, W) of the position tables.
+        pretrain: the size in pretraining.
+        pool: pooling factor of each side; 1: the blocks attend to all tokens.
+        dynamic: build tables for other sizes when needed.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TransNeXtStage(nn.Module):
         self.set_size(size, device)
 
     def init_non_persistent_buffers(self) -> None:
-        """Build the tables again, on the device of the weights. timm's `reinit_non_persistent_buffers` calls this."""
+        """Build the tables again, on the weights' device, for timm's `reinit_non_persistent_buffers`."""
         self.set_size(self.size, self.norm.weight.device)
 
     def set_size(self, size: tuple[int, int], device=None) -> None:
@@ -165,9 +165,9 @@ RENAMED = (
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Official TransNeXt and MoH-ViT names -> ours; ours pass through.
+    """Translate official TransNeXt and MoH-ViT names; ours pass through.
 
-    Theirs have q and kv of the aggregated attention apart; tables of positions are in neither.
+    Official aggregated attention has q and kv apart. No checkpoint holds position tables.
     """
     result = {}
     for name, tensor in rename_routers(state_dict.get("model", state_dict)).items():
@@ -185,27 +185,27 @@ class TransNeXt(nn.Module):
     """A pyramid of cosine attention with local windows, optionally with routed heads.
 
     Args:
-        img_size: height and width of the images, a number or a pair; tables are built for it.
-        pretrain_size: the size in whose units relative positions are measured: that of the weights, 224.
+        img_size: height and width of the images, a number or a pair; sizes the position tables.
+        pretrain_size: image size that the weights were trained at, the unit of relative positions.
         in_chans, num_classes, global_pool: "avg" or "" (no pooling).
         embed_dims, num_heads, depths, mlp_ratios: per stage; heads are embed_dim / num_heads wide.
-        pools: how many tokens of a side each stage pools into one key; 1: no pooling and no window.
-        head_budget: see `moh_vision.attention.resolve_budget`; a list may also hold one (shared, routed) pair per stage.
-            None: all heads.
+        pools: per stage, how many tokens of a side make one key; 1: no pooling and no window.
+        head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
+            stage. None: all heads.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
         router_kwargs: options of the router.
-        dynamic_img_size: take images of any size, and build tables as they come.
-        drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after projections, of
-            attention, and of whole residual branches (rising with depth).
+        dynamic_img_size: take images of any size.
+        drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after
+            projections, of attention, and of residual branches (rising with depth).
 
     Raises:
         ValueError: for sizes or budgets that do not fit.
     """
 
     _model_args = RecordedArguments()
-    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # what `load_checkpoint` reads foreign layouts by
+    checkpoint_filter = staticmethod(checkpoint_filter_fn)  # used by `load_checkpoint`
 
     def __init__(
         self,
@@ -278,9 +278,9 @@ class TransNeXt(nn.Module):
         self.init_weights(needs_reset=False)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Set new weights: linear layers truncated normal 0.02, convolutions by fan-out.
+        """Initialise linear layers truncated normal 0.02, convolutions by fan-out.
 
-        needs_reset: reset norms and tables too, which are right in a model that was just built.
+        needs_reset: also reset norms and tables; a new model's are right.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -305,7 +305,7 @@ class TransNeXt(nn.Module):
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
     def no_weight_decay(self) -> set:
-        """As the published recipe: what scales or places attention. Routers are decayed."""
+        """Parameters that scale or place attention, as published. Routers are decayed."""
         spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
         return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
 
@@ -354,12 +354,12 @@ class TransNeXt(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Outputs of stages, [B, C, H, W] each; every stage ends in a norm, so `norm` changes nothing.
+        """Return outputs of stages, [B, C, H, W]. `norm` changes nothing: every stage ends in one.
 
         Args:
             x: images [B, in_chans, height, width].
-            indices: the last n stages, these stages, or None: all.
-            stop_early: leave out the stages behind the last index.
+            indices: the last n stages, a list, or None: all.
+            stop_early: skip the stages after the last index.
             output_fmt: only "NCHW".
             intermediates_only: without the final features.
         """
@@ -379,7 +379,7 @@ class TransNeXt(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages behind the last index, and the head that needs them."""
+        """Drop the stages after the last index, and the head."""
         take, last = feature_take_indices(len(self.stages), indices)
         cut = last < len(self.stages) - 1
         self.stages = self.stages[: last + 1]
@@ -403,7 +403,7 @@ class TransNeXt(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
         stats: list[RoutingStats] = []
         for stage in self.stages:
             x = stage(x, stats)
@@ -416,7 +416,7 @@ def check_pool(global_pool: str) -> None:
 
 
 def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
-    """(H, W) of the maps of the four stages: the convolutions round up."""
+    """(H, W) of the four stages' maps: the convolutions round up."""
     H, W = to_2tuple(img_size)
     if H < 1 or W < 1:
         raise ValueError(f"img_size {img_size} must be at least 1")
@@ -426,7 +426,7 @@ def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
 def stage_budgets(
     spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int], shared: float = SHARED_SHARE
 ) -> list[list[HeadBudget]]:
-    """head_budget -> one HeadBudget per layer, by stage; `shared`: see `resolve_budget`."""
+    """Resolve head_budget by stage, one per layer; `shared`: see `resolve_budget`."""
     if spec is None:
         spec = [(h, 0) for h in heads]
     if isinstance(spec, (list, tuple)) and len(spec) == STAGES:
@@ -438,7 +438,7 @@ def stage_budgets(
 
 
 def pretrained_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`checkpoint_filter_fn` for timm's loading; the model takes the shared heads of the weights."""
+    """`checkpoint_filter_fn` for timm; the model takes the shared heads of the weights."""
     state_dict = checkpoint_filter_fn(state_dict, model)
     take_shared_heads(model, state_dict)
     return state_dict
@@ -448,7 +448,7 @@ _cfg = partial(
     image_cfg, pool_size=(7, 7), crop_pct=0.875, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
     first_conv="stages.0.downsample.proj",
 )  # fmt: skip
-# The names of MoH's files follow the published instructions and could not be checked against the hub.
+# The names of MoH's files are from its instructions, not checked against the hub.
 PUBLISHED = {
     **{
         f"transnext_{size}": (f"DaiShiResearch/transnext-{size}-224-1k", f"transnext_{size}_224_1k.pth")

@@ -74,19 +74,19 @@ class MoHVisionTransformer(VisionTransformer):
     """A ViT with a budget of attention heads per layer.
 
     Args:
-        head_budget: see `moh_vision.attention.resolve_budget`; 0.75 if left out, or all heads with the dense router.
+        head_budget: see `moh_vision.attention.resolve_budget`; default 0.75, or all heads with the dense router.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router, such as dict(gate_scale="paper").
-        kv_heads: key-value heads, a divisor of num_heads; 1 shares one among all heads, as in Zhang 2022; None: one per head.
-        pos_embed_std: initial spread of the position table; timm's 0.02 is slow to learn from where patches hold only
-            a few pixels (8 x 8 digits: 86 against 97 % after 400 steps).
-        **kwargs: those of timm's VisionTransformer, but block_fn, attn_layer and scale_attn_norm.
+        kv_heads: key-value heads, a divisor of num_heads; 1: one for all heads (Zhang 2022); None: one per head.
+        pos_embed_std: initial std of the position table. timm's 0.02 learns slowly from patches of a few pixels
+            (8 x 8 digits: 86 against 97 % after 400 steps).
+        **kwargs: of timm's VisionTransformer, except block_fn, attn_layer and scale_attn_norm.
     """
 
     _model_args = RecordedArguments()
-    checkpoint_filter = staticmethod(timm_filter)  # what `load_checkpoint` reads foreign layouts by
+    checkpoint_filter = staticmethod(timm_filter)  # used by `load_checkpoint`
 
     def __init__(
         self,
@@ -145,11 +145,11 @@ class MoHVisionTransformer(VisionTransformer):
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """As in torch; the strict loading of a ViT without routers sets them to zero (see `checkpoint_filter_fn`)."""
+        """As in torch; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
     def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
-        """Images [B, in_chans, height, width] -> logits [B, num_classes] and the routing statistics of every layer."""
+        """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
         stats: List[RoutingStats] = []
         x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))  # [B, N, C]
         checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
@@ -172,9 +172,9 @@ def has_routers(state_dict: Dict[str, Tensor]) -> bool:
 
 
 def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Weights of a plain ViT, completed: MoH's routers become zero, which is plain attention while all heads run.
+    """Add zeros for the MoH routers that a plain ViT lacks: plain attention while all heads run.
 
-    Other routers keep what they have. Weights that come with routers pass through.
+    Other routers keep their weights. A state dict with routers is returned unchanged.
     """
     if has_routers(state_dict):
         return state_dict
@@ -187,10 +187,10 @@ def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 def checkpoint_filter_fn(
     state_dict: Dict[str, Tensor], model: nn.Module, keep_budget: bool = True
 ) -> Dict[str, Tensor]:
-    """timm's and other published ViT weights for our model: as timm reads them, then `zero_missing_routers`.
+    """Translate a published ViT's weights with timm's filter, then `zero_missing_routers`.
 
-    The model takes the shared heads of weights with routers. Dense weights were trained with all heads, which all run
-    then unless the model keeps its budget.
+    The model takes the shared heads of weights with routers. Dense weights were trained with all heads,
+    so all run, unless keep_budget.
     """
     state_dict = model.checkpoint_filter(state_dict, model)
     take_shared_heads(model, state_dict)
@@ -203,7 +203,7 @@ def checkpoint_filter_fn(
     return zero_missing_routers(state_dict, model)
 
 
-# As timm's ViTs were trained. The weights are those of its plain ViTs: the paper trained none.
+# As timm's ViTs were trained, with timm's weights: the paper trained no plain ViTs.
 _cfg = partial(image_cfg, pool_size=None, crop_pct=0.9, mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.proj")
 RECIPES = dict(tiny="augreg", small="augreg", base="augreg2", large="augreg")
 THEIRS = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
@@ -214,11 +214,11 @@ default_cfgs = generate_default_cfgs(
 
 
 class MoHVisionTransformerDistilled(MoHVisionTransformer, VisionTransformerDistilled):
-    """timm's distilled DeiT, made by `moh_vision.convert`: a second token with a head of its own."""
+    """timm's distilled DeiT, made by `moh_vision.convert`: a second token with its own head."""
 
 
 def convert_vit(model: nn.Module, *options) -> nn.Module:
-    """`moh_vision.convert` for timm's VisionTransformer and distilled DeiT; a dense one of ours keeps its name."""
+    """`moh_vision.convert` for timm's VisionTransformer and distilled DeiT, and our dense ViTs."""
     ours = {VisionTransformer: MoHVisionTransformer, VisionTransformerDistilled: MoHVisionTransformerDistilled}
     model_class = ours.get(type(model))
     route_heads(model, *options)
@@ -229,8 +229,8 @@ def convert_vit(model: nn.Module, *options) -> nn.Module:
 
 
 def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
-    """Give a model of timm whose heads are routed our classes, and in timm's records the name "moh_vit" with `base`."""
-    # The same objects as before, with their hooks: only a change of class leaves them so.
+    """Give a converted timm model our classes, and timm's records the name "moh_vit" with `base`."""
+    # Setting __class__ keeps the objects and their hooks.
     model.__class__ = model_class
     for block in model.blocks:
         block.__class__ = block_class
@@ -252,9 +252,9 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
     """A ViT of any shape; without arguments ViT-B/16.
 
     Args:
-        pretrained: load the weights of the configuration; with `base`, its weights.
-        base: name of a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2". The model has everything that
-            timm sets under this name: patch size, width, registers, pooling, norms. `convert` records it.
+        pretrained: load the configuration's weights, or those of `base`.
+        base: a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2", whose settings the model takes:
+            patch size, width, registers, pooling, norms. `convert` records it.
 
     Raises:
         ValueError: if timm has no such model, or `convert` refuses it.

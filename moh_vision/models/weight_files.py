@@ -1,4 +1,4 @@
-"""Files of weights, as tensors: whatever a file holds, it is read without running any code of it."""
+"""Read files of weights as tensors, without running any code in them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moh_vision.engine.io import run_of, step_of
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
-NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # how the published MoH code names its routers
+NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # routers in the published MoH code
 # torch.save does not compress; compressed arrays of weights shrink by a tenth.
 MAX_UNPACKED = 10
 
 
 def weights_file(path: str, weights: str = "ema") -> Path:
-    """Find the file that `path` means: itself, or in a run or checkpoint folder the EMA (where there is one) or the model.
+    """Find the file of a `path`: itself, or in a run or checkpoint folder the EMA (if any) or the model.
 
-    The folders of diffusers, of a model or a pipeline with a transformer, and those of timm hold one kind of weights.
+    timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
     """
     file = Path(path)
     if not file.is_dir():
@@ -47,21 +47,21 @@ def weights_file(path: str, weights: str = "ema") -> Path:
 
 
 def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
-    """Read the state dict in a .safetensors, .pt or .pth file; `weights` as `read_pickled_tensors` has it."""
+    """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file, weights)
 
 
 def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
-    """Read tensors whose names are wanted, and JSON metadata, of a .safetensors file.
+    """Read the wanted tensors and the JSON metadata of a .safetensors file.
 
-    A checkpoint of a run has the names and the metadata of the run's own file.
+    A run's checkpoint gets the names and metadata of the run's own file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     step = step_of(file.parent)
-    # accelerate's file holds the task, of which the model is one part.
+    # accelerate's file holds the task; the model is a part of it.
     part = "model." if step is not None and file.name == "model.safetensors" else ""
     try:
         with safe_open(file, "pt") as opened:
@@ -77,13 +77,13 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
 
 
 def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
-    """Name a file of weights, and of a pickled one that has several kinds the one that `read_tensors` takes."""
+    """Name a weights file, and the kind that `read_tensors` takes if a pickled file has several."""
     kind = kind_in(Path(file), weights)
     return f"{file} ({kind})" if kind else str(file)
 
 
 def kind_in(file: Path, weights: str = "ema") -> Optional[str]:
-    """Return "ema" or "model", as `read_tensors` takes it of a pickled file that says it; None for any other file."""
+    """Return the kind, "ema" or "model", that `read_tensors` takes of a pickled file; None: not said."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
@@ -100,13 +100,13 @@ def _unpickled(file: Path, mmap: bool = False):
 
 
 def _state_key(content: object, weights: str) -> Optional[str]:
-    """Find the key under which a pickled file has the state dict that is asked for; None: it is one itself."""
+    """Find the key of a state dict in a pickled file; None: the content is the state dict."""
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
     return next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
-    """Read the state dict, tensors by name, in a .pt or .pth file: "ema" (where it has one) or "model"."""
+    """Read a state dict of a .pt or .pth file: "ema" (if it has one) or "model"."""
     content = _unpickled(file)
     key = _state_key(content, weights)
     if weights == "model" and key is None:
@@ -119,7 +119,7 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
         raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
     size = file.stat().st_size
     for name, tensor in content.items():
-        # A stride of 0 makes any size of one number, and whoever copies it would fill the memory.
+        # With stride 0 one number makes a tensor of any size, whose copy would fill the memory.
         if tensor.layout != torch.strided or tensor.is_meta or math.prod(tensor.shape) * tensor.itemsize > size:
             what = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {what} is not a plain tensor of a file of {size} bytes")
@@ -127,7 +127,7 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
 
 
 def refuse_unpacking(file: Path) -> None:
-    """Refuse a zip file (.pt, .pth, .npz) that would unpack to more than ten times its size."""
+    """Refuse a zip file (.pt, .pth, .npz) that unpacks to more than ten times its size."""
     try:
         if not zipfile.is_zipfile(file):
             return
@@ -141,7 +141,7 @@ def refuse_unpacking(file: Path) -> None:
 
 
 def _json(text: str):
-    """Read a value of metadata: ours is JSON, others' are any strings."""
+    """Read a metadata value: ours are JSON, others' any strings."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -149,7 +149,7 @@ def _json(text: str):
 
 
 def rename_routers(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """attn.wg, attn.wg_0 and attn.wg_1 -> our attn.router.routed, .balance and .shared; other names stay."""
+    """Rename attn.wg, attn.wg_0 and attn.wg_1 to attn.router.routed, .balance and .shared."""
     return {
         re.sub(r"\.attn\.(wg|wg_0|wg_1)\.", lambda m: f".attn.router.{NAMES[m[1]]}.", name): tensor
         for name, tensor in state_dict.items()

@@ -21,20 +21,20 @@ from moh_vision.models.weight_files import read_safetensors, read_tensors, refus
 
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
-# Tensors whose shape follows the class count, the image size or the objective; they start anew where the shape differs.
+# Tensors shaped by class count, image size or objective; made anew where the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
-# By the modules that timm groups registered names by.
+# By the modules that timm groups names by.
 FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
 SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py", text="train_text.py")
 
 
 class OtherModel(ValueError):
-    """Weights are of another model than the one that they are loaded into."""
+    """The weights do not fit the model: they are another model's."""
 
 
 @contextlib.contextmanager
 def taken_for(name: str) -> Iterator[None]:
-    """Add to the message of `OtherModel` which model it was, and how another is named."""
+    """Add to `OtherModel`'s message which model was tried, and how to name another."""
     try:
         yield
     except OtherModel as error:
@@ -42,7 +42,7 @@ def taken_for(name: str) -> Iterator[None]:
 
 
 def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
-    """Make a model with head routing by timm.create_model; `kind` is "classifier", "diffusion" or None: either."""
+    """Create a model with head routing through timm. kind: "classifier", "diffusion" or None (either)."""
     check_name(name, kind)
     try:
         model = timm.create_model(name, **arguments)
@@ -52,7 +52,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
         raise
     except (RuntimeError, MemoryError) as error:  # sizes that torch has no memory for, or that make no model
         raise ValueError(f"{name} cannot be made: {reason_of(error)}") from None
-    # Models that others have registered are known by what they can do.
+    # Models from other packages need no base class of ours: look for the method.
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
     actual = "classifier" if hasattr(model, "get_classifier") else "diffusion"
@@ -62,7 +62,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
 
 
 def check_side(model: nn.Module, side: Optional[int]) -> None:
-    """Refuse a side of images (data.img_size; None: the classifier's own) that the patches of a model do not cover."""
+    """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
     if side and side % patch and not embed.dynamic_img_pad and side != model.pretrained_cfg["input_size"][-1]:
@@ -70,7 +70,7 @@ def check_side(model: nn.Module, side: Optional[int]) -> None:
 
 
 def check_name(name: str, kind: Optional[str]) -> None:
-    """Refuse an unknown name, a model without head routing, and another `kind` of model (None: any)."""
+    """Refuse an unknown name, a model without head routing, or one not of `kind` (None: any)."""
     kinds = _kinds()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
@@ -87,12 +87,12 @@ def check_name(name: str, kind: Optional[str]) -> None:
 
 
 def _kinds() -> Dict[str, str]:
-    """Tell the kind of every registered name of ours."""
+    """Return the kind of each of our registered models."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
 def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
-    """Open the model of a run in eval mode, of one kind or (None) of either; also return its metadata and file."""
+    """Open a run's model in eval mode (kind None: any); also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
@@ -104,13 +104,13 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
 
 
 def described_by(path: str, kind: Optional[str]) -> dict:
-    """Read what a file of a run, or of its folder, says of its model; nothing of files that cannot say it."""
+    """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
     return read_described(file, kind)[1] if file.suffix == ".safetensors" and file.is_file() else {}
 
 
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
-    """Read tensors and metadata of a .safetensors file; an `architecture` among these is a model that they fit."""
+    """Read tensors and metadata of a .safetensors file; check that they fit its `architecture`."""
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         return state, metadata
@@ -128,7 +128,7 @@ def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], 
             raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")
     most = max((tensor.numel() for tensor in state.values()), default=0)
     for key, number in _numbers(arguments):
-        # Whoever passes weights on writes these too; they must not decide how much memory is taken.
+        # Anyone can write metadata: it must not decide how much memory is taken.
         largest = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}.get(key, most)
         if not abs(number) <= largest:
             size = f"the largest of its {len(state)} tensors has {most} numbers"
@@ -148,7 +148,7 @@ def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], 
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[Tuple[str, float]]:
-    """(argument, number) of all numbers in arguments, with those in lists and mappings."""
+    """Yield (argument, number) for all numbers in arguments, nested ones too."""
     if isinstance(value, dict):
         for k, v in value.items():
             yield from _numbers(v, k)
@@ -165,17 +165,17 @@ def refuse_other_shapes(
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Raise `OtherModel` unless the tensors are the model's: names, but for those it may lack, shapes, floats for floats."""
+    """Raise `OtherModel` unless names (`may_lack`: optional ones), shapes and float types match."""
     own = model.state_dict()
     for name in [name for name in state if name in own]:
         found, needed = state[name], own[name]
         if found.shape != needed.shape:
             raise OtherModel(f"{file}: {name} has shape {list(found.shape)}, the model needs {list(needed.shape)}")
-        # Whole numbers would be taken over as if they were weights, of complex ones a half.
+        # Integers would load as if they were weights, and complex numbers lose a half.
         if found.is_floating_point() != needed.is_floating_point() or found.is_complex():
             raise OtherModel(f"{file}: {name} is of {found.dtype}, the model needs {needed.dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
-    unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # of any length in a file
+    unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # files may hold any name
     if missing or unexpected:
         raise OtherModel(
             f"{file} does not fit {type(model).__name__}: "
@@ -184,10 +184,10 @@ def refuse_other_shapes(
 
 
 def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
-    """Open the classifier of a run, or model `name` with `arguments` and weights of a `path` that `init_from` takes.
+    """Open a run's classifier, or model `name` with weights from a `path` that `init_from` takes.
 
-    With another img_size than the run's positions are resized. The metadata that is returned has architecture, arguments,
-    classes or None, weights as `weights_said` has it, and of_run: whether the path brings its model.
+    Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
+    weights (see `weights_said`) and of_run: whether the path names its model.
     """
     path = str(weights_file(path)) if Path(path).exists() else path
     about = described_by(path, "classifier")
@@ -218,14 +218,14 @@ def init_from(
 ) -> bool:
     """Load weights into a new model; return whether they are dense.
 
-    What changes on the way is named through `say`. The head or label table is made anew for other classes. Position tables
-    and patch kernels are resized, the last layer of a DiT is made anew with or without a learned variance, and routers
-    start fresh where the source has none. The model takes the shared heads of a source; how many run stays its own.
+    Changes are reported through `say`: a new head or label table for other classes, resized position
+    tables and patch kernels, a DiT's new last layer if learn_sigma differs, and fresh routers if the source
+    has none. The model takes the source's shared heads but keeps its number of active heads.
 
     Args:
-        source: a run, a file that `load_checkpoint` reads, or the name of a timm model with pretrained weights.
-        key: of the configuration, named in messages.
-        classes: names of the model's classes; None: they are the source's, if it has as many.
+        source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
+        key: configuration key, for messages.
+        classes: class names of the model; None: assumed to be the source's if it has as many.
     """
     local = source.removeprefix("local-dir:")
     if Path(local).exists():
@@ -273,31 +273,31 @@ def init_from(
 
 
 def near_model(source: str) -> str:
-    """Ask in a message whether another name of timm's models or ours was meant; empty where none is near."""
+    """Suggest a similar model name of timm's or ours for a message; empty without one."""
     is_name = not ({":", "/"} & {*source} or Path(source).exists())
     near = nearest(source, timm.list_models(pretrained="." in source), 1) if is_name else []
     return f", did you mean {near[0]}?" if near and near != [source] else ""
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
-    """Give the model of a resumed run the shared heads that it took from `init_from`."""
-    for folder in (checkpoint, checkpoint.parents[1]):  # sharded checkpoints have no file of weights, the run has one
+    """Give a resumed run's model the shared heads that it took from `init_from`."""
+    for folder in (checkpoint, checkpoint.parents[1]):  # a sharded checkpoint has no weights file, the run has
         file = folder / "model.safetensors"
         if file.exists():
             return take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
-    """Load published or own weights into a model, whatever their layout; return the model.
+    """Load published or own weights of any known layout into a model; return the model.
 
-    Reads .safetensors, PyTorch's .pt, .pth and .bin (tensors and argparse.Namespace only, no other pickled objects),
-    the .npz of the original ViTs, and the folder of a run, a diffusers model or a pipeline. Layouts: ours; timm's
-    ViTs; official TransNeXt and MoH-ViT; official DiT and MoH-DiT; diffusers' DiT, whose outputs a model with
-    compat="diffusers" has. Weights of a dense model leave MoH's routers at zero. The shared heads of weights with
-    MoH's routers become the model's; how many heads run stays its own.
+    Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
+    the original ViTs' .npz, and folders of a run, diffusers model or pipeline. Layouts: ours, timm's ViTs,
+    official TransNeXt, MoH-ViT, DiT and MoH-DiT, and diffusers' DiT (with compat="diffusers" for the same
+    outputs). Dense weights leave MoH's routers at zero; from others the model takes the shared heads, but
+    keeps its number of active heads.
 
     Args:
-        weights: "ema", where the file or folder holds one, or "model".
+        weights: "ema" (if there is one) or "model".
     """
     file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
