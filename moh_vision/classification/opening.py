@@ -109,7 +109,7 @@ def open_run(
     **_,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    file = str(weights_file(path, weights)) if weights else path
+    file = str(weights_file(path, weights)) if weights == "model" else path
     asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
     opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
     opened.model.to(device or "cpu")

@@ -19,7 +19,7 @@ from moh_vision.language.data.inputs import INPUTS, TextInputs
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.build import task_for
-from moh_vision.language.models.weights import pretrained_model, text_from_run
+from moh_vision.language.models.weights import saved_model, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
@@ -91,7 +91,8 @@ class OpenedText(Opened):
 
     def example(self) -> Tuple[List[Tensor], dict]:
         translates = hasattr(self.model, "encoder")
-        ids = torch.zeros(1, WORDS if translates else self.config.data.block, dtype=torch.long)
+        block = WORDS if translates or self.config is None else self.config.data.block
+        ids = torch.zeros(1, block, dtype=torch.long)
         return [ids], dict(decoder_input_ids=ids) if translates else {}
 
 
@@ -108,7 +109,7 @@ def open_run(
     file = weights_file(path, weights or "ema")
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
-        model = pretrained_model(path).to(device or "cpu").eval()
+        model = saved_model(path).to(device or "cpu").eval()
         about = dict(architecture=model.config.model_type, weights=str(path))
         return OpenedText(None, model, about)
     arguments = ["--config", str(folder / "config.yaml"), *options]

@@ -162,18 +162,14 @@ def test_card(runs, published):
     assert f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text  # tied ones once
     for kind in ("cls", "dit", "text"):  # folders of this machine are nobody's business
         assert str(runs.parent) not in (published / kind / "README.md").read_text()
+    averaged = load_run(runs / "text" / "averaged.safetensors").state_dict()
+    assert small_runs.same(load_run(published / "text").state_dict(), averaged)  # a translation model too
 
 
 def test_data_of_a_language_model():
     """Of the hub's data the name is a link; a folder of a hub data set's name is something else."""
     sources = [dict(root="hfds/anna/books:de", weight=3), dict(root="wikitext", weight=1.5)]
-    config = {
-        "data.root": "all",
-        "data.train": "train",
-        "data.mixture": sources,
-        "data.source": "en",
-        "data.target": "de",
-    }
+    config = {"data.root": "all", "data.train": "train", "data.mixture": sources, "data.source": "en"}
     run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."

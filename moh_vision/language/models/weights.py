@@ -73,6 +73,18 @@ def pretrained_model(
     return model
 
 
+def saved_model(folder: Union[str, Path]) -> PreTrainedModel:
+    """Load a model that `save_pretrained` wrote, of ours or as `pretrained_model` takes it."""
+    try:
+        kind = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
+        if kind is None:
+            return pretrained_model(folder)
+        with quiet():
+            return kind.from_pretrained(folder)
+    except (OSError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{folder}: {reason_of(error)}") from None
+
+
 def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
     """Build a folder's model with new float32 weights, to load a checkpoint into."""
     config, ours = _config(source)
