@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moh_vision.data.batches import BadSamples, calibration_halves
 from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig
+from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig, ScoreConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import PixelInputs, open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
@@ -96,11 +96,15 @@ class OpenedDiffusion(Opened):
     def _judge(self) -> Tuple[SampleConfig, MoHDiTPipeline, Tensor, Callable]:
         """Return what scoring needs: sample.py's configuration, a pipeline with our model, labels, scorer."""
         config = self.config
-        if isinstance(config, OpenedDitConfig):  # as the run itself is scored
-            score = self.metadata["config"]["score"]
-            asked = ["--checkpoint", config.checkpoint, "--score", score["reference"] or config.data.root]
-            asked += ["--num-images", str(score["images"]), "--extractor", score["extractor"]]
-            config = parse_config(SampleConfig, asked, "open_run")
+        if isinstance(config, OpenedDitConfig):  # as the section score of the run says
+            said = ScoreConfig(**self.metadata["config"]["score"])
+            drawn = {key: getattr(said, key) for key in ("steps", "cfg_scale", "seed")}
+            drawn["sampler"] = said.sampler or said.default_sampler[self.objective.name]
+            by = said.scoring(config.data.root)
+            judged = {key: by[key] for key in ("extractor", "inception_weights", "allow_biased", "num_images")}
+            split = by["split"] or by["default_split"] * (said.reference is None)
+            judged.update(score=by["reference"], score_split=split or None)
+            config = SampleConfig(checkpoint=config.checkpoint, **drawn, **judged)
         pipe, about = self.splits.get("pipeline") or open_pipeline(config)
         chosen, _ = settle(config, about)
         scorer = open_scorer(config, pipe, about, about["run"] or "samples")
