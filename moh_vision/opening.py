@@ -19,7 +19,15 @@ KINDS = ("classification", "diffusion", "text")
 
 
 def open_run(
-    path: Union[str, Path], weights: str | None = None, device: Any = None, options: Sequence[str] = (), **more: Any
+    path: Union[str, Path],
+    weights: str | None = None,
+    device: Any = None,
+    options: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    scores: bool = False,
+    command: str = "open_run",
 ) -> Opened:
     """Open a run, or a model that others have saved.
 
@@ -32,13 +40,13 @@ def open_run(
         weights: "ema" or "model"; None: the EMA, if there is one.
         device: of the model; None: the CPU, and the accelerator once something is computed.
         options: keys to change, as on a command line: ["--data.root", "imagenet"].
-        more: name of the model, for weights without it; for the commands: split (the first to open), scores
-            (options are for `scores()`) and command (its name, for messages).
+        name: of the model, for weights that do not say it.
+        split, scores, command: for commands: the first split to open, whether options are for `scores()`, and the
+            command's name in messages.
 
     Raises:
         ValueError, FileNotFoundError: in one line, naming the file or key.
     """
-    name = more.get("name")
     match kind_of(path, [*options, *(["--model.name", name] if name else [])]):
         case "classification":
             from moh_vision.classification.opening import open_run as wing
@@ -46,7 +54,7 @@ def open_run(
             from moh_vision.diffusion.opening import open_run as wing
         case "text":
             from moh_vision.language.opening import open_run as wing
-    return wing(str(path), weights, device, options, **more)
+    return wing(str(path), weights, device, options, name=name, split=split, scores=scores, command=command)
 
 
 def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
@@ -63,11 +71,7 @@ def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
 
 
 def kind_of(path: Union[str, Path], options: Sequence[str] = ()) -> str:
-    """Return which of KINDS a path is, or else the model named by --model.name in options.
-
-    Raises:
-        ValueError: naming the file, if neither a run nor a library wrote it.
-    """
+    """Return which of KINDS a path is, or else the model named by --model.name in options."""
     place, config = Path(path), run_of(path) / "config.yaml"
     if config.is_file():
         return _said(config, _read(config).get("kind"))

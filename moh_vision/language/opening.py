@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Callable, List, Optional, Sequence, Tuple
 
@@ -69,25 +70,23 @@ class OpenedText(Opened):
         with self.accelerator.autocast():
             return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
 
-    def _validation(self) -> Tuple[List[dict], Callable[[dict], Tensor]]:
+    @cached_property
+    def _validation(self) -> List[dict]:
         text = self.text()
+        return list(text.eval_batches(text.val, 0, 1))
+
+    def _losses(self, batch: dict) -> Tensor:
         task = LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
-
-        def losses(batch: dict) -> Tensor:
-            with self.accelerator.autocast():
-                return task(**batch)[0]
-
-        return list(text.eval_batches(text.val, 0, 1)), losses
+        with self.accelerator.autocast():
+            return task(**batch)[0]
 
     def scores(self) -> dict:
-        batches, losses = self._validation()
-        batches = Progress.over(batches, "scoring")
-        return perplexity(losses, batches, self.accelerator.device, lambda total: total)
+        batches = Progress.over(self._validation, "scoring")
+        return perplexity(self._losses, batches, self.accelerator.device, lambda total: total)
 
     def forward(self) -> Tuple[Callable[[], Tensor], int]:
-        batches, losses = self._validation()
-        first = send_to_device(batches[0], self.accelerator.device)
-        return lambda: losses(first), len(first["labels"])
+        first = send_to_device(self._validation[0], self.accelerator.device)
+        return lambda: self._losses(first), len(first["labels"])
 
     def example(self) -> Tuple[List[Tensor], dict]:
         translates = hasattr(self.model, "encoder")

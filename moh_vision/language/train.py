@@ -51,10 +51,9 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
-    cache = str(Path(run.index_dir, "text"))
     tokenizer = tokenizer_of(config, bool(checkpoint))
     with accelerator.main_process_first():
-        text = INPUTS[task_for(config.model)](d, cache, config.seed, tokenizer)
+        text = INPUTS[task_for(config.model)](d, str(Path(run.index_dir, "text")), config.seed, tokenizer)
 
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())
