@@ -25,7 +25,7 @@ class CausalWindows(Dataset):
     Evaluation "512/480": width 512 and stride 32, so tokens after the first 480 have 480 to 511 before them.
 
     Args:
-        tokens: a `TokenCache` encoded with empty lines, `TokenFiles` or `TokenShards`.
+        tokens: a `TokenCache` encoded with empty lines, or `TokenFiles`.
         width: tokens of a window, W.
         stride: 1 <= stride <= width; left out: width.
         eos: id before the first token; None: unknown, and the first token is not predicted.

@@ -25,10 +25,9 @@ from moh_vision.language.data.foreign import (
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
-from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens, open_tokens
+from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.token_cache import encoded
 from moh_vision.language.data.token_files import TokenFiles
-from moh_vision.language.data.token_shards import TokenShards
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, Vocabulary, trained_vocabulary
 
@@ -304,7 +303,7 @@ class CausalInputs(BlockInputs):
         files = find_tokens(root, split)
         if not files:
             return super().tokens(root, split, skip_empty)
-        tokens = open_tokens(files, self.cache_dir, self.data.bin_dtype)
+        tokens = TokenFiles(files, self.data.bin_dtype)
         strange = tokens.tokenizers - {vocabulary.fingerprint}
         if strange and not isinstance(vocabulary, NumberedVocabulary):
             raise ValueError(
@@ -363,7 +362,7 @@ class CausalInputs(BlockInputs):
         found = []
         for (_, root, _), text in zip(self.sources(), texts, strict=True):
             # Ids are already open; for text take the lines, from which the cache is made.
-            ids = isinstance(text.tokens, (TokenFiles, TokenShards))
+            ids = isinstance(text.tokens, TokenFiles)
             found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
         return " ".join(found)
 

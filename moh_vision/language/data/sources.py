@@ -9,14 +9,11 @@ from typing import Dict, List, NamedTuple, Optional, Union
 from moh_vision.data.hub import PREFIX
 from moh_vision.language.data.hub import HubText, hub_column
 from moh_vision.language.data.lines import TextFile, find_text, there
-from moh_vision.language.data.token_files import TokenFiles
-from moh_vision.language.data.token_shards import TokenShards
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
 
 Lines = Union[TextFile, HubText]
-Tokens = Union[TokenFiles, TokenShards]
 TOKEN_ENDINGS = (".bin", ".npy", ".tokens.safetensors")
 
 
@@ -90,7 +87,6 @@ def find_tokens(root: str, split: str) -> Optional[List[Path]]:
         for ending in TOKEN_ENDINGS:
             forms[f"{name}{ending}"] = [p for p in (folder / f"{name}{ending}",) if p.exists()]
             forms[f"{name}-*{ending}"] = sorted(folder.glob(f"{name}-*{ending}"))
-        forms[f"{name}-*.tar"] = sorted(folder.glob(f"{name}-*.tar"))
         forms[f"{name}.txt"] = there(folder, name, ".txt")
         found = [files for files in forms.values() if files]
         if len(found) > 1:
@@ -98,13 +94,6 @@ def find_tokens(root: str, split: str) -> Optional[List[Path]]:
         if found:
             return None if found[0] is forms[f"{name}.txt"] else found[0]
     return None
-
-
-def open_tokens(paths: List[Path], index_dir: Optional[str] = None, dtype: Optional[str] = None) -> Tokens:
-    """Open files from `find_tokens`; see `TokenShards` for `index_dir`, `TokenFiles` for `dtype`."""
-    if paths[0].suffix == ".tar":
-        return TokenShards(paths, paths[0].name.rpartition("-")[0], index_dir)
-    return TokenFiles(paths, dtype)
 
 
 def _folder(root: str, files: str) -> Path:

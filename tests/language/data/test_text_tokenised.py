@@ -1,10 +1,8 @@
-"""Text that comes as token ids: plain files, webdataset shards, foreign tokenizers, and the command that makes them."""
+"""Text that comes as token ids: plain files, foreign tokenizers, and the command that makes them."""
 
 import gzip
-import io
 import json
 import pickle
-import tarfile
 
 import numpy as np
 import pytest
@@ -18,27 +16,12 @@ from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.foreign import ForeignVocabulary, NumberedVocabulary, load_vocabulary
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.sources import find_tokens, open_tokens
+from moh_vision.language.data.sources import find_tokens
 from moh_vision.language.data.token_cache import encoded
-from moh_vision.language.data.token_shards import TokenShards
+from moh_vision.language.data.token_files import TokenFiles
 from moh_vision.language.data.vocabulary import Vocabulary, count_words
 
 IDS = np.random.default_rng(0).integers(0, 300, 500)
-
-
-def write_shards(folder, documents, per_shard=3, split="train", kind=np.uint16):
-    """SPLIT-*.tar with one .npy a document, and a .json beside each that is passed over."""
-    folder.mkdir(exist_ok=True)
-    for number, first in enumerate(range(0, len(documents), per_shard)):
-        with tarfile.open(folder / f"{split}-{number:03d}.tar", "w") as tar:
-            for place, ids in enumerate(documents[first : first + per_shard]):
-                npy = io.BytesIO()
-                np.save(npy, np.asarray(ids, kind))
-                for ending, data in (("npy", npy.getvalue()), ("json", b"{}")):
-                    member = tarfile.TarInfo(f"{first + place:05d}.{ending}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-    return folder
 
 
 def llama_like(folder, bos="<s>", eos="</s>", **extra):
@@ -56,7 +39,7 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
 
 
 def read(root, split="train", **more):
-    return open_tokens(find_tokens(str(root), split), str(root / "cache"), **more)
+    return TokenFiles(find_tokens(str(root), split), **more)
 
 
 # ---------------------------------------------------------------- plain files
@@ -169,76 +152,6 @@ def test_two_forms_are_refused(tmp_path):
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "one.txt").write_text("x\n")
     assert find_tokens(str(tmp_path), "part/one") is None  # text in a folder below
-
-
-# ---------------------------------------------------------------- webdataset shards
-
-
-@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.int64])
-def test_shards(tmp_path, kind):
-    rng = np.random.default_rng(1)
-    documents = [rng.integers(0, 300, n) for n in (5, 1, 0, 40, 17, 2, 3, 64)]
-    folder = write_shards(tmp_path / "d", documents, kind=kind)
-    (folder / "train.json").write_text('{"eos": 2, "words": 99}')
-    tokens, whole = read(folder), np.concatenate(documents)
-    assert len(tokens) == len(whole) and tokens.eos == 2 and tokens.words == 99
-    for first in range(0, len(whole), 7):
-        for end in (first, first + 1, first + 30, len(whole) + 5):
-            assert (tokens[first:end] == whole[first:end]).all()
-    windows = CausalWindows(tokens, 16, eos=2, size=300)
-    assert [i for n in range(len(windows)) for i in windows[0, n][1] if i != -100] == whole.tolist()
-    again = pickle.loads(pickle.dumps(windows))
-    assert (again[0, 3][0] == windows[0, 3][0]).all()
-    assert (folder / ".train.tokens.index.safetensors").exists()
-    assert read(folder).fingerprint() == tokens.fingerprint()
-    tokens.check_ids(300)
-    worst = int(np.argmax([d.max(initial=-1) for d in documents]))
-    with pytest.raises(ValueError, match=rf"train-00{worst // 3}.tar, ids at byte \d+: token id {whole.max()}, but"):
-        tokens.check_ids(int(whole.max()))
-
-
-def test_a_changed_shard_is_refused(tmp_path):
-    folder = write_shards(tmp_path / "d", [IDS[:50], IDS[50:100], IDS[100:160], IDS[160:]])
-    tokens = read(folder)
-    assert (tokens[0:70] == IDS[:70]).all()
-    write_shards(folder, [IDS[:50], IDS[50:100], IDS[101:160], IDS[160:]])
-    with pytest.raises(ValueError, match="delete the index to build it again"):
-        read(folder)
-    with pytest.raises(ValueError, match="train-001.tar: the shard has changed"):
-        tokens[300:310]
-
-
-@pytest.mark.parametrize(
-    "array, words",
-    [
-        (np.zeros((2, 3), np.uint16), r"shape \(2, 3\); expected a vector"),
-        (np.zeros(3, np.float32), "float32 of shape"),
-        (np.zeros(3, ">u2"), ">u2 of shape|uint16 of shape"),
-        (np.array([1, "a"], dtype=object), "object"),
-        (b"no array", "not an array that can be read"),
-        (b"cut", "bytes of ids, expected"),
-    ],
-)
-def test_members_that_are_no_ids(tmp_path, array, words):
-    (tmp_path / "d").mkdir()
-    npy = io.BytesIO()
-    if isinstance(array, bytes):
-        np.save(npy, np.zeros(9, np.uint16))
-        npy = io.BytesIO(npy.getvalue()[:-4] if array == b"cut" else array)
-    else:
-        np.save(npy, array, allow_pickle=True)
-    with tarfile.open(tmp_path / "d" / "train-0.tar", "w") as tar:
-        member = tarfile.TarInfo("0.npy")
-        member.size = len(npy.getvalue())
-        tar.addfile(member, io.BytesIO(npy.getvalue()))
-    with one_line(words) as error:
-        TokenShards([tmp_path / "d" / "train-0.tar"], "train")
-    assert "train-0.tar: 0.npy" in str(error.value)
-
-
-def test_shards_without_ids(tmp_path):
-    with pytest.raises(ValueError, match="the shards hold no .npy of token ids"):
-        read(write_shards(tmp_path / "d", [[]]))
 
 
 # ---------------------------------------------------------------- foreign tokenizers
