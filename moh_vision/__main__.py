@@ -63,9 +63,9 @@ def command_of(name: str) -> ModuleType:
         case "check":
             from moh_vision.data import check as command
         case "shards":
-            from moh_vision.data.shards import __main__ as command
+            from moh_vision.data import write_shards as command
         case "latents":
-            from moh_vision.diffusion.latents import __main__ as command
+            from moh_vision.diffusion.latents import write_latents as command
         case "tokenise":
             from moh_vision.language.data import tokenise as command
         case "fidelity":

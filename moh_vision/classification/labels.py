@@ -14,7 +14,7 @@ from torch import nn
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.folder import ImageFolder, split_folder
-from moh_vision.data.sources import Shards
+from moh_vision.data.shards import Shards
 from moh_vision.data.splits import check_same_classes, open_source
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
@@ -53,7 +53,7 @@ class SomeClasses(ClassificationTask):
         return logits[:, self.columns], stats
 
 
-def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabelled:
+def open_labelled(root: str, labels: Labels) -> Relabelled:
     """Open the images of a label set: the val split of `root`, or class folders, as V2, A, R and Sketch.
 
     "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without.
@@ -61,7 +61,7 @@ def open_labelled(root: str, labels: Labels, index_dir: Optional[str]) -> Relabe
     classes; others do not compete.
     """
     plain = os.path.isdir(root) and split_folder(root, "val") is None and not any(Path(root).glob("val-*.tar"))
-    source = ImageFolder(root, "") if plain else open_source(root, "val", index_dir)
+    source = ImageFolder(root, "") if plain else open_source(root, "val")
     if labels == "real":
         found = _real_labels(root, source)
         numbers = [n for n, right in enumerate(found) if right]

@@ -28,7 +28,7 @@ from moh_vision.data.splits import check_same_classes, open_source
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.run import index_dir, make_accelerator
+from moh_vision.engine.run import make_accelerator
 from moh_vision.models.class_names import listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
@@ -134,8 +134,8 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     """Open a split of data.root as a source, or the images of --labels."""
     with accelerator.main_process_first():
         if config.labels:
-            return open_labelled(config.data.root, config.labels, index_dir(config.output))
-        return open_source(config.data.root, split, index_dir(config.output))
+            return open_labelled(config.data.root, config.labels)
+        return open_source(config.data.root, split)
 
 
 def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:

@@ -57,7 +57,7 @@ def train(run: Run) -> None:
     # ---------------------------------------------------------------- data
     name, arguments = described(config, "classifier", config.fresh)
     with accelerator.main_process_first():
-        source, val = open_splits(d.root, run.index_dir, open_stream(d, config.given, accelerator))
+        source, val = open_splits(d.root, open_stream(d, config.given, accelerator))
     record = DataRecord(d.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))

@@ -18,10 +18,9 @@ import torch
 from timm.data import ImageNetInfo
 
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
-from moh_vision.data.folder import ImageFolder
+from moh_vision.data.folder import IMAGES, ImageFolder, refuse_special, walk
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.data.walk import IMAGES, refuse_special, walk
 from moh_vision.engine.commands import refuse_output, say
 from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
@@ -56,7 +55,7 @@ def image_files(paths: Sequence[str]) -> list[str]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            found = {p: e for e, p in walk(Path(path), path.rstrip("/"), hidden=False) if p.lower().endswith(IMAGES)}
+            found = {p: e for e, p in walk(Path(path), path.rstrip("/")) if p.lower().endswith(IMAGES)}
             if not found:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
             for file in sorted(found):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from argparse import Namespace
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -21,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
 from moh_vision.data.folder import ImageFolder, split_folder
-from moh_vision.data.shards.record import one_line
+from moh_vision.data.shard_writer import one_line
 from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
-from moh_vision.engine.commands import Parser, Progress, exit_code, say
+from moh_vision.engine.commands import Progress, say
 
 SMALL = 32  # pixels of the shorter side
 LONG = 4  # times the shorter side
@@ -35,9 +36,9 @@ class Look(NamedTuple):
     """What one image is: its file, why it cannot be read, else its shorter side and what is odd about it."""
 
     where: str
-    problem: Optional[str]
+    problem: str | None
     side: int
-    odd: List[str]
+    odd: list[str]
 
 
 def look(source, index: int) -> Look:
@@ -71,7 +72,7 @@ def oddities(image: Image.Image) -> Iterator[str]:
         yield f"over {LONG} times as long as wide"
 
 
-def open_all(root: str) -> Dict[str, object]:
+def open_all(root: str) -> dict[str, object]:
     """Split -> source, of the splits that there are; "" for a folder of classes.
 
     Raises:
@@ -88,9 +89,9 @@ def open_all(root: str) -> Dict[str, object]:
     return found or {"": ImageFolder(root, "", allow_empty=True)}
 
 
-def check(root: str, split: str, source, workers: int) -> List[str]:
+def check(root: str, split: str, source, workers: int) -> list[str]:
     """Print what a split holds; returns what training would refuse, a line each."""
-    found: Dict[str, List[str]] = defaultdict(list)
+    found: dict[str, list[str]] = defaultdict(list)
     counts = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, count in zip(source.classes, counts) if not count]
     alike = defaultdict(list)
@@ -150,40 +151,33 @@ def _range(numbers) -> str:
     return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
 
 
-def _looks(source, numbers: List[int]) -> List[Look]:
+def _looks(source, numbers: list[int]) -> list[Look]:
     return [look(source, number) for number in numbers]
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, 1 for data that training does not take, 2 for a user's mistake."""
-    parser = Parser("python -m moh_vision check", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="a folder of classes or of shards")
-    parser.add_argument("--workers", type=int, help="processes that read (the processors there are)")
-    refused: List[str] = []
-
-    def work() -> None:
-        options = parser.parse(argv)
-        workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
-        if workers < 0:
-            raise ValueError(f"--workers {workers}: expected 0 or more")
-        sources = open_all(options.root)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-            for split, source in sources.items():
-                refused.extend(check(options.root, split, source, workers))
-        if {"train", "val"} <= sources.keys():
-            try:
-                check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
-            except ValueError as error:
-                refused.append(f"classifiers refuse this: {error}")
-            if len(sources["val"]) > len(sources["train"]):
-                say(EXCHANGED)
-        elif "" not in sources:
-            refused.append(f"classifiers refuse this: only {''.join(sources)}, where train and val are needed")
-        say("\n".join(refused) or "nothing that training would refuse")
-
-    return exit_code("check", work) or int(bool(refused))
+def options(add: Callable) -> None:
+    add("root", metavar="ROOT", help="a folder of classes or of shards")
+    add("--workers", type=int, help="processes that read (the processors there are)")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def work(options: Namespace) -> None:
+    workers = len(os.sched_getaffinity(0)) if options.workers is None else options.workers
+    if workers < 0:
+        raise ValueError(f"--workers {workers}: expected 0 or more")
+    sources, refused = open_all(options.root), []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
+        for split, source in sources.items():
+            refused += check(options.root, split, source, workers)
+    if {"train", "val"} <= sources.keys():
+        try:
+            check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
+        except ValueError as error:
+            refused.append(f"classifiers refuse this: {error}")
+        if len(sources["val"]) > len(sources["train"]):
+            say(EXCHANGED)
+    elif "" not in sources:
+        refused.append(f"classifiers refuse this: only {''.join(sources)}, where train and val are needed")
+    say("\n".join(refused) or "nothing that training would refuse")
+    if refused:
+        raise SystemExit(1)

@@ -1,102 +1,149 @@
-"""A folder of class folders, as torchvision's and timm's ImageFolder read it."""
+"""A folder of class folders, as torchvision's and timm's ImageFolder read it. Links are followed."""
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
-from typing import Iterator, List
+from typing import Iterator
 
 import numpy as np
 from PIL import Image
 
 from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.walk import IMAGES, refuse_special, subfolders, walk
 
+IMAGES = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".ppm",
+    ".pgm",
+    ".tif",
+    ".tiff",
+)  # the extensions that are looked for
 VAL_NAMES = ("val", "validation")
 
 
+def subfolders(folder: Path) -> list[str]:
+    """Return the names of the folders in `folder` but hidden ones, sorted, as those of classes are."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirEntry, str]]:
+    """Yield (entry, `prefix`/...) of all files below a folder but hidden ones.
+
+    Raise ValueError that names a link to a folder `above`: (device, inode) of the folders that led here.
+    """
+    here = folder.stat()
+    if (here.st_dev, here.st_ino) in above:
+        raise ValueError(f"{folder}: a link to a folder above it")
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from walk(folder / entry.name, f"{prefix}/{entry.name}", (*above, (here.st_dev, here.st_ino)))
+        else:
+            yield entry, f"{prefix}/{entry.name}"
+
+
+def refuse_special(entry: os.DirEntry) -> None:
+    """Raise ValueError for a pipe, socket or device, which would be read forever; a dangling link passes."""
+    if os.path.exists(entry.path) and not entry.is_file():
+        raise ValueError(f"{entry.path}: not a file but a pipe, socket or device")
+
+
 def split_folder(root: str, split: str) -> Path | None:
-    """`root`/train, or `root`/val or /validation, where it exists."""
+    """Return ROOT/train, or ROOT/val or /validation, if it exists."""
     names = VAL_NAMES if split == "val" else (split,)
     return next((Path(root, name) for name in names if Path(root, name).is_dir()), None)
 
 
 class ImageFolder:
-    """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); the classes are the folders' names, sorted.
+    """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); classes are the sorted names of folders.
 
-    Files are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
-    Links are followed.
+    Images are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
 
     Args:
         root: the folder that holds the splits.
         split: "train" or "val"; "": the classes are in `root` itself.
-        allow_empty: also list classes without images, for `data.check`.
+        allow_empty: also list classes without images.
+        key: what named the folder, for messages.
 
     Attributes:
         left_out: files in the folder of the split and below that are no images by their names.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the folder.
     """
 
     channels = 3
     img_size = None  # as large as each image is; the transform decides
 
-    def __init__(self, root: str, split: str, allow_empty: bool = False):
+    def __init__(self, root: str, split: str, allow_empty: bool = False, key: str = "data.root"):
         folder = split_folder(root, split)
         if folder is None:
-            raise FileNotFoundError(f"data.root {root}: no folder {split} in it")
+            raise FileNotFoundError(f"{key} {root}: no folder {split} in it")
         self.folder, self.name = folder, Path(root).name
         self.classes = subfolders(folder)
         if not self.classes:
-            raise ValueError(f"data.root {root}: {folder} holds no class folders")
-        names, labels = [], []
+            raise ValueError(f"{key} {root}: {folder} holds no class folders (expected {folder}/CLASS/*.jpg)")
+        paths, labels = [], []
         self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
         for label, name in enumerate(self.classes):
             found = self._images(name)
             if not found and not allow_empty:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
-            names += found
+            paths += found
             labels += [label] * len(found)
         # One array of bytes: a list of a million strings would be copied into every loader process.
-        self.files = np.array([os.fsencode(n) for n in names])
+        self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
-        self.shard_sizes = (len(self.labels),)
+
+    @property
+    def shard_sizes(self) -> tuple[int]:
+        return (len(self),)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def subset(self, keep: np.ndarray) -> ImageFolder:
+        """Return these images alone, with the same classes; `keep` is a mask [N]."""
+        some = copy.copy(self)
+        some.files, some.labels = self.files[keep], self.labels[keep]
+        return some
 
     def image(self, index: int) -> Image.Image:
         return decode_image(self.read(index), self.where(index))
 
     def read(self, index: int) -> bytes:
-        """The file of a sample; raises UnreadableImage."""
+        """Read the file of a sample; raise UnreadableImage."""
         try:
             with open(self.where(index), "rb") as file:
                 return file.read()
         except OSError as error:
             raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
 
+    def path(self, index: int) -> str:
+        """Return the path of a sample below the folder of the split."""
+        return os.fsdecode(bytes(self.files[index]))
+
     def where(self, index: int) -> str:
-        """Names a sample in errors."""
-        return os.path.join(self.folder, os.fsdecode(bytes(self.files[index])))
+        """Name a sample in errors."""
+        return os.path.join(self.folder, self.path(index))
 
     def listing(self) -> Iterator[bytes]:
-        """Bytes that tell which file is which sample: the paths below the folder of the split."""
+        """Yield bytes that tell which file is which sample: the paths below the folder of the split."""
         yield self.files.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        """For each sample what tells it from a changed one: its file's path, size and time."""
-        for name in self.files:
-            found = os.stat(self.folder / os.fsdecode(bytes(name)))
+        """Yield for each sample what tells it from a changed one: its file's path, size and time."""
+        for index, name in enumerate(self.files):
+            found = os.stat(self.where(index))
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
 
-    def _images(self, name: str) -> List[str]:
-        """Image files of a class, sorted, each as `name`/..."""
+    def _images(self, name: str) -> list[str]:
+        """Return the image files of a class, sorted, each as `name`/..."""
         found = []
-        for entry, path in walk(self.folder / name, name, hidden=True):
-            if entry.name[0] == ".":
-                continue
+        for entry, path in walk(self.folder / name, name):
             if entry.name.lower().endswith(IMAGES):
                 refuse_special(entry)  # a dangling link is found, counted and named when it is read
                 found.append(path)

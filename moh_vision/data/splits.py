@@ -7,42 +7,37 @@ import json
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Callable, Collection, List, Optional, Tuple
+from typing import Callable, Collection
 
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.folder import ImageFolder, split_folder
+from moh_vision.data.digits import Digits
+from moh_vision.data.folder import ImageFolder, split_folder, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
-from moh_vision.data.sources import Digits, Shards
+from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
-from moh_vision.data.walk import subfolders
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
 EXCHANGED = "more for validation than for training: are train and val exchanged?"
 
 
-def manifest_path(folder: Path, split: str) -> Path:
-    """The file by which stored latents are recognised, see `moh_vision.diffusion.latents`."""
-    return folder / f"{split}.latents.json"
+def latents_path(folder: Path, split: str) -> Path:
+    """Return the record of stored latents, by which they are recognised; see `python -m moh_vision latents`."""
+    return folder / f"{split}.meta.json"
 
 
 def is_latent_cache(root: str, split: str = "train") -> bool:
-    """Whether `root` is a folder with latents of that split."""
-    return manifest_path(Path(root), split).is_file()
+    """Return whether `root` is a folder with latents of that split."""
+    return latents_path(Path(root), split).is_file()
 
 
-def open_source(root: str, split: str, index_dir: Optional[str] = None):
-    """The labelled images of one split: len(), image(i) -> PIL, labels, classes, channels, img_size, shard_sizes.
+def open_source(root: str, split: str):
+    """Open the labelled images of "train" or "val": len(), image(i) -> PIL, labels, classes, channels, img_size,
+    shard_sizes.
 
-    Args:
-        root: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards.
-        split: "train" or "val".
-        index_dir: see `Shards`.
-
-    Raises:
-        ValueError, FileNotFoundError: naming data.root, and what is missing there.
+    `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards.
     """
     if root == "digits":
         return Digits(split)
@@ -61,11 +56,11 @@ def open_source(root: str, split: str, index_dir: Optional[str] = None):
         raise FileNotFoundError(
             f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it{_classes_in(root)}"
         )
-    return Shards(root, split, index_dir)
+    return Shards(root, split)
 
 
 def _classes_in(root: str) -> str:
-    """What to do with a folder of classes, for a message; nothing if it is none."""
+    """Return what to do with a folder of classes, for a message; "" if `root` is none."""
     names = subfolders(Path(root))
     if not names:
         return ""
@@ -74,20 +69,19 @@ def _classes_in(root: str) -> str:
 
 
 def dividing(root: str, options: str = "") -> str:
-    """The command that divides a folder of classes, for a message."""
+    """Return the command that divides a folder of classes, for a message."""
     return f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1{options} divides them"
 
 
-def open_splits(root: str, index_dir: Optional[str] = None, train=None) -> Tuple:
-    """The training split, unless it is given, and the validation split; they have the same classes. See
-    `open_source`."""
-    train = open_source(root, "train", index_dir) if train is None else train
-    val = open_source(root, "val", index_dir)
+def open_splits(root: str, train=None) -> tuple:
+    """Open the training split, unless it is given, and the validation split, which must have the same classes."""
+    train = open_source(root, "train") if train is None else train
+    val = open_source(root, "val")
     check_same_classes(train.classes, "train", val, root)
     return train, val
 
 
-def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
+def check_same_classes(expected: list[str], owner: str, val, root: str) -> None:
     """Raise ValueError, naming a class, unless `val` has the classes that `owner` ("train", or a checkpoint) has.
 
     Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
@@ -107,13 +101,7 @@ def check_same_classes(expected: List[str], owner: str, val, root: str) -> None:
 
 
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
-    """One line: the images of a run, and how often it sees them.
-
-    Args:
-        root: data.root.
-        train, val: see `open_source`.
-        steps, batch_size: of the run.
-    """
+    """Describe in one line the images of a run, and how often it sees them."""
     checked = f", {len(val)} for validation" if val is not None else ""
     checked += f" ({EXCHANGED})" if val is not None and len(val) > len(train) else ""
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
@@ -123,16 +111,9 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a resumed run must find the same listing.
-    Contents and times of files are not compared.
-
-    Args:
-        root: data.root.
-        allowed: keys of --allow-change. With data.root among them, other files are accepted; other classes never are.
-        splits: name -> source, see `open_source`. Every process must make the record, because they compare their data.
-
-    Raises:
-        ValueError: if a process sees other data than process 0.
+    A sample's number and label follow from the listing of files, so a resumed run must find the same listing, and all
+    processes too: each must make the record. Contents and times of files are not compared. With data.root among the
+    `allowed` keys of --allow-change, other files are accepted; other classes never are.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
@@ -148,14 +129,9 @@ class DataRecord:
                     )
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder. A run that was killed while it began has none, and passes.
+        """Compare with the record in a run's folder, and `say` each change that is allowed.
 
-        Args:
-            run: the folder.
-            say: called with a line for each change that is allowed.
-
-        Raises:
-            ValueError: naming the classes and numbers of samples that differ.
+        A run that was killed while it began has no record, and passes.
         """
         file = run / RECORD
         if not file.exists():
@@ -184,7 +160,7 @@ class DataRecord:
 
 
 def _outline(source) -> dict:
-    """Summary of a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
+    """Summarise a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
     labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
     digest = hashlib.sha256(labels.tobytes())
     for part in source.listing():
@@ -193,12 +169,12 @@ def _outline(source) -> dict:
     return dict(classes=[list(pair) for pair in zip(source.classes, counts)], sha256=digest.hexdigest())
 
 
-def _names(outline: dict) -> List[str]:
+def _names(outline: dict) -> list[str]:
     return [name for name, _ in outline["classes"]]
 
 
 def _changes(old: dict, new: dict) -> str:
-    """How the outline `new` differs from `old`, in words."""
+    """Return how the outline `new` differs from `old`, in words."""
     before, after = Counter(_names(old)), Counter(_names(new))
     found = [f"class {name!r} is gone" for name in before - after] + [
         f"class {name!r} is new" for name in after - before

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.batches import LabelledImages, image_transform
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, sample_posterior
 from moh_vision.engine.seeds import Stream, derive_seed
 

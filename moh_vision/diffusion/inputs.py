@@ -15,7 +15,7 @@ from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_sprea
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, NotAtHand, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.models.counts import count_macs, count_parameters
 
@@ -27,7 +27,6 @@ def open_inputs(
     vae: str,
     img_size: Optional[int],
     augment: str,
-    index_dir: Optional[str] = None,
     device: Union[str, torch.device] = "cpu",
     stream: Optional[ShardStream] = None,
     split: str = "train",
@@ -40,8 +39,8 @@ def open_inputs(
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
-        return CachedInputs(LatentCache(root, split, index_dir), root, vae, img_size, augment)
-    source = stream or open_source(root, split, index_dir)
+        return CachedInputs(LatentCache(root, split), root, vae, img_size, augment)
+    source = stream or open_source(root, split)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:

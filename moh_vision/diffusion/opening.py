@@ -25,7 +25,6 @@ from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.run import index_dir
 from moh_vision.models.weight_files import weights_file, weights_said
 from moh_vision.models.weights import create, from_run
 
@@ -51,8 +50,7 @@ class OpenedDiffusion(Opened):
         if split not in self.splits:
             config, about = self.config, self.metadata
             d, path = config.data, config.checkpoint
-            where = (index_dir(config.output), self.accelerator.device)
-            inputs = open_inputs(d.root, config.vae, d.img_size, "none", *where, split=split)
+            inputs = open_inputs(d.root, config.vae, d.img_size, "none", self.accelerator.device, split=split)
             sizes = [about["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
             given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
             if sizes != given:
@@ -107,7 +105,7 @@ class OpenedDiffusion(Opened):
             config = SampleConfig(checkpoint=config.checkpoint, **drawn, **judged)
         pipe, about = self.splits.get("pipeline") or open_pipeline(config)
         chosen, _ = settle(config, about)
-        scorer = open_scorer(config, pipe, about, about["run"] or "samples")
+        scorer = open_scorer(config, pipe, about)
         pipe.register_modules(transformer=self.model)
         pipe.to(self.accelerator.device).set_progress_bar_config(disable=True)
         return config, pipe, draw_labels(config, chosen), scorer

@@ -33,7 +33,7 @@ from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritab
 from moh_vision.engine.io import only_one, sha256_of, step_of
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
-from moh_vision.engine.run import finish, index_dir, make_accelerator
+from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
@@ -69,7 +69,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         scores_path = Path(config.score_file or run / scores_name) if config.score else None
         claim_outputs(config, scores_path)
         with accelerator.main_process_first():
-            scorer = open_scorer(config, pipe, about, run or scores_path) if config.score else None
+            scorer = open_scorer(config, pipe, about) if config.score else None
         settings = {name: getattr(config, name) for name in SAMPLING}
         settings["ema"] = ema
         if config.classes is not None:
@@ -179,12 +179,10 @@ def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict, output) -> Callable:
-    """Open what --score compares with. `output`: indices of archives are kept beside it."""
+def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict) -> Callable:
+    """Open what --score compares with."""
     channels = (pipe.vae or pipe.transformer).config.in_channels
-    return make_scorer(
-        **config.scoring(), channels=channels, index_dir=index_dir(str(output)), classes=about["classes"]
-    )
+    return make_scorer(**config.scoring(), channels=channels, classes=about["classes"])
 
 
 def fidelity_command(config: SampleConfig) -> str:

@@ -113,14 +113,13 @@ def make_scorer(
     allow_biased: bool,
     num_images: int,
     channels: int,
-    index_dir: str,
     classes: Optional[list] = None,
 ):
     """Open all that scores need, and return a function of (parts, labels, device, batch size).
 
     With `classes`, a classifier as extractor and a data set: a `ClassifierScores`. `key` is for messages.
     """
-    source = open_set(key, reference, split, default_split, index_dir)
+    source = open_set(key, reference, split, default_split)
     if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
         return FidelityScores(source, extractor, inception_weights, allow_biased, num_images, channels)
     for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):

@@ -47,7 +47,7 @@ def train(run: Run) -> None:
         raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
         stream = open_stream(d, config.given, accelerator)
-        where = dict(index_dir=run.index_dir, device=accelerator.device, stream=stream)
+        where = dict(device=accelerator.device, stream=stream)
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, **where)
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
@@ -128,9 +128,9 @@ class Drawing:
         self.previews, self.scored = Samples(config.preview, *how), Samples(config.score, *how)
         self.scorer = None
         if 0 < config.score.every <= config.max_steps:
-            where = dict(index_dir=run.index_dir, channels=(inputs.vae or model).config.in_channels)
+            channels = (inputs.vae or model).config.in_channels
             with accelerator.main_process_first():
-                self.scorer = make_scorer(**config.score.scoring(config.data.root), **where)
+                self.scorer = make_scorer(**config.score.scoring(config.data.root), channels=channels)
 
     def failed(self) -> Dict[str, int]:
         """Count what could not be drawn or scored."""

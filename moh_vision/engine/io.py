@@ -18,12 +18,19 @@ import time
 from pathlib import Path
 from typing import BinaryIO, Dict, Iterable, Iterator, Optional, Sequence, Union
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 LOCK = ".lock"
 ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
+
+
+def cache_folder() -> Path:
+    """Return the user's cache: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
+    cache = os.environ.get("MOH_VISION_CACHE")
+    if not cache:
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision")
+    return Path(os.path.abspath(cache))
 
 
 def run_of(path: Union[str, Path]) -> Path:
@@ -140,6 +147,8 @@ def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, o
 
 def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> Path:
     """Do as `write_tensors` up to the flush; return the hidden file, alone in `hidden_path`."""
+    from safetensors.torch import save_file  # the core imports this file, and needs torch alone
+
     folder = hidden_path(place, shared)  # safetensors makes a temporary file beside its output
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

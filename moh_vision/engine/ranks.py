@@ -43,8 +43,8 @@ def by_main(part: Callable[[], None], accelerator) -> None:
         raise ValueError(problem)
 
 
-class MistakeElsewhere(Exception):
-    """The main process met a mistake, and has said which."""
+class MistakeElsewhere(SystemExit):
+    """The main process met a mistake, and has said which; the exit code is 2 here too."""
 
 
 def from_first(make: Callable[[], T]) -> T:
@@ -56,7 +56,7 @@ def from_first(make: Callable[[], T]) -> T:
     finally:
         broadcast_object_list(told)
     if not told[0]:
-        raise MistakeElsewhere
+        raise MistakeElsewhere(2)
     return told[1]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from moh_vision.attention.kernels.build import cache_folder, path
+from moh_vision.attention.kernels.build import path
+from moh_vision.engine.io import cache_folder, write_whole
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -86,8 +87,6 @@ def cached() -> Rows:
 
 def keep(rows: Rows) -> None:
     """Add rows to the user's cache."""
-    from moh_vision.engine.io import write_whole  # imports safetensors; the core itself needs torch alone
-
     text = json.dumps(dict(device=device(), rows=merged(cached(), rows)), indent=1) + "\n"
     try:
         write_whole(place(), text, shared=True)

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+from moh_vision.engine.io import cache_folder, whole_file
+
 log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.kernels"
@@ -150,14 +152,6 @@ def library_path() -> Path:
     return cache_folder() / "kernels" / key() / "moh_vision_kernels.so"
 
 
-def cache_folder() -> Path:
-    """CACHE: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
-    cache = os.environ.get("MOH_VISION_CACHE")
-    if not cache:
-        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision")
-    return Path(os.path.abspath(cache))
-
-
 def build() -> str:
     """Compile csrc/*.cpp into the library and publish it by a rename: other processes see all of it or nothing.
 
@@ -169,8 +163,6 @@ def build() -> str:
     Raises:
         ValueError: no compiler, an error of the compiler, or a cache folder that cannot be written; says what to do.
     """
-    from moh_vision.engine.io import whole_file  # imports safetensors; the core itself needs torch alone
-
     compiler, place = _compiler(), library_path()
     try:
         with whole_file(place, shared=True) as file, tempfile.TemporaryDirectory() as scratch:

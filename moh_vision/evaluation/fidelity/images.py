@@ -234,13 +234,12 @@ def is_data_set(path: str) -> bool:
     return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
 
 
-def open_set(key: str, path: str, split: Optional[str], default_split: str, index_dir: Optional[str] = None):
+def open_set(key: str, path: str, split: Optional[str], default_split: str):
     """The `SourceImages` of a data set; any other path as it is.
 
     Args:
         key: option that named the path, for messages.
         split: of a data set; None: `default_split`.
-        index_dir: see `open_source`.
 
     Raises:
         ValueError, FileNotFoundError: for a missing path, a data set that cannot be opened, or a split of
@@ -253,7 +252,7 @@ def open_set(key: str, path: str, split: Optional[str], default_split: str, inde
         return path
     split = split or default_split
     try:
-        return SourceImages(open_source(path, split, index_dir), f"{path}, {split} split")
+        return SourceImages(open_source(path, split), f"{path}, {split} split")
     except (ValueError, OSError) as error:
         raise ValueError(str(error).replace("data.root", key, 1)) from None
 

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
 
-from moh_vision.data.shards.record import sha256_of
+from moh_vision.engine.io import sha256_of
 
 MAX_LINE = 1 << 24  # bytes; a file may have no line breaks
 BYTE_ORDER_MARK = "\ufeff"

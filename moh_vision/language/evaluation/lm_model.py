@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
 from moh_vision.attention import RoutingStats, attention_layers
-from moh_vision.data.shards.record import sha256_of
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import sha256_of
 from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile

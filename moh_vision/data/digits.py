@@ -1,4 +1,4 @@
-"""Labelled images: scikit-learn's digits, and webdataset shards."""
+"""The digits of scikit-learn, which need no download."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from typing import Iterator
 
 import numpy as np
 from PIL import Image
-
-from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.tar_samples import TarSamples
-
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 
 
 class Digits:
@@ -40,25 +35,9 @@ class Digits:
         return Image.fromarray(self.pixels[index])
 
     def listing(self) -> Iterator[bytes]:
-        """Nothing: the labels in their order are enough."""
+        """Yield nothing: the labels in their order are enough."""
         yield from ()
 
     def identities(self) -> Iterator[bytes]:
-        """For each sample what tells it from a changed one."""
+        """Yield for each sample what tells it from a changed one."""
         yield from (pixels.tobytes() for pixels in self.pixels)
-
-
-class Shards(TarSamples):
-    """A folder of webdataset shards whose samples are an image and a .cls file; see `TarSamples`."""
-
-    channels = 3
-    img_size = None  # as large as each image is; the transform decides
-    what = "image"
-    extensions = IMAGE_EXTENSIONS
-
-    def image(self, index: int) -> Image.Image:
-        data = self.read(index)
-        try:
-            return decode_image(data, "")
-        except UnreadableImage as error:  # its name is read only now
-            raise UnreadableImage(f"{self.where(index)}{error}") from None

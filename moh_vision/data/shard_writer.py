@@ -1,0 +1,225 @@
+"""Shards that a command writes: planned beforehand, each whole or not at all, so that the same command goes on after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Callable, Iterable, Iterator, NamedTuple, TypeVar
+
+from moh_vision.data.decode import allowed_bad, fraction_for
+from moh_vision.data.records import FORMAT, check_entries, read_record
+from moh_vision.engine.commands import refuse_unwritable
+from moh_vision.engine.io import sha256_of, write_whole
+
+T = TypeVar("T")
+
+
+class BadLimit(NamedTuple):
+    """How many images may be bad: a share of those there are. `earlier` ones are in other splits."""
+
+    share: float
+    images: int
+    earlier: int = 0
+
+    def check(self, bad: list[list], folder: Path | None = None) -> None:
+        """Raise ValueError if these [which, reason] are too many; `which` are files in `folder`, if it is given."""
+        count = self.earlier + len(bad)
+        if bad and count > allowed_bad(self.share, self.images):
+            which, reason = bad[-1]
+            raise ValueError(
+                f"{f'{folder / which}: ' if folder else ''}{reason}; {count} bad of {self.images} images, more than "
+                f"--max-bad-fraction {self.share:g} allows; {fraction_for(count, self.images)} allows those found so far, "
+                "and finished shards are kept"
+            )
+
+
+def plan_shards(form: str, samples: Iterable[T], name: Callable[[T], str], most: int, seed: int) -> dict[str, list[T]]:
+    """Spread shuffled samples evenly over shards of at most `most`; return the samples of each shard by its file name.
+
+    `form` makes a file name of the shard's number; `name` is a sample's.
+    """
+    # Sorted by a hash of the name: a shuffle that no library's next version changes.
+    order = sorted(samples, key=lambda sample: hashlib.sha256(os.fsencode(f"{seed}/{name(sample)}")).digest())
+    count = -(-len(order) // most)
+    starts = [i * len(order) // count for i in range(count + 1)]
+    return {form.format(i): order[starts[i] : starts[i + 1]] for i in range(count)}
+
+
+def fingerprint(source) -> dict[str, list]:
+    """Return "class NAME" -> ["N images", sha256 of their identities], to tell one listing from another."""
+    digests = {name: hashlib.sha256() for name in source.classes}  # of the hub's classes some have one name
+    counts = Counter(source.classes[label] for label in source.labels.tolist())
+    for label, identity in zip(source.labels.tolist(), source.identities()):
+        digests[source.classes[label]].update(identity)
+    return {f"class {name}": [f"{counts[name]} images", digest.hexdigest()] for name, digest in digests.items()}
+
+
+class ShardWriter:
+    """The shards of one split in a folder, and their record.
+
+    As soon as a shard is whole, its entry (shard, samples, bytes, sha256, and bad: a list of [which, reason]) is kept in a
+    hidden folder; the record takes all entries at the end. Shards of another command or input are refused.
+
+    Args:
+        record: path of the record.
+        plan: file name -> samples of each shard.
+        made_from: what determines the shards: option or class -> value; of a [name, sha256] only the sum counts.
+        more: what else the record says.
+    """
+
+    def __init__(self, record: Path, plan: dict[str, list], made_from: dict[str, object], **more):
+        self.out, self.record, self.plan = record.parent, record, plan
+        self.split = record.name.partition(".")[0]
+        self.header = dict(format=FORMAT, made_from=made_from, **more)
+        self.parts = record.with_name(f".{record.name}.parts")
+        self.entries = self._earlier()
+        patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
+        if record.exists():
+            patterns = [f"{self.split}-*{Path(next(iter(plan))).suffix}"]
+        strangers = {path.name for pattern in patterns for path in self.out.glob(pattern)} - self.entries.keys()
+        if strangers:
+            raise ValueError(
+                f"--out {self.out} holds {min(strangers)}, which this command did not write; take another folder"
+            )
+
+    def _earlier(self) -> dict[str, dict]:
+        """Return entries of an earlier run of the same command; raise ValueError for those of another."""
+        if not self.record.exists():
+            return {}
+        record = read_record(self.record)
+        try:
+            entries = record["shards"]
+            if entries is None:
+                entries = [json.loads(part.read_text("utf-8")) for part in sorted(self.parts.glob("*.json"))]
+                check_entries(entries)
+            found = _differences(record["made_from"], self.header["made_from"])
+        except Exception as error:  # what is missing or of another kind fails anywhere
+            raise ValueError(f"{self.record} is not a record of shards that can be read: {error}") from None
+        if found and entries:  # before the first shard is finished nothing depends on them
+            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ValueError(
+                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(found[:5])}{more}. "
+                "Take another folder"
+            )
+        return {entry["shard"]: entry for entry in entries}
+
+    def begin(self, threads: int, say: Callable[[str], None]) -> list[str]:
+        """Check the sums of the shards that are there, move damaged ones aside, and return the names of those to write."""
+        there = {name: e for name, e in self.entries.items() if name in self.plan and (self.out / name).exists()}
+        if there:
+            say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
+        with ThreadPoolExecutor(threads) as pool:
+            sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
+        for name, digest in sums.items():
+            if digest != there[name]["sha256"]:
+                aside = f"{name}.damaged-{digest[:8]}"
+                say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside}, written again")
+                (self.out / name).rename(self.out / aside)
+                del there[name]
+        self.entries = there
+        todo = [name for name in self.plan if name not in there]
+        if todo:
+            for entry in there.values():
+                self._keep(entry)
+            self._write(None)
+        return todo
+
+    def finish(self, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
+        """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
+        if not samples:
+            raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        entry = dict(shard=name, samples=samples, bytes=size, sha256=digest, bad=bad)
+        # Recorded before it is renamed: a shard without a record would be a stranger's.
+        self._keep(entry)
+        return entry
+
+    def end(self, written: Iterable[dict]) -> list[dict]:
+        """Write the record with the entries of all shards, and the list of bad images; return the entries."""
+        self.entries.update({entry["shard"]: entry for entry in written})
+        entries = [self.entries[name] for name in self.plan]
+        bad = [f"{one_line(str(which))}\t{one_line(reason)}\n" for entry in entries for which, reason in entry["bad"]]
+        if bad:
+            write_whole(self.out / f"{self.split}.bad.txt", "".join(bad))
+        self._write(entries)
+        shutil.rmtree(self.parts, ignore_errors=True)
+        return entries
+
+    def _keep(self, entry: dict) -> None:
+        write_whole(self.parts / f"{entry['shard']}.json", json.dumps(entry))
+
+    def _write(self, shards: list[dict] | None) -> None:
+        write_whole(self.record, json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n")
+
+
+def _differences(old: dict, new: dict) -> list[str]:
+    def essence(value):
+        return value[-1] if isinstance(value, list) else value
+
+    def shown(value):
+        return f"{value[0]} (sha256 {value[1][:12]})" if isinstance(value, list) else value
+
+    found = [
+        f"{name} is {'gone' if name in old else 'new'}" for name in {**old, **new} if name not in old or name not in new
+    ]
+    both = [name for name in old if name in new and essence(old[name]) != essence(new[name])]
+    return found + [f"{name} was {shown(old[name])}, now {shown(new[name])}" for name in both]
+
+
+def one_line(path: str) -> str:
+    """Return a file name as one line of UTF-8."""
+    return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
+
+
+# ---------------------------------------------------------------- the folder, and the processes that write into it
+
+
+def check_out(out: str) -> None:
+    """Raise ValueError if `out` is a file, or a folder that cannot be written."""
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"--out {out} is a file, expected a folder")
+    refuse_unwritable("--out", out)
+
+
+def write_classes(folder: Path, classes: list[str], source: str) -> None:
+    """Write classes.txt, or raise ValueError if there is one with other classes."""
+    names = folder / "classes.txt"
+    text = "".join(f"{name}\n" for name in classes)
+    if names.exists() and names.read_bytes() != text.encode():
+        raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
+    write_whole(names, text)
+
+
+@contextlib.contextmanager
+def full_disk_in_one_line(out: str) -> Iterator[None]:
+    """Turn the OSError of a full disk into a ValueError that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise ValueError(
+            f"--out {out}: {error.strerror}; finished shards are kept, the same command goes on from them"
+        ) from None
+
+
+def watch_parent(parent: int) -> None:
+    """End this process when its parent is gone: it would write on, or wait forever, and keep the folder's lock."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,239 @@
+"""Images in webdataset shards, read at random through an index of each shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tarfile
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+from PIL import Image
+
+from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.records import finished, record_path, refuse_difference, refuse_other_shards
+from moh_vision.data.tars import members, open_tar
+from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import cache_folder, whole_file
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
+MAX_OPEN_SHARDS = 16
+INDEX_FORMAT = 2
+
+
+class Shards:
+    """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
+
+    webdataset itself only streams; the index makes any sample readable by one pread, so that the order of a run can be a
+    pure function. Classes come from classes.txt (one a line) or are the numbers 0 .. largest label.
+    """
+
+    channels = 3
+    img_size = None  # as large as each image is; the transform decides
+
+    def __init__(self, root: str, split: str):
+        folder = Path(root)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, or 'digits')"
+            )
+        self.name = folder.name
+        self.paths = sorted(folder.glob(f"{split}-*.tar"))
+        if not self.paths:
+            raise FileNotFoundError(f"data.root {root}: no {split}-*.tar shards in it")
+        for path in self.paths:
+            if not path.is_file():
+                raise ValueError(f"{path}: not a file, expected a shard")
+        record = record_path(folder, split)
+        entries = finished(record) if record.exists() else None
+        if entries is not None:
+            refuse_other_shards(record, entries, self.paths)
+        self._stats = [_size_and_time(path.stat()) for path in self.paths]
+        folders = _index_folders(folder)
+        names = {index_name(path.name) for path in self.paths}
+        for file in (file for place in folders for file in place.glob(index_name(f"{split}-*.tar"))):
+            if file.name not in names:
+                raise ValueError(
+                    f"the shard of the index {file} is gone; delete the index if you removed the shard on purpose"
+                )
+        tables = []
+        for path, size_and_time in Progress.over(list(zip(self.paths, self._stats)), "indexing", "shard"):
+            kept = [place / index_name(path.name) for place in folders]
+            kept = [file for file in kept if file.exists()]
+            table = _read_index(kept[0], path, size_and_time) if kept else scan(path)
+            if entries is not None:
+                refuse_difference(path, size_and_time[0], len(table), entries[path.name], record)
+            if not kept:  # only now: what the record refuses is read again
+                _keep_index(folders, path, size_and_time, table)
+            tables.append(table)
+        self.shard_sizes = tuple(map(len, tables))
+        if not sum(self.shard_sizes):
+            raise ValueError(f"{folder}: the shards hold no samples")
+        self._ends = np.cumsum(self.shard_sizes)
+        self.offset, self.bytes, self.labels = (np.concatenate([t[:, column] for t in tables]) for column in range(3))
+        self.classes = self._class_names(folder / "classes.txt")
+
+    def _class_names(self, file: Path) -> list[str]:
+        if not file.exists():
+            return [str(c) for c in range(int(self.labels.max()) + 1)]
+        names = class_names(file)
+        if self.labels.max() >= len(names):
+            worst = int(self.labels.argmax())
+            raise ValueError(
+                f"{self.paths[self._shard(worst)]}: label {self.labels[worst]}, but {file} names {len(names)} classes"
+            )
+        return names
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, "right"))
+
+    def _pread(self, index: int, size: int, offset: int) -> bytes:
+        shard = self._shard(index)
+        return os.pread(_opened(self.paths[shard], self._stats[shard]).fileno(), size, offset)
+
+    def image(self, index: int) -> Image.Image:
+        """Decode a sample; raise UnreadableImage, naming it."""
+        data = self.read(index)
+        try:
+            return decode_image(data, "")
+        except UnreadableImage as error:  # its name is read only now
+            raise UnreadableImage(f"{self.where(index)}{error}") from None
+
+    def read(self, index: int) -> bytes:
+        """Return the image file of a sample; raise UnreadableImage if the shard is gone, changed or cut off."""
+        size = int(self.bytes[index])
+        try:
+            data = self._pread(index, size, int(self.offset[index]))
+        except OSError as error:
+            raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
+        if len(data) != size:
+            raise UnreadableImage(f"{self.where(index)}: {len(data)} bytes of {size} are there; the shard is damaged")
+        return data
+
+    def where(self, index: int) -> str:
+        """Name a sample in errors: its shard, the first 100 characters of its member, and byte."""
+        offset = int(self.offset[index])
+        try:
+            header = self._pread(index, tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
+            name = tarfile.TarInfo.frombuf(header, "utf-8", "replace").name
+        except (OSError, UnreadableImage, tarfile.TarError):  # the shard is gone, or another
+            name = "image"
+        return f"{self.paths[self._shard(index)]}, {name} at byte {offset}"
+
+    def listing(self) -> Iterator[bytes]:
+        """Yield bytes that tell where each sample is: names of shards, and the samples' offsets and sizes."""
+        yield json.dumps([[path.name for path in self.paths], self.shard_sizes]).encode()
+        yield self.offset.tobytes()
+        yield self.bytes.tobytes()
+
+    def identities(self) -> Iterator[bytes]:
+        """Yield for each sample what tells it from a changed one: its place, and its shard's size and time."""
+        for index, (offset, size) in enumerate(zip(self.offset.tolist(), self.bytes.tolist())):
+            shard = self._shard(index)
+            yield repr(((self.paths[shard].name, *self._stats[shard]), offset, size)).encode()
+
+
+def class_names(file: Path) -> list[str]:
+    """Read the names in a classes.txt, one a line."""
+    try:
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 ({error})") from None
+
+
+def scan(path: Path) -> np.ndarray:
+    """Read offset, size and label of each sample of a shard from its headers, int64 [N, 3].
+
+    Nothing is extracted; links, devices and folders are passed over, whatever their names say.
+    """
+    found: dict[str, dict] = {}
+    with open_tar(path) as tar:
+        for member in members(tar, path, path.stat().st_size):
+            parent, _, base = member.name.rpartition("/")
+            stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
+            image = extension.lower() in IMAGE_EXTENSIONS
+            kind = "image" if image else "label" if extension == "cls" else None
+            entry = found.setdefault(f"{parent}/{stem}", {})
+            if kind in entry:
+                raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
+            if kind:
+                entry[kind] = (member.offset_data, member.size) if image else _label(tar, member, path)
+    for key, entry in found.items():
+        if entry.keys() != {"image", "label"}:
+            missing = "image" if "image" not in entry else ".cls file"
+            raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+    return np.array([(*entry["image"], entry["label"]) for entry in found.values()], np.int64).reshape(-1, 3)
+
+
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
+    text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
+    if not text.isdigit():
+        raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more")
+    if int(text) >= MAX_CLASSES:
+        raise ValueError(f"{path}: {member.name} holds class number {text}, allowed are 0 to {MAX_CLASSES - 1}")
+    return int(text)
+
+
+# ---------------------------------------------------------------- the index of a shard
+# int64 [1 + N, 3] as .npy: first INDEX_FORMAT and the shard's size and time, then offset, size and label of each sample.
+
+
+def index_name(shard: str) -> str:
+    """Return the name of the file with a shard's index."""
+    return f".{shard}.index.npy"
+
+
+def _index_folders(folder: Path) -> tuple[Path, Path]:
+    """Return where indices may be: beside the shards, or in the user's cache if their folder is read-only."""
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
+    return folder, cache_folder() / "index" / f"{folder.name}-{which}"
+
+
+def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:
+    """Read a shard's offsets, sizes and labels, int64 [N, 3]."""
+    again = "delete it to build it again"
+    try:
+        with open(file, "rb") as opened:
+            table = np.lib.format.read_array(opened, allow_pickle=False)
+    except Exception as error:  # damaged headers make many kinds
+        raise ValueError(f"{file}: not an index that can be read ({reason_of(error)}); {again}") from None
+    if table.dtype != np.int64 or table.shape[1:] != (3,) or not len(table) or table[0, 0] != INDEX_FORMAT:
+        raise ValueError(f"{file}: not an index of this version; {again}")
+    if tuple(table[0, 1:]) != size_and_time:
+        raise ValueError(f"{shard} was changed since the index {file} was made; delete the index to build it again")
+    table = table[1:]
+    offset, size, label = table.T
+    if len(table) and (label.min() < 0 or label.max() >= MAX_CLASSES):
+        raise ValueError(f"{file}: not an index that can be right (labels outside of 0 to {MAX_CLASSES - 1}); {again}")
+    if len(table) and (min(offset.min(), size.min()) < 0 or (offset > size_and_time[0] - size).any()):
+        raise ValueError(f"{file}: not an index that can be right (samples outside of their shard); {again}")
+    return table
+
+
+def _keep_index(folders: tuple[Path, Path], shard: Path, size_and_time: tuple[int, int], table: np.ndarray) -> None:
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    writable = shard.parent.stat().st_mode & stat.S_IWUSR and os.access(shard.parent, os.W_OK)
+    with whole_file(folders[0 if writable else 1] / index_name(shard.name), shared=True) as file:
+        np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
+
+
+def _size_and_time(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open
+def _opened(shard: Path, size_and_time: tuple[int, int]) -> FileIO:
+    """Open a shard for random reads; raise UnreadableImage if it has changed since its index was made."""
+    file = open(shard, "rb", buffering=0)
+    if _size_and_time(os.fstat(file.fileno())) != size_and_time:
+        raise UnreadableImage(f"{shard}: the shard has changed since its index was made")
+    return file

@@ -1,0 +1,81 @@
+"""Tar files of shards, read to their last byte: what is cut off, damaged, or has something behind its end is refused."""
+
+from __future__ import annotations
+
+import math
+import tarfile
+from pathlib import Path
+from typing import BinaryIO, Iterator
+
+from moh_vision.engine.commands import BadData, reason_of
+
+MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE  # two blocks, filled up to a record of 20 (tar's -b)
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose damage is an error: tarfile takes a damaged one for the end of the file."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # a block of zeros
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
+def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFile:
+    """Open a shard: the path `name`, or a stream that errors call so."""
+    try:
+        # Not compressed: the offsets would not be those of the file.
+        return tarfile.open(name, "r|" if stream else "r:", stream, tarinfo=_Header)
+    except tarfile.TarError as error:
+        raise ValueError(f"{name}: not a readable tar file, uncompressed ({error})") from None
+
+
+def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a shard from `open_tar`; `size` is that of the file, if known.
+
+    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or has no proper end.
+    """
+    count = 0
+    while True:
+        try:
+            member = tar.next()
+        except BadData:  # of the stream
+            raise
+        except Exception as error:  # damaged headers make many kinds
+            raise ValueError(
+                f"{name}: cut off or damaged behind member {count}, at byte {tar.offset} ({reason_of(error)})"
+            ) from None
+        if member is None:
+            break
+        count += 1
+        tar.members.clear()  # it would keep them all
+        if member.size < 0 or member.issparse():
+            raise ValueError(f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files")
+        if not member.isreg():
+            continue
+        if member.offset_data + member.size > size:
+            raise ValueError(f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes")
+        yield member
+    _refuse_more(tar, f"behind member {count}", name)
+
+
+def _refuse_more(tar: tarfile.TarFile, where: str, name: Path | str) -> None:
+    """Raise ValueError unless a tar's first block of zeros is followed by zeros alone, as many as tar writes."""
+    end = tar.offset
+    place = end + tarfile.BLOCKSIZE
+    while data := tar.fileobj.read(2**20):
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            raise ValueError(
+                f"{name}: byte {place + zeros} is not zero, but a block of zeros {where}, at byte {end}, "
+                "ends a tar: damaged, or several tars in one file"
+            )
+        place += len(data)
+    if place - end > MOST_ZEROS:
+        raise ValueError(
+            f"{name}: {place - end} zeros {where}, from byte {end} to the end; tar writes at most {MOST_ZEROS}: damaged"
+        )

@@ -1,0 +1,339 @@
+"""Image folder -> webdataset shards.   python -m moh_vision shards --in IMAGEFOLDER --out DIR [--size 256]
+
+    DIR/train-000000.tar ...   an image and a .cls (class number) per sample, shuffled over the classes
+    DIR/classes.txt            the class names, sorted; line n is class n
+    DIR/train.shards.json      the record: arguments and input, then samples, bytes, sha256 and bad files of every shard
+    DIR/train.files.txt        line n: the file that sample n came from
+    DIR/train.bad.txt          bad files and what is wrong with them, if any were left out
+
+The same input, arguments and Pillow give the same bytes, whatever the number of workers. A shard is written under a
+hidden name, flushed, recorded and only then renamed, so the same command goes on after a kill at any moment.
+
+Every image is decoded, so that training meets no bad one. Without --size the bytes are stored unchanged, EXIF
+included. With --size an image is turned upright, converted to RGB (transparency and colour profile are dropped),
+its shorter side reduced to that many pixels (bicubic, antialiased; never enlarged) and stored as JPEG without
+chroma subsampling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import os
+import signal
+import warnings
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+import webdataset
+from PIL import Image
+
+from moh_vision.data.decode import in_8_bits, open_image
+from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
+from moh_vision.data.records import record_path
+from moh_vision.data.shard_writer import (
+    BadLimit,
+    ShardWriter,
+    check_out,
+    fingerprint,
+    full_disk_in_one_line,
+    one_line,
+    plan_shards,
+    watch_parent,
+    write_classes,
+)
+from moh_vision.data.shards import Shards, index_name
+from moh_vision.engine import commands
+from moh_vision.engine.commands import Progress, message_of
+from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
+
+KEPT = "shards"  # what an interrupted command finds again
+STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
+READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
+REENCODED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")  # training does not read these
+# fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
+CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
+
+
+def options(add: Callable) -> None:
+    add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
+    add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
+    add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
+    add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
+    add("--size", type=int, help="pixels of the shorter side; without it the bytes are stored unchanged")
+    add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
+    add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
+    add("--seed", type=int, default=0, help="of the shuffle (0)")
+    add("--workers", type=int, help="shards written at a time (the processors there are)")
+    add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be bad and left out (0)")
+
+
+def work(options: Namespace) -> None:
+    if options.quality is not None and options.size is None:
+        raise ValueError(f"--quality {options.quality} is of the JPEG that --size stores; give --size too")
+    options.quality = 95 if options.quality is None else options.quality
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
+        convert(**vars(options), say=commands.say)
+
+
+def convert(
+    source: str,
+    out: str,
+    *,
+    split: str | None = None,
+    val_fraction: float | None = None,
+    size: int | None = None,
+    quality: int = 95,
+    samples_per_shard: int = 1000,
+    seed: int = 0,
+    workers: int | None = None,
+    max_bad_fraction: float = 0.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write an image folder as shards; the arguments are the options of the command."""
+    for name, value in (("size", size), ("samples-per-shard", samples_per_shard), ("workers", workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected 1 or more")
+    if not 1 <= quality <= 100:
+        raise ValueError(f"--quality {quality}: expected 1 to 100")
+    if not 0 <= max_bad_fraction <= 1:
+        raise ValueError(f"--max-bad-fraction {max_bad_fraction:g}: expected 0 to 1")
+    if split is not None and not (split.isascii() and split.replace("_", "").isalnum()):
+        raise ValueError(f"--split {split!r}: expected letters, digits and _ (training reads train and val)")
+    if val_fraction is not None and not 0 < val_fraction < 1:
+        raise ValueError(f"--val-fraction {val_fraction:g}: expected a share between 0 and 1")
+    folder = Path(out)
+    if folder.resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
+    check_out(out)
+    splits = _read_folders(source, split, val_fraction, say)
+    _check_folders(splits, size)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_one(folder, "--out", with_children=True), full_disk_in_one_line(out):
+        limit = BadLimit(max_bad_fraction, sum(map(len, splits.values())))
+        jobs = []
+        for name, images in splits.items():  # all are checked before anything is written
+            plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, samples_per_shard, seed)
+            made_from = {"--size": size, "--quality": size and quality, "--samples-per-shard": samples_per_shard}
+            made_from |= {"--seed": seed, **fingerprint(images)}
+            writer = ShardWriter(record_path(folder, name), plan, made_from)
+            jobs.append(Job(images, writer, size, quality))
+        write_classes(folder, images.classes, source)
+        for job in jobs:
+            bad = job.write(workers or len(os.sched_getaffinity(0)), limit, say)
+            limit = limit._replace(earlier=limit.earlier + bad)
+
+
+# ---------------------------------------------------------------- the folder of images
+
+
+def _read_folders(
+    source: str, split: str | None, val_fraction: float | None, say: Callable[[str], None]
+) -> dict[str, ImageFolder]:
+    """Return split name -> images, and say what is there and what is left out."""
+    places = _split_folders(Path(source), split)
+    if val_fraction is not None and (split or places != {"train": Path(source)}):
+        raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
+    found = {name: ImageFolder(str(place), "", key="--in") for name, place in places.items()}
+    for name, images in found.items():
+        if images.left_out:
+            first = one_line(images.left_out[0])
+            say(f"{name}: left out, not images by their names: {len(images.left_out)}, the first {first}")
+    if val_fraction is not None:
+        images = found["train"]
+        # By a hash of their names: more files leave the others where they are.
+        hashes = [hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))]
+        in_val = np.array([int.from_bytes(start, "big") < val_fraction * 2**64 for start in hashes])
+        found = {"train": images.subset(~in_val), "val": images.subset(in_val)}
+    for name, images in found.items():
+        say(f"{name}: {len(images)} images of {len(images.classes)} classes in {images.folder}")
+        for label in set(range(len(images.classes))).difference(images.labels.tolist()):
+            more, missing = "larger" if name == "val" else "smaller", images.classes[label]
+            raise ValueError(
+                f"--val-fraction {val_fraction:g} leaves class {missing} without a file in {name}; give a {more} one"
+            )
+    used = {place.name for place in places.values() if place != Path(source)}
+    others = sorted(e.name for e in os.scandir(source) if e.name not in used and not e.name.startswith("."))
+    if used and others:
+        say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
+    return found
+
+
+def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
+    """Return split name -> folder of its class folders.
+
+    ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits;
+    otherwise, or with the name of a `split`, the folders in ROOT are classes. `test` beside a validation split is no
+    split: ImageNet's has no labels.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"--in {root}: no such folder")
+    if split is not None:
+        return {split: root}
+    names = {name for name in ("train", *VAL_NAMES, "test") if (root / name).is_dir()}
+    with_classes = {name for name in names if subfolders(root / name)}
+    if not with_classes:
+        return {"train": root}
+    for name in sorted(names - with_classes - {"test"}):
+        raise ValueError(f"--in {root}: {name} has no class folders in it, but {min(with_classes)} has")
+    if with_classes.issuperset(VAL_NAMES):
+        raise ValueError(f"--in {root}: both val and validation are there; move one away")
+    found = {"train": root / "train"} if "train" in with_classes else {}
+    val = next((name for name in (*VAL_NAMES, "test") if name in with_classes), None)
+    return {**found, "val": root / val} if val else found
+
+
+def _check_folders(splits: dict[str, ImageFolder], size: int | None) -> None:
+    """Refuse names of classes that classes.txt cannot hold, files that training does not read, and unequal classes."""
+    for name, images in splits.items():
+        for label in images.classes:
+            if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
+                raise ValueError(
+                    f"--in {images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
+                )
+        for i in range(len(images) if size is None else 0):
+            if images.path(i).lower().endswith(REENCODED):
+                raise ValueError(
+                    f"{images.where(i)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
+                )
+        for other, others in splits.items():
+            missing = sorted(set(images.classes) - set(others.classes))
+            if missing:
+                raise ValueError(
+                    f"class folders of {images.folder} that {others.folder} does not have: {len(missing)} "
+                    f"({', '.join(missing[:5])}{', ...' * (len(missing) > 5)}); {name} and {other} need the same classes"
+                )
+
+
+# ---------------------------------------------------------------- the shards of a split
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the shards of a split have in common; `size` and `quality` are those of `encode_sample`."""
+
+    images: ImageFolder
+    writer: ShardWriter
+    size: int | None
+    quality: int
+
+    def write(self, workers: int, limit: BadLimit, say: Callable[[str], None]) -> int:
+        """Write the shards that are missing; return the number of bad images in all."""
+        writer, split = self.writer, self.writer.split
+        todo = writer.begin(workers, say)
+        bad = [b for entry in writer.entries.values() for b in entry["bad"]]
+        limit.check(bad, self.images.folder)
+        done = sum(len(writer.plan[name]) for name in writer.entries)
+        with Progress(split, len(self.images), "image", done) as progress:
+            written = []
+            for entry in self._written(todo, workers, limit):
+                written.append(entry)
+                bad += entry["bad"]
+                limit.check(bad, self.images.folder)
+                progress.add(len(writer.plan[entry["shard"]]))
+        entries = writer.end(written)
+        left_out = {path for path, _ in bad}
+        files = [self.images.path(i) for samples in writer.plan.values() for i in samples]
+        text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
+        write_whole(writer.out / f"{split}.files.txt", text)
+        source = Shards(str(writer.out), split)  # builds the index, and so reads every header
+        assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == self.images.classes
+        what = f"{len(source)} images of {len(source.classes)} classes in {len(entries)} shards"
+        how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
+        listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
+        say(f"{split}: {what}, {sum(e['bytes'] for e in entries) / 1e6:.1f} MB, {how}{listed}")
+        return len(bad)
+
+    def _written(self, todo: list[str], workers: int, limit: BadLimit) -> Iterator[dict]:
+        """Yield the entries of shards as worker processes write them."""
+        if not todo:
+            return
+        count = min(workers, len(todo))
+        with ProcessPoolExecutor(count, CONTEXT, initializer=_start, initargs=(self, limit, os.getpid())) as pool:
+            try:
+                yield from pool.map(_write_shard, todo)
+            except BaseException as error:  # also GeneratorExit, when there are too many bad images
+                for process in multiprocessing.active_children():
+                    process.kill()  # a shard takes a while, and is written again
+                pool.shutdown(cancel_futures=True)
+                for name in todo:
+                    hidden_path(self.writer.out / name).unlink(missing_ok=True)
+                if isinstance(error, BrokenProcessPool):
+                    raise ValueError(
+                        f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
+                        "command goes on (--workers may change)"
+                    ) from None
+                raise
+
+
+def _start(job: Job, limit: BadLimit, parent: int) -> None:
+    """Initialise a worker process."""
+    global _job, _limit
+    _job, _limit = job, limit
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends its workers
+    watch_parent(parent)
+
+
+def _write_shard(name: str) -> dict:
+    """Write a shard of the worker's job; return its entry."""
+    images, writer, bad = _job.images, _job.writer, []
+    samples = writer.plan[name]
+    (writer.out / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
+    with whole_file(writer.out / name) as file:
+        # Headers without time and owner, or every run would have other sums.
+        with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
+            for index in samples:
+                try:
+                    extension, data = encode_sample(Path(images.where(index)).read_bytes(), _job.size, _job.quality)
+                except BadImage as error:
+                    bad.append([images.path(index), str(error)])
+                    _limit.check(bad, images.folder)
+                else:
+                    label = str(images.labels[index]).encode()
+                    tar.write({"__key__": f"{index:08d}", extension: data, "cls": label})
+        return writer.finish(name, file, len(samples) - len(bad), bad)
+
+
+# ---------------------------------------------------------------- an image
+
+
+class BadImage(ValueError):
+    """The bytes are not a whole image, or not one that can be stored."""
+
+
+def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, bytes]:
+    """Check the bytes of an image file; return (extension, bytes to store), or raise BadImage.
+
+    With `size` they are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without, `data` itself.
+    """
+    if not data:
+        raise BadImage("zero bytes")
+    try:
+        image = open_image(io.BytesIO(data), READ)
+        image.load()
+        if size is None:
+            if image.format not in STORED:
+                raise BadImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
+            return STORED[image.format], data
+        image = in_8_bits(image).convert("RGB")
+        short = min(image.size)
+        if short > size:
+            image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
+        image.info = {}  # or the comment of the source would be stored again
+        out = io.BytesIO()
+        image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
+        return "jpg", out.getvalue()
+    except (BadImage, MemoryError):
+        raise
+    except Image.UnidentifiedImageError:
+        raise BadImage("not an image that can be read") from None
+    except Exception as error:  # decoders raise many kinds
+        raise BadImage(message_of(error)) from None

@@ -1,0 +1,127 @@
+"""Latents on disk: an array a shard, the labels, and a record that says which VAE made them."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.records import finished, read_record, refuse_difference, refuse_other_shards
+from moh_vision.data.splits import latents_path
+from moh_vision.diffusion.latents.vae import LatentSpace
+from moh_vision.engine.commands import reason_of
+
+# How latents are stored; numpy has no bfloat16, so that its bits are stored.
+DTYPES = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4")}
+MAX_OPEN_SHARDS = 16  # a memory map holds a file open
+
+
+def labels_path(folder: Path, split: str) -> Path:
+    """Return the file with the class number of each latent, int64 [N]."""
+    return folder / f"{split}.labels.npy"
+
+
+def stored_shape(space: LatentSpace, size: int) -> tuple[int, int, int, int]:
+    """Return the shape of an image's moments: of the image and its mirror image, [2, 2C or C, h, w]."""
+    side = space.side(size)
+    return (2, space.moment_channels, side, side)
+
+
+class LatentCache:
+    """Posterior moments of images and of their mirror images, written by `python -m moh_vision latents`.
+
+    `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
+    """
+
+    def __init__(self, root: str, split: str):
+        folder, record = Path(root), latents_path(Path(root), split)
+        if not record.is_file():
+            raise FileNotFoundError(f"data.root {root}: no {record.name} in it, which latents have")
+        entries = finished(record)
+        self.about = about = read_record(record)
+        try:
+            self.space, self.size, self.classes = LatentSpace(**about["vae"]), about["size"], about["classes"]
+            self.shape, self.dtype = stored_shape(self.space, self.size), about["dtype"]
+            _refuse_other_kinds(about)
+        except ValueError as error:
+            raise ValueError(f"{record}: {error}") from None
+        except Exception as error:  # what is missing or of another kind fails anywhere
+            raise ValueError(f"{record}: not a record of latents ({type(error).__name__}: {error})") from None
+        self.img_size, self.channels, self.name = self.shape[-1], self.space.latent_channels, folder.name
+        self.paths = sorted(folder.glob(f"{split}-*.npy"))
+        refuse_other_shards(record, entries, self.paths)
+        self.shard_sizes = tuple(entries[path.name]["samples"] for path in self.paths)
+        self._ends = np.cumsum(self.shard_sizes)
+        self._stats = [path.stat() for path in self.paths]
+        for path, found, samples in zip(self.paths, self._stats, self.shard_sizes):
+            refuse_difference(path, found.st_size, samples, entries[path.name], record)
+        self.labels = _read_labels(labels_path(folder, split), len(self), len(self.classes))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def where(self, index: int) -> str:
+        """Name a sample in errors."""
+        shard = int(np.searchsorted(self._ends, index, "right"))
+        return f"{self.paths[shard]}, latents {index - int(self._ends[shard]) + self.shard_sizes[shard]}"
+
+    def moments(self, index: int) -> Tensor:
+        """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
+        shard = int(np.searchsorted(self._ends, index, "right"))
+        found, samples = self._stats[shard], self.shard_sizes[shard]
+        path = self.paths[shard]
+        try:
+            array = _mapped(path, found.st_size, found.st_mtime_ns)
+            if array.shape != (samples, *self.shape) or array.dtype != DTYPES[self.dtype]:
+                raise ValueError(
+                    f"{array.dtype} of shape {array.shape}, expected {self.dtype} of {(samples, *self.shape)}"
+                )
+        except Exception as error:  # damaged headers make many kinds
+            raise UnreadableImage(f"{path}: {reason_of(error)}") from None
+        bits = torch.from_numpy(array[index - int(self._ends[shard])].copy())  # counted from the end of the shard
+        return (bits.view(torch.bfloat16) if self.dtype == "bfloat16" else bits).float()
+
+    def listing(self) -> Iterator[bytes]:
+        """Yield what tells these latents from others: the shards with their SHA-256."""
+        yield json.dumps(self.about["shards"]).encode()
+
+
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def _mapped(path: Path, size: int, mtime_ns: int) -> np.ndarray:
+    """Map a shard into memory; raise ValueError if it has changed since it was opened."""
+    found = path.stat()
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        raise ValueError("the shard has changed since the run began")
+    return np.lib.format.open_memmap(path, "r")
+
+
+def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
+    try:
+        with open(path, "rb") as file:
+            labels = np.lib.format.read_array(file, allow_pickle=False)
+    except Exception as error:  # damaged headers make many kinds
+        raise ValueError(f"{path}: labels that cannot be read ({reason_of(error)})") from None
+    if labels.dtype != np.int64 or labels.shape != (samples,):
+        raise ValueError(f"{path}: {labels.dtype} of shape {labels.shape}, expected int64 of {(samples,)}")
+    if labels.min() < 0 or labels.max() >= classes:
+        worst = int(labels.argmax() if labels.max() >= classes else labels.argmin())
+        raise ValueError(f"{path}: label {labels[worst]} of latents {worst}, but the record names {classes} classes")
+    return labels
+
+
+def _refuse_other_kinds(about: dict) -> None:
+    vae, classes = about["vae"], about["classes"]
+    if about["dtype"] not in DTYPES or about["shape"] != list(stored_shape(LatentSpace(**vae), about["size"])):
+        raise ValueError(f"dtype {about['dtype']}, shape {about['shape']} are not those of its VAE and size")
+    if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
+        raise ValueError("name and sha256 of its VAE are not texts")
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise ValueError("classes are not a list of names")
+    if not about["shards"]:
+        raise ValueError("shards are an empty list")

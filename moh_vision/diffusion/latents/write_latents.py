@@ -1,0 +1,229 @@
+"""Images -> latents for diffusion training.   python -m moh_vision latents --vae NAME|FOLDER --data ROOT --out DIR
+
+    DIR/train-000000.npy ...   posterior moments [N, 2, 2C, h, w] of at most --samples-per-shard images, shuffled
+    DIR/train.labels.npy       class number of each latent, int64 [N]
+    DIR/train.numbers.npy      number in ROOT of the image of each latent, int64 [N]
+    DIR/classes.txt            the class names; line n is class n
+    DIR/train.meta.json        the record: VAE (name, sha256, factors), size, dtype, classes, input, sha256 of every shard
+    DIR/train.bad.txt          unreadable images and what is wrong with them, if any were left out
+
+An array holds mean and log variance of the VAE's posterior for the image and for its mirror image, so that training
+draws from the posterior and flips without the VAE. A VAE without posteriors (AutoencoderDC) gives its latents,
+[N, 2, C, h, w]. They are scaled when they are read. Images are center-cropped to --size (ADM).
+
+Many processes share the work: `torchrun --nproc_per_node N -m moh_vision latents ...`, or `accelerate launch -m`;
+DIR is then on a disk that all see. A batch never reaches into the next shard, so the result does not depend on their
+number. A shard is written under a hidden name, flushed, recorded and only then renamed, so the same command goes on
+after a kill at any moment. Another VAE, other arguments or changed images are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import time
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches, image_transform
+from moh_vision.data.shard_writer import (
+    BadLimit,
+    ShardWriter,
+    check_out,
+    fingerprint,
+    full_disk_in_one_line,
+    plan_shards,
+    watch_parent,
+    write_classes,
+)
+from moh_vision.data.splits import latents_path, open_source
+from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
+from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, load_vae
+from moh_vision.engine import commands
+from moh_vision.engine.commands import Progress
+from moh_vision.engine.io import only_one, whole_file
+from moh_vision.engine.ranks import first, from_first
+
+KEPT = "shards"  # what an interrupted command finds again
+
+
+def options(add: Callable) -> None:
+    add("--vae", default=DEFAULT_VAE, metavar="NAME|FOLDER", help=f"on the hub, or a local folder ({DEFAULT_VAE})")
+    add("--data", dest="root", required=True, metavar="ROOT", help="what data.root of a training run takes")
+    add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
+    add("--split", choices=("train", "val"), default="train", help="(train)")
+    add("--size", type=int, default=256, help="pixels of the center-cropped images (256)")
+    add("--dtype", choices=DTYPES, default="float16", help="of the moments on disk (float16)")
+    add("--batch-size", type=int, default=32, help="images at a time (32)")
+    add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
+    add("--seed", type=int, default=0, help="of the shuffle (0)")
+    add("--workers", type=int, default=2, help="processes of each rank that read images (2)")
+    add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be unreadable and left out (0)")
+
+
+def work(options: Namespace) -> None:
+    with warnings.catch_warnings(), launched_ranks():
+        warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
+        write_latents(options, commands.say)
+
+
+@contextlib.contextmanager
+def launched_ranks() -> Iterator[None]:
+    """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if several:
+        # An orphan would write on beside the run that is started next.
+        watch_parent(os.getppid())
+        # A rank waits until the slowest has written its last shard.
+        PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
+    try:
+        yield
+    finally:
+        if several:
+            PartialState().destroy_process_group()
+
+
+def write_latents(o: Namespace, say: Callable[[str], None]) -> None:
+    """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
+
+    After a mistake on rank 0 the others raise MistakeElsewhere.
+    """
+    from_first(lambda: _check(o))
+    source = first(lambda: open_source(o.root, o.split))
+    model = first(lambda: load_vae(o.vae))
+    space, out = LatentSpace.of(model, o.vae), Path(o.out)
+    shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
+    plan = plan_shards(f"{o.split}-{{:06d}}.npy", range(len(source)), str, o.samples_per_shard, o.seed)
+    kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(full_disk_in_one_line(o.out))
+        made_from = {"--vae": [space.name, space.sha256], **kept, **fingerprint(source)}
+        said = dict(source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape)
+        limit = BadLimit(o.max_bad_fraction, len(source))
+
+        def begin() -> tuple[ShardWriter, list[str]]:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_one(out, "--out"))
+            write_classes(out, source.classes, source.name)
+            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
+            todo = writer.begin(max(1, o.workers), say)
+            limit.check([b for entry in writer.entries.values() for b in entry["bad"]])
+            return writer, todo
+
+        since = time.monotonic()
+        writer, todo = from_first(begin)
+        state = PartialState()
+        own = todo[state.process_index :: state.num_processes]
+        written = gather_object(Encoder(o, source, model, writer, limit).write(own))
+        if state.is_main_process:
+            bad = [b for entry in (*writer.entries.values(), *written) for b in entry["bad"]]
+            limit.check(bad)
+            left_out = {number for number, _ in bad}
+            numbers = np.array([n for samples in plan.values() for n in samples if n not in left_out])
+            for place, values in (
+                (labels_path(out, o.split), source.labels[numbers]),
+                (out / f"{o.split}.numbers.npy", numbers),
+            ):
+                with whole_file(place) as file:
+                    np.save(file, values.astype(np.int64), allow_pickle=False)
+            entries = writer.end(written)
+            cache = LatentCache(o.out, o.split)
+            images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since
+            how = f"{images} written at {images / seconds:.1f} img/s" if written else "all there already"
+            say(
+                f"{o.split}: latents {list(cache.shape)} {o.dtype} of {len(cache)} images in {len(entries)} shards, "
+                f"{sum(entry['bytes'] for entry in entries) / 1e6:.1f} MB, {how}"
+                f"{f'; {len(bad)} bad images left out, {o.split}.bad.txt' if bad else ''}"
+            )
+
+
+def _check(o: Namespace) -> None:
+    least = (("size", o.size, 1), ("batch-size", o.batch_size, 1), ("samples-per-shard", o.samples_per_shard, 1))
+    for name, value, lowest in (*least, ("workers", o.workers, 0)):
+        if value < lowest:
+            raise ValueError(f"--{name} {value}: expected {lowest} or more")
+    check_images_fit("--size", o.size, 1, o.batch_size)
+    if not 0 <= o.max_bad_fraction < 1:
+        raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 <= fraction < 1")
+    check_out(o.out)
+    if Path(o.root).is_dir() and Path(o.out).resolve().is_relative_to(Path(o.root).resolve()):
+        raise ValueError(f"--out {o.out} is inside --data {o.root}")
+
+
+class Encoder:
+    """Encodes images on a rank, shard by shard."""
+
+    def __init__(self, o: Namespace, source, model, writer: ShardWriter, limit: BadLimit):
+        self.o, self.source, self.writer, self.limit = o, source, writer, limit
+        gpus, state = torch.cuda.device_count(), PartialState()
+        self.device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
+        self.model = model.to(self.device)
+
+    def write(self, names: list[str]) -> list[dict]:
+        """Write these shards; return their entries. Finished shards survive failures."""
+        o, state, plan = self.o, PartialState(), self.writer.plan
+        batches = {
+            name: [plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)] for name in names
+        }
+        half = [0.5] * self.model.config.in_channels
+        transform = image_transform("none", o.size, len(half), half, half, fit="crop")
+        images = LabelledImages(self.source, transform, seed=0, replace=False)
+        stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
+        title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
+        entries, bad = [], []
+        with Progress(
+            title, sum(len(plan[name]) for name in names), "image", enabled=state.is_main_process
+        ) as progress:
+            for name in names:
+                before, arrays = len(bad), []
+                for numbers in batches[name]:
+                    batch = _next(stream, o.workers)
+                    bad += batch["bad"]
+                    self.limit.check(bad)
+                    if "images" in batch:
+                        good = [n for n in numbers if n not in dict(batch["bad"])]
+                        arrays.append(self.encode(good, batch["images"].to(self.device)))
+                    progress.add(len(numbers))
+                with whole_file(self.writer.out / name) as file:
+                    if arrays:
+                        np.save(file, np.concatenate(arrays), allow_pickle=False)
+                    entries.append(self.writer.finish(name, file, sum(map(len, arrays)), bad[before:]))
+        return entries
+
+    def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:
+        """Encode images [B, C, H, W] in -1 .. 1 and their mirror images to what is stored, [B, 2, 2C, h, w]."""
+        # One after the other, so that a batch is no larger than it was asked to be.
+        try:
+            moments = torch.stack([encode_moments(self.model, x) for x in (images, images.flip(-1))], 1)
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
+            ) from None
+        stored = moments.cpu().to(getattr(torch, self.o.dtype))
+        for number, finite in zip(numbers, stored.isfinite().flatten(1).all(1).tolist()):
+            if not finite:
+                raise ValueError(
+                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}"
+                    f"{'; take --dtype float32' if self.o.dtype == 'float16' else ''}"
+                )
+        return (stored.view(torch.int16) if self.o.dtype == "bfloat16" else stored).numpy().view(DTYPES[self.o.dtype])
+
+
+def _next(stream: Iterator[dict], workers: int) -> dict:
+    try:
+        return next(stream)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise ValueError(f"a reading process of {workers} died, of too little memory perhaps") from None
