@@ -27,10 +27,10 @@ from sklearn.datasets import load_sample_images
 from timing import about_machine, cell, interleaved, machine, spread, write_report
 from timm.data import create_dataset, create_loader, create_transform
 
+from moh_vision.__main__ import main as command
 from moh_vision.data.batches import LabelledImages, training_batches
 from moh_vision.data.imagenet import imagenet_train_transform
 from moh_vision.data.order import StepBatches
-from moh_vision.data.shards import convert
 from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream
 
@@ -55,7 +55,8 @@ def write_images(folder, count):
         photo.crop((left, top, left + width, top + height)).save(path, quality=90)
         sizes.append(path.stat().st_size)
     per_shard = max(1, count // 10)
-    convert(str(folder / "images"), str(folder / "shards"), samples_per_shard=per_shard, say=lambda text: None)
+    argv = f"shards --in {folder}/images --out {folder}/shards --samples-per-shard {per_shard}".split()
+    assert command(argv) == 0
     return round(sum(sizes) / count / 1000)
 
 

@@ -138,7 +138,7 @@ def stand_ins(tmp_path_factory):
         module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
         data = ("--data.root", root / "photos", "--data.img_size", 8)
         assert not module.main(arguments(kind, root / name, 2, 2, *data, *more))
-    encode = importlib.import_module("moh_vision.diffusion.latents.__main__").main
+    encode = lambda argv: moh_vision_main(["latents", *argv])  # noqa: E731
     assert not encode(f"--vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4".split())
     texts = write_pairs(root / "texts")
     for file in list(texts.glob("val.*")):

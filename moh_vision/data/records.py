@@ -32,7 +32,7 @@ def check_entries(entries: list[dict]) -> None:
     """Raise an error unless these are entries of shards, with [which, reason] of each bad image."""
     for entry in entries:
         for key, kind in KINDS.items():
-            if type(entry[key]) is not kind:
+            if type(entry[key]) is not kind or kind is int and not 0 < entry[key] < 2**48:
                 raise ValueError(f"{key} is {entry[key]!r}")
         for which, reason in entry["bad"]:
             if not isinstance(which, str | int) or not isinstance(reason, str):

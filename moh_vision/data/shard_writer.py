@@ -17,7 +17,7 @@ from typing import BinaryIO, Callable, Iterable, Iterator, NamedTuple, TypeVar
 
 from moh_vision.data.decode import allowed_bad, fraction_for
 from moh_vision.data.records import FORMAT, check_entries, read_record
-from moh_vision.engine.commands import refuse_unwritable
+from moh_vision.engine.commands import refuse_unwritable, say
 from moh_vision.engine.io import sha256_of, write_whole
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class ShardWriter:
             )
         return {entry["shard"]: entry for entry in entries}
 
-    def begin(self, threads: int, say: Callable[[str], None]) -> list[str]:
+    def begin(self, threads: int) -> list[str]:
         """Check the sums of the shards that are there, move damaged ones aside, and return the names of those to write."""
         there = {name: e for name, e in self.entries.items() if name in self.plan and (self.out / name).exists()}
         if there:

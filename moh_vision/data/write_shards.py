@@ -49,8 +49,7 @@ from moh_vision.data.shard_writer import (
     write_classes,
 )
 from moh_vision.data.shards import Shards, index_name
-from moh_vision.engine import commands
-from moh_vision.engine.commands import Progress, message_of
+from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -74,71 +73,54 @@ def options(add: Callable) -> None:
     add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be bad and left out (0)")
 
 
-def work(options: Namespace) -> None:
-    if options.quality is not None and options.size is None:
-        raise ValueError(f"--quality {options.quality} is of the JPEG that --size stores; give --size too")
-    options.quality = 95 if options.quality is None else options.quality
-    with warnings.catch_warnings():
+def work(o: Namespace) -> None:
+    """Write an image folder as shards."""
+    _check(o)
+    splits = _read_folders(o)
+    _check_folders(splits, o.size)
+    out = Path(o.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with only_one(out, "--out", with_children=True), full_disk_in_one_line(o.out), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-        convert(**vars(options), say=commands.say)
-
-
-def convert(
-    source: str,
-    out: str,
-    *,
-    split: str | None = None,
-    val_fraction: float | None = None,
-    size: int | None = None,
-    quality: int = 95,
-    samples_per_shard: int = 1000,
-    seed: int = 0,
-    workers: int | None = None,
-    max_bad_fraction: float = 0.0,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Write an image folder as shards; the arguments are the options of the command."""
-    for name, value in (("size", size), ("samples-per-shard", samples_per_shard), ("workers", workers)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: expected 1 or more")
-    if not 1 <= quality <= 100:
-        raise ValueError(f"--quality {quality}: expected 1 to 100")
-    if not 0 <= max_bad_fraction <= 1:
-        raise ValueError(f"--max-bad-fraction {max_bad_fraction:g}: expected 0 to 1")
-    if split is not None and not (split.isascii() and split.replace("_", "").isalnum()):
-        raise ValueError(f"--split {split!r}: expected letters, digits and _ (training reads train and val)")
-    if val_fraction is not None and not 0 < val_fraction < 1:
-        raise ValueError(f"--val-fraction {val_fraction:g}: expected a share between 0 and 1")
-    folder = Path(out)
-    if folder.resolve().is_relative_to(Path(source).resolve()):
-        raise ValueError(f"--out {out} is inside --in {source}; the shards would be taken for input")
-    check_out(out)
-    splits = _read_folders(source, split, val_fraction, say)
-    _check_folders(splits, size)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with only_one(folder, "--out", with_children=True), full_disk_in_one_line(out):
-        limit = BadLimit(max_bad_fraction, sum(map(len, splits.values())))
+        arguments = {"--size": o.size, "--quality": o.size and o.quality, "--samples-per-shard": o.samples_per_shard}
         jobs = []
         for name, images in splits.items():  # all are checked before anything is written
-            plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, samples_per_shard, seed)
-            made_from = {"--size": size, "--quality": size and quality, "--samples-per-shard": samples_per_shard}
-            made_from |= {"--seed": seed, **fingerprint(images)}
-            writer = ShardWriter(record_path(folder, name), plan, made_from)
-            jobs.append(Job(images, writer, size, quality))
-        write_classes(folder, images.classes, source)
+            plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, o.samples_per_shard, o.seed)
+            made_from = {**arguments, "--seed": o.seed, **fingerprint(images)}
+            jobs.append(Job(images, ShardWriter(record_path(out, name), plan, made_from), o.size, o.quality))
+        write_classes(out, images.classes, o.source)
+        limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
         for job in jobs:
-            bad = job.write(workers or len(os.sched_getaffinity(0)), limit, say)
+            bad = job.write(o.workers or len(os.sched_getaffinity(0)), limit)
             limit = limit._replace(earlier=limit.earlier + bad)
+
+
+def _check(o: Namespace) -> None:
+    for name, value in (("size", o.size), ("samples-per-shard", o.samples_per_shard), ("workers", o.workers)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected 1 or more")
+    if o.quality is not None and o.size is None:
+        raise ValueError(f"--quality {o.quality} is of the JPEG that --size stores; give --size too")
+    o.quality = 95 if o.quality is None else o.quality
+    if not 1 <= o.quality <= 100:
+        raise ValueError(f"--quality {o.quality}: expected 1 to 100")
+    if not 0 <= o.max_bad_fraction <= 1:
+        raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 to 1")
+    if o.split is not None and not (o.split.isascii() and o.split.replace("_", "").isalnum()):
+        raise ValueError(f"--split {o.split!r}: expected letters, digits and _ (training reads train and val)")
+    if o.val_fraction is not None and not 0 < o.val_fraction < 1:
+        raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
+    if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
+        raise ValueError(f"--out {o.out} is inside --in {o.source}; the shards would be taken for input")
+    check_out(o.out)
 
 
 # ---------------------------------------------------------------- the folder of images
 
 
-def _read_folders(
-    source: str, split: str | None, val_fraction: float | None, say: Callable[[str], None]
-) -> dict[str, ImageFolder]:
+def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
+    source, split, val_fraction = o.source, o.split, o.val_fraction
     places = _split_folders(Path(source), split)
     if val_fraction is not None and (split or places != {"train": Path(source)}):
         raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
@@ -225,10 +207,10 @@ class Job:
     size: int | None
     quality: int
 
-    def write(self, workers: int, limit: BadLimit, say: Callable[[str], None]) -> int:
+    def write(self, workers: int, limit: BadLimit) -> int:
         """Write the shards that are missing; return the number of bad images in all."""
         writer, split = self.writer, self.writer.split
-        todo = writer.begin(workers, say)
+        todo = writer.begin(workers)
         bad = [b for entry in writer.entries.values() for b in entry["bad"]]
         limit.check(bad, self.images.folder)
         done = sum(len(writer.plan[name]) for name in writer.entries)

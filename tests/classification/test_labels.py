@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from pictures import convert
 from PIL import Image
 from refusals import one_line, refused
 from timm.data import ImageNetInfo
@@ -14,7 +15,6 @@ from timm.data.real_labels import RealLabelsImagenet
 
 from moh_vision.classification.labels import open_labelled, refuse_other_classifier
 from moh_vision.classification.validate import main
-from moh_vision.data.shards import convert
 from moh_vision.models.weights import create
 
 SYNSETS = ImageNetInfo().label_names()
@@ -95,15 +95,15 @@ def test_v2_and_sketch(imagenet, tmp_path, capsys):
     sketch.mkdir()
     for c, synset in enumerate(SYNSETS):
         (v2 / str(c)).rename(sketch / synset)
-    source = open_labelled(str(sketch), "sketch", None)
+    source = open_labelled(str(sketch), "sketch")
     assert source.labels.tolist() == list(range(1000)) and source.classes == SYNSETS
     with one_line(f"data.root {sketch}: 200 classes in --labels a, 1000 in val; val has class 'n01440764' and 799"):
-        open_labelled(str(sketch), "a", None)
+        open_labelled(str(sketch), "a")
     with one_line(f"data.root {sketch}: 0.JPEG: --labels real needs .*ILSVRC2012_val_00000001.JPEG to "):
-        open_labelled(str(sketch), "real", None)
+        open_labelled(str(sketch), "real")
     shutil.rmtree(sketch / SYNSETS[7])
     with one_line(f"1000 classes in --labels sketch, 999 in val; --labels sketch has class '{SYNSETS[7]}', which val"):
-        open_labelled(str(sketch), "sketch", None)
+        open_labelled(str(sketch), "sketch")
 
 
 @pytest.mark.parametrize("kind", ["a", "r"])
@@ -117,7 +117,7 @@ def test_200_of_the_classes(imagenet, tmp_path, kind):
     root = class_folders(tmp_path / "plain", folder / "pictures", chosen, [SYNSETS[c] for c in of])
     (root / "README.txt").write_text("as it comes")
     if kind == "a":
-        convert(str(root), str(tmp_path / "shards"), split="val", workers=1, say=lambda text: None)
+        assert convert(root, tmp_path / "shards", "--split val") == 0
         root = tmp_path / "shards"
     assert (found := scores(folder, root, kind, tmp_path))["images"] == 200
     assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5)
@@ -143,18 +143,18 @@ def test_real_labels(imagenet, tmp_path, capsys):
     assert f"{60 - kept} images of 60 have no label" in capsys.readouterr().out
 
     shards = tmp_path / "s"
-    convert(str(tmp_path / "d"), str(shards), workers=1, samples_per_shard=25, say=lambda text: None)
-    files, again = (open_labelled(str(root), "real", None) for root in (tmp_path / "d", shards))
+    assert convert(tmp_path / "d", shards, "--samples-per-shard 25") == 0
+    files, again = (open_labelled(str(root), "real") for root in (tmp_path / "d", shards))
     pictures = [sorted((s.image(i).tobytes(), *s.labels[i]) for i in range(kept)) for s in (files, again)]
     assert pictures[0] == pictures[1]
     listing = shards / "val.files.txt"
     listing.write_text("".join(listing.read_text().splitlines(keepends=True)[:-1]))
     with one_line("val.files.txt: 59 files, but the shards hold 60 images"):
-        open_labelled(str(shards), "real", None)
+        open_labelled(str(shards), "real")
     listing.unlink()
     for root in (str(shards), "digits"):
         with one_line(f"data.root {root}: --labels real needs the names of the files"):
-            open_labelled(root, "real", None)
+            open_labelled(root, "real")
 
 
 def test_images_without_any_label(tmp_path):
@@ -163,7 +163,7 @@ def test_images_without_any_label(tmp_path):
     file.parent.mkdir(parents=True)
     file.touch()
     with one_line(f"data.root {tmp_path}: none of its 1 images has a label in ReaL"):
-        open_labelled(str(tmp_path), "real", None)
+        open_labelled(str(tmp_path), "real")
 
 
 def test_what_is_refused(imagenet, tmp_path, capsys):

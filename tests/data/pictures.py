@@ -5,6 +5,8 @@ import io
 import numpy as np
 from PIL import Image
 
+from moh_vision.__main__ import main
+
 
 def gradient(width=12, height=8) -> Image.Image:
     """RGB; red grows to the right, green downwards."""
@@ -58,4 +60,9 @@ def write_folder(root, classes=("cat", "dog"), train=6, val=4, size=(12, 8)):
 
 def contents(folder):
     """Name -> bytes, without the index, which holds the times of the shards."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith(".index.safetensors")}
+    return {p.name: p.read_bytes() for p in folder.iterdir() if ".index.npy" not in p.name and p.is_file()}
+
+
+def convert(root, out, options="") -> int:
+    """The exit code of `python -m moh_vision shards`."""
+    return main(["shards", "--in", str(root), "--out", str(out), "--workers", "1", *options.split()])

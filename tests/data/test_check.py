@@ -7,11 +7,14 @@ import pytest
 from pictures import encoded, gradient, kinds, write_folder
 from small_runs import SMALL
 
+from moh_vision.__main__ import main as command
 from moh_vision.classification import train as train_cls
-from moh_vision.data.check import main
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.shards import convert
 from moh_vision.data.splits import open_source
+
+
+def main(argv):
+    return command(["check", *argv])
 
 
 def rows(text):
@@ -100,7 +103,9 @@ def test_more_images_for_validation_than_for_training(tmp_path, capsys, val, hin
 
 def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     root = odd_folder(tmp_path / "d")
-    convert(str(root), str(tmp_path / "s"), workers=1, max_bad_fraction=0.2, say=lambda text: None)
+    argv = f"shards --in {root} --out {tmp_path}/s --workers 1 --max-bad-fraction 0.2"
+    assert command(argv.split()) == 0
+    capsys.readouterr()
     with open(tmp_path / "s" / "classes.txt", "a") as file:
         file.write("owl\n")
     assert main([str(tmp_path / "s"), "--workers", "1"]) == 0
@@ -111,7 +116,9 @@ def test_shards_and_a_folder_of_classes(tmp_path, capsys):
     assert re.fullmatch(rf"{tmp_path}/s/train-000000.tar, 0000\d+.jpg at byte \d+", found["CMYK, turned into RGB"][1])
     shard = tmp_path / "s" / "train-000000.tar"
     shard.write_bytes(shard.read_bytes()[:-5000])
-    assert main([str(tmp_path / "s")]) == 2 and "train-000000.tar was added or changed" in capsys.readouterr().err
+    assert (
+        main([str(tmp_path / "s")]) == 2 and "train-000000.tar was changed since the index" in capsys.readouterr().err
+    )
 
     (root / "val" / "dog" / "torn.jpg").write_bytes((root / "train" / "dog" / "torn.jpg").read_bytes())
     root = (root / "val").rename(tmp_path / "my photos")

@@ -4,25 +4,21 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import tarfile
 import time
 from functools import partial
 
 import numpy as np
-import pictures
 import pytest
 import webdataset
 from PIL import Image, ImageOps
-from writer_suite import *  # noqa: F403  its tests
-from writer_suite import Writer, told
+from test_writers import told
 
-from moh_vision.data.shards import worker
-from moh_vision.data.shards.__main__ import main
-from moh_vision.data.shards.encode import BadImage, encode_sample
-from moh_vision.data.sources import Shards
+from moh_vision.__main__ import main as command
+from moh_vision.data import write_shards
+from moh_vision.data.shards import Shards
+from moh_vision.data.write_shards import BadImage, encode_sample
 from moh_vision.engine import commands
-from moh_vision.engine import io as locks
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
@@ -33,6 +29,10 @@ def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", f
     return root
 
 
+def main(argv):
+    return command(["shards", *argv])
+
+
 def run(source, out, *more, workers=1):
     return main(["--in", str(source), "--out", str(out), "--workers", str(workers), *map(str, more)])
 
@@ -41,12 +41,6 @@ def error_line(capfd):
     line = told(capfd)
     assert line.startswith("shards: error: ")
     return line
-
-
-@pytest.fixture
-def writer(tmp_path):
-    root = pictures.write_folder(tmp_path / "images", train=10, val=2, size=(21, 16))
-    return Writer(root, partial(run, root), lambda out: Shards(str(out), "train"), (worker, "encode_sample"))
 
 
 def test_a_folder_of_classes_is_divided(tmp_path, capfd):
@@ -89,7 +83,7 @@ def test_both_splits_are_written_and_read_by_training(tmp_path):
         for i, path in enumerate(files):
             assert source.classes[source.labels[i]] == path.split("/")[0]
             assert np.array_equal(source.image(i), Image.open(root / split / path))
-    assert (out / ".train.index.safetensors").exists()
+    assert (out / ".train-000000.tar.index.npy").exists()
     train = Shards(str(out), "train").labels
     assert all(len(set(train[i : i + 6])) > 1 for i in range(0, 24, 6)), "a shard of one class"
 
@@ -97,9 +91,10 @@ def test_both_splits_are_written_and_read_by_training(tmp_path):
 def test_the_record_has_the_sums_of_the_shards(tmp_path):
     out = tmp_path / "out"
     assert run(write_folder(tmp_path / "images"), out, "--samples-per-shard", 10, "--size", 4) == 0
-    header, *entries = [json.loads(line) for line in (out / "train.shards.jsonl").read_text().splitlines()]
-    assert (header["format"], header["size"], header["quality"], header["samples_per_shard"]) == (1, 4, 95, 10)
-    assert {name: count for name, (count, _) in header["classes"].items()} == {"cat": 8, "dog": 8, "owl": 8}
+    record = json.loads((out / "train.shards.json").read_text())
+    made_from, entries = record["made_from"], record["shards"]
+    assert [made_from[f"--{key}"] for key in ("size", "quality", "samples-per-shard", "seed")] == [4, 95, 10, 0]
+    assert [made_from[f"class {name}"][0] for name in ("cat", "dog", "owl")] == ["8 images"] * 3
     assert [e["shard"] for e in entries] == [f"train-00000{i}.tar" for i in range(3)]
     for e in entries:
         data = (out / e["shard"]).read_bytes()
@@ -250,13 +245,13 @@ def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
     def gone(self, *_):
         raise OSError(5, "Input/output error", str(self))
 
-    monkeypatch.setattr(worker.Path, "read_bytes", gone)
+    monkeypatch.setattr(write_shards.Path, "read_bytes", gone)
     assert run(root, out, "--max-bad-fraction", 1) == 2
     assert ".png: Input/output error" in error_line(capfd)
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(worker, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(write_shards, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 2
     assert "a worker of 1 died" in error_line(capfd)
     assert not list((tmp_path / "out").glob(".*.tmp"))
@@ -274,7 +269,7 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(worker, "encode_sample", slow_encoding)
+            patch.setattr(write_shards, "encode_sample", slow_encoding)
             patch.setattr(commands.Progress, "add", control_c)
             assert run(root, out, "--samples-per-shard", 6) == 130
     finally:
@@ -283,16 +278,6 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     assert lines == ["shards: interrupted; finished shards are kept, the same command goes on"]
     assert not list(out.glob(".*.tmp")) and len(list(out.glob("*.tar"))) < 4
     assert run(root, out, "--samples-per-shard", 6) == 0
-
-
-def test_two_runs_at_a_time_are_refused(tmp_path, capfd, monkeypatch):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    out.mkdir()
-    monkeypatch.setattr(locks, "PAUSE", 0)
-    with locks.only_one(out, "--out", with_children=True):
-        assert run(root, out) == 2
-    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in error_line(capfd)
-    assert run(root, out) == 0
 
 
 @pytest.mark.parametrize("other", ["validation", "test"])
@@ -368,7 +353,7 @@ def break_folder(root, how):
 @pytest.mark.parametrize(
     "how, words",
     [
-        ("empty class", "class folder fox holds no images (.jpg,"),
+        ("empty class", "{root}/train/fox: a class folder without images (.jpg,"),
         ("other classes", "class folders of {root}/train that {root}/val does not have: 1 (owl); train and val need"),
         ("no classes", "{root}: train has no class folders in it, but val has"),
         ("two validations", "both val and validation are there"),
@@ -391,7 +376,10 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, how, words):
     [
         (["--in", "{root}"], "the following arguments are required: --out"),
         (["--in", "{root}/none", "--out", "{out}"], "--in {root}/none: no such folder"),
-        (["--in", "{root}/cat", "--out", "{out}"], "no class folders in it (expected {root}/cat/CLASS/*.jpg)"),
+        (
+            ["--in", "{root}/cat", "--out", "{out}"],
+            "--in {root}/cat: {root}/cat holds no class folders (expected {root}/cat/CLASS/*.jpg)",
+        ),
         (["--in", "{root}", "--out", "{root}/cat/out"], "--out {root}/cat/out is inside --in {root}"),
         (["--in", "{root}", "--out", "{root}"], "is inside --in"),
         (["--in", "{root}", "--out", "{file}"], "--out {file} is a file, expected a folder"),
@@ -413,20 +401,6 @@ def test_mistakes_are_one_line(tmp_path, capfd, arguments, words):
     assert main([a.format(**names) for a in arguments]) == 2
     assert words.format(**names) in error_line(capfd)
     assert not names["out"].exists() and names["file"].read_text() == "mine"
-
-
-def test_a_record_that_cannot_be_read(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images", each=1), tmp_path / "out"
-    assert run(root, out) == 0
-    whole = (out / "train.shards.jsonl").read_text()
-    for text, words in (
-        ("", "is not a record of shards"),
-        ("[1]\n", "is not a record of shards"),
-        (whole.replace('"format": 1', '"format": 9'), "format 9, this version reads 1"),
-    ):
-        (out / "train.shards.jsonl").write_text(text)
-        assert run(root, out) == 2
-        assert words in error_line(capfd)
 
 
 def test_a_log_gets_lines(tmp_path, capfd, monkeypatch):

@@ -10,8 +10,9 @@ import webdataset
 from PIL import Image
 
 from moh_vision.data.batches import LabelledImages, image_transform
+from moh_vision.data.digits import Digits
 from moh_vision.data.order import StepBatches
-from moh_vision.data.sources import Digits, Shards
+from moh_vision.data.shards import Shards
 from moh_vision.data.splits import open_source
 
 
@@ -52,45 +53,60 @@ def test_shards_written_by_webdataset_are_read_at_random(tmp_path):
 def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     folder = write_shards(tmp_path / "d")
     Shards(str(folder), "train")
-    index = folder / ".train.index.safetensors"
+    index = folder / ".train-000001.tar.index.npy"
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
     os.utime(folder / "train-000001.tar")
-    with pytest.raises(ValueError, match="shard train-000001.tar was added or changed since the index"):
+    with pytest.raises(ValueError, match=f"{folder}/train-000001.tar was changed since the index {index} was made"):
         Shards(str(folder), "train")
     index.unlink()
     assert len(Shards(str(folder), "train")) == 23
     (folder / "train-000001.tar").unlink()
-    with pytest.raises(ValueError, match="shard train-000001.tar of the index .* is gone"):
+    with pytest.raises(ValueError, match=f"the shard of the index {index} is gone"):
         Shards(str(folder), "train")
+    index.unlink()
+    (folder / "train-000002.tar").rename(folder / "train-000007.tar")
+    (folder / ".train-000002.tar.index.npy").unlink()
+    assert Shards(str(folder), "train").shard_sizes == (10, 3)
 
 
-def test_read_only_folder_puts_the_index_elsewhere(tmp_path):
+def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     folder = write_shards(tmp_path / "d")
     folder.chmod(0o555)
     try:
-        Shards(str(folder), "train", str(tmp_path / "elsewhere"))
-        assert not list(folder.glob(".*")) and list((tmp_path / "elsewhere").iterdir())
-        assert len(Shards(str(folder), "train", str(tmp_path / "elsewhere"))) == 23
+        Shards(str(folder), "train")
+        (kept,) = (tmp_path / "cache" / "index").iterdir()
+        assert not list(folder.glob(".*")) and len(list(kept.iterdir())) == 3
+        before = {file: file.stat().st_mtime_ns for file in kept.iterdir()}
+        assert len(Shards(str(folder), "train")) == 23
+        assert {file: file.stat().st_mtime_ns for file in kept.iterdir()} == before
+        os.utime(folder / "train-000001.tar")
+        with pytest.raises(
+            ValueError, match=f"was changed since the index {kept}/.train-000001.tar.index.npy was made"
+        ):
+            Shards(str(folder), "train")
     finally:
         folder.chmod(0o755)
 
 
-def test_two_read_only_folders_of_one_name_have_their_own_index(tmp_path):
+def test_two_read_only_folders_of_one_name_have_their_own_index(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     for count, parent in ((4, "a"), (7, "b")):
         (tmp_path / parent).mkdir()
         folder = write_shards(tmp_path / parent / "ds", count=count)
         folder.chmod(0o555)
-        assert len(Shards(str(folder), "train", str(tmp_path / "index"))) == count
+        assert len(Shards(str(folder), "train")) == count
         folder.chmod(0o755)
 
 
 def test_more_shards_than_files_may_be_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
     source = Shards(str(write_shards(tmp_path / "d", count=40, per_shard=1)), "train")
     for i in (*range(40), 0, 39):
         assert source.image(i).getpixel((0, 0))[0] == i
-    assert len(source._files.opened) == 16
+    assert len(os.listdir("/proc/self/fd")) <= before + 16
 
 
 def test_class_names(tmp_path):
@@ -165,7 +181,8 @@ def test_order_does_not_depend_on_workers(tmp_path):
     assert alone.shape == (7, 6, 3, 4, 4) and torch.equal(run(2), alone)
 
 
-def test_cifar10(cifar10, tmp_path):
-    source = Shards(cifar10, "val", str(tmp_path))
+def test_cifar10(cifar10, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path))
+    source = Shards(cifar10, "val")
     assert len(source) == 10_000 and np.bincount(source.labels).tolist() == [1000] * 10
     assert source.classes[3] == "cat" and source.image(9_999).size == (32, 32)

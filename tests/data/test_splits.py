@@ -10,7 +10,7 @@ from pictures import write_folder
 from test_sources import write_shards
 
 from moh_vision.data.splits import DataRecord, open_source, open_splits
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.stored import LatentCache
 
 
 def record(root, *allowed):
@@ -70,14 +70,15 @@ def test_shards_that_were_written_again_are_refused(tmp_path):
     outline().save(tmp_path)
     for path in root.glob("*.tar"):  # a copy has other times
         os.utime(path, (0, 0))
-    (root / ".train.index.safetensors").unlink()
+    for index in root.glob(".*.index.npy"):
+        index.unlink()
     outline().check(tmp_path, pytest.fail)
     (root / "classes.txt").write_text("ant\nbee\ncat\n")
     with pytest.raises(ValueError, match="class '0' is gone, .* class 'ant' is new"):
         outline().check(tmp_path, pytest.fail)
     (root / "classes.txt").unlink()
-    (root / ".train.index.safetensors").unlink()
     first, *_ = sorted(root.glob("*.tar"))
+    (root / f".{first.name}.index.npy").unlink()
     first.rename(first.with_name("train-999999.tar"))
     with pytest.raises(ValueError, match="other files"):
         outline().check(tmp_path, pytest.fail)
@@ -105,11 +106,8 @@ def test_processes_that_see_other_data_are_refused(tmp_path, monkeypatch):
 
 
 def test_latents_of_another_vae_are_other_data():
-    latents = LatentCache.__new__(LatentCache)
-    latents.__dict__.update(
-        labels=np.arange(2), classes=["a", "b"], paths=[], shard_sizes=(2,), offset=np.arange(2), bytes=np.arange(2),
-        manifest=dict(shards=[dict(shard="train-000000.tar", sha256="1")]),
-    )  # fmt: skip
+    latents, shards = LatentCache.__new__(LatentCache), [dict(shard="train-000000.npy", sha256="1")]
+    latents.__dict__.update(labels=np.arange(2), classes=["a", "b"], about=dict(shards=shards))
     one = DataRecord("x", (), train=latents).splits
-    latents.manifest["shards"][0]["sha256"] = "2"
+    shards[0]["sha256"] = "2"
     assert one != DataRecord("x", (), train=latents).splits

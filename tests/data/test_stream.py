@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pictures import write_folder
+from pictures import convert, write_folder
 from processes import on_two_ranks
 from refusals import one_line, refused
 from small_runs import logged
@@ -24,7 +24,6 @@ from moh_vision.data import stream
 from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches
-from moh_vision.data.shards import convert
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
@@ -97,7 +96,7 @@ def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, mon
     monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
     data = (shards / "train-000000.tar").read_bytes()
     with served(shards, cut=1, ranges=ranges) as (url, requests):
-        with StreamedFile(f"{url}/train-000000.tar", 5) as file:
+        with contextlib.closing(StreamedFile(f"{url}/train-000000.tar", 5)) as file:
             assert b"".join(iter(lambda: file.read(3000), b"")) == data
     assert requests[1] == ("/train-000000.tar", f"bytes={len(data) // 2}-") and len(requests) == 2
     said = capfd.readouterr().err
@@ -111,7 +110,7 @@ def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch)
     monkeypatch.setattr(stream.time, "sleep", lambda seconds: None)
     shard, once = shards / "train-000000.tar", tmp_path / "once"
     url = f"pipe:test -e {once} && cat {shard} || {{ head -c 4000 {shard}; touch {once}; exit 3; }}"
-    with StreamedFile(url, 5) as file:
+    with contextlib.closing(StreamedFile(url, 5)) as file:
         assert b"".join(iter(lambda: file.read(3000), b"")) == shard.read_bytes()
     assert capfd.readouterr().err == f"{url}: exit code 3; tried again for 5 s\n"
 
@@ -143,10 +142,8 @@ def test_parts_read_shards_of_their_own(shards, monkeypatch):
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        source = source_of(paths(shards)[:4], 40)
-        order = stream.webdataset.SimpleShardList(source.urls, seed=1)
-        read = source._read(order, 0, stream.webdataset.split_by_node)
-        seen.append({sample["__key__"] for sample in read})
+        one_pass = itertools.islice(source_of([], 40)._passes(paths(shards)[:4], 1), 20)
+        seen.append({sample["__key__"] for sample in one_pass})
     assert len(seen[0]) == len(seen[1]) == 20 and len(set.union(*seen)) == 40
     monkeypatch.setenv("RANK", "1")  # of fewer shards than parts each has one all the same
     assert set(numbers(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
@@ -291,13 +288,13 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
         config = ["--config", tmp_path / "of_a_stranger.yaml"]
         assert "runs a command; give it on the command line" in said(*there, *config)
     assert not (tmp_path / "canary").exists() and not (tmp_path / "run").exists()
-    (shards / "train.latents.json").write_text("{}")
+    (shards / "train.meta.json").write_text("{}")
     assert "latents, which data.exact_order false does not read" in said(*there, kind=dit)
 
 
 def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     folder = tmp_path / "d"
-    convert(str(write_folder(tmp_path / "i")), str(folder), samples_per_shard=5, workers=1, say=lambda text: None)
+    assert convert(write_folder(tmp_path / "i"), folder, "--samples-per-shard 5") == 0
     first, second, third = paths(folder)
 
     def opened(*more):
@@ -307,7 +304,7 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
 
     assert len(opened()) == 12 and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
     shutil.copy(first, folder / "others.tar")
-    with one_line(f"data.samples is needed: .*; no record {folder}/train.shards.jsonl has all these shards"):
+    with one_line(f"data.samples is needed: .*; no record {folder}/train.shards.json has all these shards"):
         opened("--data.stream", f"{first}::{folder}/others.tar")
     shutil.copy(third, first)  # whoever counts them says that they are no longer those of the record
     names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)

@@ -1,33 +1,29 @@
 """Latents on disk: what is written, what goes on after a kill, what is refused."""
 
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from pictures import contents, write_folder
+from test_writers import told
 from tiny_vae import save_tiny_vae
-from writer_suite import *  # noqa: F403  its tests
-from writer_suite import Writer, told
 
+from moh_vision.__main__ import main
 from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion.batches import NoisedLatents, posterior_draw
-from moh_vision.diffusion.latents import writer as writing
-from moh_vision.diffusion.latents.__main__ import main
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents import write_latents as writing
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.objectives import draw_step
 
@@ -48,13 +44,7 @@ def arguments(vae, root, out, *more):
 
 
 def run(*given):
-    return main(arguments(*given))
-
-
-@pytest.fixture
-def writer(vae_folder, root):
-    opened = lambda out: LatentCache(str(out), "train")  # noqa: E731
-    return Writer(root, partial(run, vae_folder, root), opened, (writing, "encode_moments"))
+    return main(["latents", *arguments(*given)])
 
 
 def error_line(capfd):
@@ -65,14 +55,10 @@ def error_line(capfd):
 
 def stored_numbers(folder, split="train"):
     """The number in the source of every sample, in the order of the cache."""
-    names = []
-    for path in sorted(folder.glob(f"{split}-*.tar")):
-        with tarfile.open(path) as tar:
-            names += [m.name for m in tar if m.name.endswith(".npy")]
-    return [int(name.removesuffix(".npy")) for name in names]
+    return np.load(folder / f"{split}.numbers.npy").tolist()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("float16", 1e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("float16", 1e-3), ("bfloat16", 8e-3)])
 def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path, vae_folder, root, dtype, tolerance):
     out = tmp_path / "out"
     assert run(vae_folder, root, out, "--dtype", dtype) == 0
@@ -91,33 +77,29 @@ def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path,
         assert not torch.allclose(moments[0], moments[1], atol=0.01)
 
 
-def test_manifest(tmp_path, vae_folder, root):
+def test_the_record_and_what_reads_without_us(tmp_path, vae_folder, root):
     out = tmp_path / "out"
     assert run(vae_folder, root, out, "--split", "val") == 0
     assert run(vae_folder, root, out) == 0
-    m = json.loads((out / "train.latents.json").read_text())
-    shards = m.pop("shards")
-    sha = m["vae"].pop("sha256")
-    assert re.fullmatch("[0-9a-f]{64}", sha)
+    m = json.loads((out / "train.meta.json").read_text())
+    shards, made_from = m.pop("shards"), m.pop("made_from")
+    assert re.fullmatch("[0-9a-f]{64}", m["vae"].pop("sha256")) and made_from["--vae"][0] == vae_folder
     assert m == dict(
-        format=1, complete=True, split="train", source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
+        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
         vae=dict(
             name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4,
             latents_mean=None, latents_std=None, deterministic=False,
         ),
-        classes=["cat", "dog"], samples=20, bad=0,
+        classes=["cat", "dog"],
     )  # fmt: skip
-    assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.tar", n) for i, n in enumerate((6, 7, 7))]
+    assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))]
     for s in shards:
         data = (out / s["shard"]).read_bytes()
         assert (s["bytes"], s["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
     assert (out / "classes.txt").read_text() == "cat\ndog\n"
     assert len(LatentCache(str(out), "val")) == 4
-    with tarfile.open(out / "train-000000.tar") as tar:
-        array = np.load(
-            io.BytesIO(tar.extractfile(next(m for m in tar if m.name.endswith(".npy"))).read()), allow_pickle=False
-        )
-        assert array.shape == (2, 8, 8, 8) and array.dtype == np.float16
+    array, labels = np.load(out / "train-000000.npy", mmap_mode="r"), np.load(out / "train.labels.npy")
+    assert array.shape == (6, 2, 8, 8, 8) and array.dtype == np.float16 and np.bincount(labels).tolist() == [10, 10]
 
 
 def test_grey_images(tmp_path, vae_folder):
@@ -134,7 +116,7 @@ def test_a_killed_run_is_not_trained_on(tmp_path, vae_folder, root, monkeypatch)
     monkeypatch.setattr(writing, "encode_moments", lambda *a: encode(*a) if next(left, None) is not None else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(vae_folder, root, tmp_path / "out")
-    with pytest.raises(ValueError, match="train.latents.json: the latents are not all there yet"):
+    with pytest.raises(ValueError, match="train.meta.json: the shards are not all there yet"):
         LatentCache(str(tmp_path / "out"), "train")
 
 
@@ -185,7 +167,7 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, vae_folder, roo
     assert "of 19 images" in (shown := capfd.readouterr().out) and "1 bad images left out, train.bad.txt" in shown
     assert (tmp_path / "out" / "train.bad.txt").read_text().startswith("13\t")
     cache = LatentCache(str(tmp_path / "out"), "train")
-    assert (len(cache), cache.manifest["samples"], cache.manifest["bad"]) == (19, 19, 1)
+    assert len(cache) == 19 and 13 not in stored_numbers(tmp_path / "out")
     assert run(vae_folder, root, tmp_path / "out") == 2, "what was allowed once is not allowed for ever"
     assert "1 bad of 20" in error_line(capfd)
 
@@ -244,75 +226,79 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, vae_folder, ro
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def rewrite(manifest, **changes):
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+def rewrite(record, **changes):
+    record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
 
 
-def test_a_manifest_of_before_statistics(tmp_path, vae_folder, root):
+def test_a_record_of_before_statistics(tmp_path, vae_folder, root):
     out = tmp_path / "out"
     assert run(vae_folder, root, out) == 0
-    before, manifest = LatentCache(str(out), "train").space, out / "train.latents.json"
-    vae = json.loads(manifest.read_text())["vae"]
-    rewrite(manifest, vae={k: v for k, v in vae.items() if k not in ("latents_mean", "latents_std", "deterministic")})
+    before, record = LatentCache(str(out), "train").space, out / "train.meta.json"
+    vae = json.loads(record.read_text())["vae"]
+    rewrite(record, vae={k: v for k, v in vae.items() if k not in ("latents_mean", "latents_std", "deterministic")})
     assert LatentCache(str(out), "train").space == before
+
+
+def labels(values):
+    return lambda out: np.save(out / "train.labels.npy", values)
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(format=2), "train.latents.json: format 2, this version reads 1"),
-        (dict(complete=False), "train.latents.json: the latents are not all there yet"),
-        (dict(dtype="float32"), "train-000000.tar, 0+\\d+.npy at byte [0-9]+: 2176 bytes, not float32 of shape"),
-        (dict(size=32), "dtype float16, shape \\[2, 8, 8, 8\\] are not those of its VAE and size"),
-        (dict(vae=None), "not a manifest of latents"),
-        ("text", "train.latents.json: Expecting value"),
-        ("gone", "train-000002.tar of .*/train.latents.json is gone"),
-        ("added", "train-000003.tar is not in train.latents.json"),
-        ("shorter", "train-000000.tar: 10240 bytes, 1 samples; train.latents.json says"),
-        ("zeros", "train-000000.tar: byte [0-9]+ is not zero, but a block of zeros behind member 2, at byte"),
-        ("touched", "shard train-000000.tar was added or changed since the index"),
+        (dict(dtype="int8"), r"train.meta.json: dtype int8, shape \[2, 8, 8, 8\] are not those of its VAE and size"),
+        (dict(size=32), r"train.meta.json: dtype float16, shape \[2, 8, 8, 8\] are not those of its VAE and size"),
+        (dict(vae=None), "train.meta.json: not a record of latents"),
+        (dict(classes="cat"), "train.meta.json: classes are not a list of names"),
+        (dict(classes=["cat"]), "train.labels.npy: label 1 of latents [0-9]+, but the record names 1 classes"),
+        (labels(np.zeros(20)), r"train.labels.npy: float64 of shape \(20,\), expected int64 of \(20,\)"),
+        (labels(np.zeros(3, np.int64)), r"train.labels.npy: int64 of shape \(3,\), expected"),
+        (labels(np.full(20, -1)), "train.labels.npy: label -1 of latents 0"),
+        (labels(np.array([{}], object)), "train.labels.npy: labels that cannot be read .*pickle"),
+        (lambda out: (out / "train.labels.npy").unlink(), "train.labels.npy: labels that cannot be read"),
+        (lambda out: (out / "train.labels.npy").write_bytes(b""), "train.labels.npy: labels that cannot be read"),
     ],
 )
-def test_a_cache_that_is_not_what_its_manifest_says(tmp_path, vae_folder, root, change, words):
+def test_a_cache_that_is_not_what_its_record_says(tmp_path, vae_folder, root, change, words):
     out = tmp_path / "out"
     assert run(vae_folder, root, out) == 0
-    if change != "touched":
-        (out / ".train.index.safetensors").unlink()
-    if isinstance(change, dict):
-        rewrite(out / "train.latents.json", **change)
-    if change == "text":
-        (out / "train.latents.json").write_text("x")
-    if change == "gone":
-        (out / "train-000002.tar").unlink()
-    if change == "added":
-        shutil.copy(out / "train-000000.tar", out / "train-000003.tar")
-    if change == "shorter":
-        with tarfile.open(out / "train-000000.tar") as old, tarfile.open(out / "new", "w") as new:
-            for member in old.getmembers()[:2]:
-                new.addfile(member, old.extractfile(member))
-        (out / "new").rename(out / "train-000000.tar")
-    if change == "zeros":
-        with tarfile.open(out / "train-000000.tar") as tar, open(out / "train-000000.tar", "r+b") as file:
-            file.seek(tar.getmembers()[2].offset)
-            file.write(bytes(512))
-    if change == "touched":
-        os.utime(out / "train-000000.tar")
+    rewrite(out / "train.meta.json", **change) if isinstance(change, dict) else change(out)
     with pytest.raises(ValueError, match=words):
         LatentCache(str(out), "train")
 
 
-def test_damage_is_noticed(tmp_path, vae_folder, root):
+@pytest.mark.parametrize("fault", ["header", "dtype", "shape", "changed", "gone", "touched"])
+def test_damage_is_noticed(tmp_path, vae_folder, root, fault):
+    """What has the size of the record is noticed when it is read, whatever damaged it."""
     out = tmp_path / "out"
     assert run(vae_folder, root, out) == 0
-    cache, path = LatentCache(str(out), "train"), out / "train-000000.tar"
-    data, before = bytearray(path.read_bytes()), path.stat()
-    data[int(cache.offset[0])] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(UnreadableImage, match="train-000000.tar: the shard has changed since its index was made"):
+    path, words = out / "train-000000.npy", "train-000000.npy: the shard has changed since the run began"
+    array = np.load(path)
+    if fault in ("header", "dtype", "shape"):
+        data = bytearray(path.read_bytes())
+        data[3] ^= 1
+        other = dict(header=None, dtype=array.view(np.int16), shape=array.reshape(12, 1, 8, 8, 8)).get(fault)
+        path.write_bytes(data) if fault == "header" else np.save(path, other)
+        words = dict(header="train-000000.npy: .*magic", dtype="int16 of shape", shape="float16 of shape").get(fault)
+    cache = LatentCache(str(out), "train")
+    assert torch.equal(cache.moments(19), cache.moments(19))
+    if fault == "changed":
+        np.save(path, array + 1)
+    if fault == "gone":
+        path.unlink()
+        words = "train-000000.npy: .*No such file"
+    if fault == "touched":
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(UnreadableImage, match=words):
         cache.moments(0)
-    os.utime(path, ns=(0, before.st_mtime_ns))  # as if the disk had done it
-    with pytest.raises(UnreadableImage, match="train-000000.tar, 0+\\d+.npy at byte 1536: not float16 of shape"):
-        cache.moments(0)
+
+
+def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
+    assert run(vae_folder, root, tmp_path / "out", "--samples-per-shard", 1) == 0
+    cache, before = LatentCache(str(tmp_path / "out"), "train"), len(os.listdir("/proc/self/fd"))
+    for i in (*range(20), 0, 19):
+        assert cache.moments(i).isfinite().all()
+    assert len(os.listdir("/proc/self/fd")) <= before + 16
 
 
 def test_classifiers_are_told(tmp_path, vae_folder, root, capfd):
@@ -327,7 +313,7 @@ def test_classifiers_are_told(tmp_path, vae_folder, root, capfd):
 @pytest.mark.slow
 def test_two_ranks_write_what_one_writes(tmp_path, vae_folder, root):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29541"]
-    command = [*torchrun, "-m", "moh_vision.diffusion.latents"]
+    command = [*torchrun, "-m", "moh_vision", "latents"]
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     how = dict(env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     done = subprocess.run([*command, *arguments(vae_folder, root, tmp_path / "two")], **how)

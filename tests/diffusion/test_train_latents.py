@@ -14,12 +14,11 @@ from PIL import Image
 from refusals import refused
 from safetensors import safe_open
 from small_runs import entries
-from tiny_vae import coarse_vae, save_tiny_vae
+from tiny_vae import coarse_vae, save_tiny_vae, write_latents
 
 from moh_vision.__main__ import main
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, PixelInputs, open_inputs
-from moh_vision.diffusion.latents.__main__ import main as write_latents
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.objectives import draw_step
 from moh_vision.models.weights import from_run
@@ -198,7 +197,7 @@ def test_pixel_runs_have_no_vae(tmp_path):
 def named(cache, folder, name):
     """The latents, moved to `folder`, as if made with the VAE of that name."""
     shutil.copytree(cache, folder)
-    manifest = folder / "train.latents.json"
+    manifest = folder / "train.meta.json"
     about = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(dict(about, vae=dict(about["vae"], name=name))))
     return str(folder)

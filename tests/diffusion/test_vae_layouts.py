@@ -12,13 +12,12 @@ from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from pictures import write_folder
 from refusals import one_line, refused
 from small_runs import outcome
-from tiny_vae import layout, save_tiny_vae, tiny_vae
+from tiny_vae import layout, save_tiny_vae, tiny_vae, write_latents
 
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import open_inputs
-from moh_vision.diffusion.latents.__main__ import main as write_latents
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.objectives import draw_step
 
@@ -197,7 +196,7 @@ def test_a_vae_of_other_statistics_is_refused_by_name(tmp_path, capsys):
             and "): latents_" in error
             and " there" in error
         )
-    manifest = cache / "train.latents.json"
+    manifest = cache / "train.meta.json"
     about = json.loads(manifest.read_text())
     about["vae"]["latents_std"][0] = -1
     manifest.write_text(json.dumps(about))

@@ -3,6 +3,8 @@
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2
 
+from moh_vision.__main__ import main
+
 
 def tiny_vae(seed=0, **changes):
     torch.manual_seed(seed)
@@ -48,3 +50,8 @@ def layout(name, seed=0):
     types = ["ResBlock"] * 5 + ["EfficientViTBlock"]
     types = dict(encoder_block_types=types, decoder_block_types=types)
     return AutoencoderDC(**types, **sizes, attention_head_dim=8, scaling_factor=0.41407).eval()
+
+
+def write_latents(argv) -> int:
+    """The exit code of `python -m moh_vision latents`."""
+    return main(["latents", *map(str, argv)])

@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 from small_text import ENGLISH, write_pairs, write_plain
 from test_train_text_clm import words
-from tiny_vae import save_tiny_vae
+from tiny_vae import save_tiny_vae, write_latents
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
-from moh_vision.diffusion.latents.__main__ import main as write_latents
 from moh_vision.engine import run as engine_run
 from moh_vision.engine.step import Step
 from moh_vision.language import train as train_text

@@ -25,8 +25,8 @@ from moh_vision.data.crop import center_crop
 from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image
 from moh_vision.data.imagenet import imagenet_eval_transform
 from moh_vision.data.order import StepBatches
-from moh_vision.data.shards.encode import BadImage, encode_sample
 from moh_vision.data.splits import open_source
+from moh_vision.data.write_shards import BadImage, encode_sample
 from moh_vision.diffusion import train as dit
 from moh_vision.evaluation.fidelity.images import ScoredFolder
 

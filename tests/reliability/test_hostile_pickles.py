@@ -15,22 +15,20 @@ import timm
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
-from pictures import write_folder
+from pictures import convert, write_folder
 from PIL import Image
 from refusals import one_line
 from test_bad_folders import shard
 from test_sources import write_shards
-from tiny_vae import save_tiny_vae
+from tiny_vae import save_tiny_vae, write_latents
 
 import moh_vision
 from moh_vision.classification.config import ClsConfig, ValidateConfig
-from moh_vision.data.shards.__main__ import main as write_image_shards
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.image_parts import ImageParts
-from moh_vision.diffusion.latents.__main__ import main as write_latents
-from moh_vision.diffusion.latents.cache import LatentCache
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import latest_checkpoint, load_training, save_training
@@ -131,22 +129,22 @@ def doors(tmp_path) -> dict:
     found["pipeline"] = tmp_path / "pipe" / "model_index.json", lambda f: MoHDiTPipeline.from_pretrained(str(f.parent))
 
     data = tmp_path / "shards"
-    for name in (".train.index.safetensors", "classes.txt", "train-000000.tar"):
+    for name in (".train-000000.tar.index.npy", "classes.txt", "train-000000.tar"):
         found[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
     folder = tmp_path / "folder" / "train" / "cat" / "0.png"
     found["image"] = folder, lambda f: open_source(str(tmp_path / "folder"), "train").image(0)
     latents = tmp_path / "latents"
-    for name in ("train.latents.json", ".train.index.safetensors", "train-000000.tar", "classes.txt"):
+    for name in ("train.meta.json", "train.labels.npy", "train-000000.npy"):
         found[f"latents {name}"] = latents / name, lambda f: LatentCache(str(latents), "train").moments(0)
-    found["latents record"] = latents / "train.shards.jsonl", lambda f: convert_latents(tmp_path)
-    found["shards record"] = tmp_path / "written" / "train.shards.jsonl", lambda f: convert_images(tmp_path)
+    found["latents record"] = latents / "train.meta.json", lambda f: convert_latents(tmp_path)
+    found["shards record"] = tmp_path / "written" / "train.shards.json", lambda f: convert_images(tmp_path)
     parts = ImageParts(tmp_path, 1, 1, {})
     found["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
     return found
 
 
 def convert_images(tmp_path):
-    assert write_image_shards(f"--in {tmp_path}/folder --out {tmp_path}/written --workers 1".split()) == 0
+    assert convert(tmp_path / "folder", tmp_path / "written") == 0
 
 
 def convert_latents(tmp_path):
@@ -198,7 +196,7 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
     assert tried >= 50 * len(forms)
     print(f"{tried} pickles in {tried // len(forms)} places")
     # A .bin beside safetensors is no file of a VAE's; class names may be any text, and shards say them by number.
-    assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt", "latents classes.txt"}, through
+    assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt"}, through
 
 
 def test_members_of_shards_are_not_unpickled(tmp_path, canary):
@@ -210,7 +208,7 @@ def test_members_of_shards_are_not_unpickled(tmp_path, canary):
         with one_line("train-000000.tar"):
             for i in range(2):
                 open_source(str(tmp_path), "train").image(i)
-        (tmp_path / ".train.index.safetensors").unlink(missing_ok=True)
+        (tmp_path / ".train-000000.tar.index.npy").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

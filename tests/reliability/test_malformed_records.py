@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from pictures import write_folder
+from pictures import convert, write_folder
 from repeat import cases
-from tiny_vae import save_tiny_vae
+from tiny_vae import save_tiny_vae, write_latents
 
-from moh_vision.data.shards import convert
-from moh_vision.diffusion.latents.cache import LatentCache
-from moh_vision.diffusion.latents.conversion import write_latents
+from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import load_vae
 
 
@@ -18,14 +16,14 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     write_folder(folder / "images", train=4, val=1)
     save_tiny_vae(folder / "vae")
-    write(folder)
-    convert(str(folder / "images"), str(folder / "shards"), workers=1, say=lambda text: None)
+    assert write(folder) == 0 and convert(folder / "images", folder / "shards") == 0
     return folder
 
 
 def write(folder):
-    how = dict(vae=str(folder / "vae"), size=8, workers=0, say=lambda text: None)
-    write_latents(str(folder / "images"), str(folder / "latents"), **how)
+    return write_latents(
+        f"--vae {folder}/vae --data {folder}/images --out {folder}/latents --size 8 --workers 0".split()
+    )
 
 
 JUNK = [None, 5, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, 2**70, ""]
@@ -59,9 +57,9 @@ def check(file, read, text) -> bool:
         return True
 
 
-def test_every_value_of_a_manifest(world):
+def test_every_value_of_a_record(world):
     """Each replaced by junk of every type: refused, or the latents are read as before (the name of a VAE is any text)."""
-    file = world / "latents" / "train.latents.json"
+    file = world / "latents" / "train.meta.json"
     whole = file.read_text()
     tree, refused, tried = json.loads(whole), 0, 0
     before = LatentCache(str(world / "latents"), "train").moments(0)
@@ -83,8 +81,8 @@ def test_every_value_of_a_manifest(world):
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"5", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
-def test_manifests_that_are_none(world, text):
-    file = world / "latents" / "train.latents.json"
+def test_records_that_are_none(world, text):
+    file = world / "latents" / "train.meta.json"
     whole = file.read_text()
     try:
         assert check(file, lambda: LatentCache(str(world / "latents"), "train"), text)
@@ -93,39 +91,24 @@ def test_manifests_that_are_none(world, text):
 
 
 @pytest.mark.parametrize("what", ["latents", "shards"])
-def test_records_that_are_damaged(world, what):
-    file = world / what / "train.shards.jsonl"
+def test_records_that_are_damaged_are_not_written_on(world, capsys, what):
+    file = world / what / dict(latents="train.meta.json", shards="train.shards.json")[what]
     whole = file.read_text()
-    header, *entries = whole.splitlines()
-    start = dict(
-        latents=lambda: write(world),
-        shards=lambda: convert(str(world / "images"), str(world / "shards"), workers=1, say=lambda text: None),
-    )[what]
-    texts = [f"{text}\n" for text in ("null", "5", "{}", "[]", "[" * 100_000)]
-    texts += [*(f"{header}\n{text}\n" for text in ("null", "{}", "5")), b"\xff\xfe\n"]
-    for place in ("classes", "format", "seed"):
-        texts += [json.dumps(dict(json.loads(header), **{place: value})) + "\n" for value in (None, "x", [1])]
+    start = dict(latents=lambda: write(world), shards=lambda: convert(world / "images", world / "shards"))[what]
+    texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
+    for place in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
+        texts += [json.dumps(changed(json.loads(whole), place, value)) for value in ("x", [1])]
     wrong = (("shard", 5), ("samples", "x"), ("sha256", None), ("bad", 5), ("bad", [[1]]), ("bad", [["a", 1]]))
-    texts += [f"{header}\n{json.dumps({**json.loads(entries[0]), place: value})}\n" for place, value in wrong]
+    texts += [json.dumps(changed(json.loads(whole), ("shards", 0, place), value)) for place, value in wrong]
     try:
         for text in texts:
-            assert check(file, start, text), text
+            file.write_bytes(text if isinstance(text, bytes) else text.encode())
+            assert start() == 2, text
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), error
     finally:
         file.write_text(whole)
-    start()  # as if nothing had been
-
-
-def test_a_record_cannot_name_files_elsewhere(world):
-    file = world / "shards" / "train.shards.jsonl"
-    whole, victim = file.read_text(), world / "victim.tar"
-    victim.write_text("precious")
-    entry = dict(json.loads(whole.splitlines()[1]), shard="../victim.tar", sha256="0" * 64)
-    try:
-        file.write_text(whole + json.dumps(entry) + "\n")
-        convert(str(world / "images"), str(world / "shards"), workers=1, say=lambda text: None)
-    finally:
-        file.write_text(whole)
-    assert victim.read_text() == "precious"
+    assert start() == 0  # as if nothing had been
 
 
 def test_a_vae_whose_configuration_or_weights_are_damaged(world, tmp_path):

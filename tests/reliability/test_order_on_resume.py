@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
+from moh_vision.__main__ import main
 from moh_vision.data.batches import LabelledImages, training_batches
 from moh_vision.data.order import StepBatches
-from moh_vision.data.shards.__main__ import main as write_shards
 from moh_vision.data.splits import open_source
 
 COUNT, STEPS, BATCH = 60, 45, 4  # three epochs
@@ -24,7 +24,7 @@ def roots(tmp_path_factory):
             place.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8, 3), i, np.uint8)).save(place / f"{i:03}.png")
     argv = f"--in {folder / 'folder'} --out {folder / 'shards'} --samples-per-shard 13 --workers 1"
-    assert write_shards(argv.split()) == 0
+    assert main(["shards", *argv.split()]) == 0
     return {"folder": folder / "folder", "shards": folder / "shards"}
 
 
@@ -34,7 +34,7 @@ def step_batches(source, **where):
 
 def seen(root, start, workers, world=1, stop=STEPS):
     """Numbers of the images of every step, [stop - start, BATCH], over `world` ranks."""
-    source = open_source(str(root), "train", str(root.parent / "index"))
+    source = open_source(str(root), "train")
     ranks = []
     for rank in range(world):
         batches = step_batches(source, rank=rank, world=world, start=start, stop=stop)
@@ -75,7 +75,7 @@ def test_bits_of_augmentation_do_not_depend_on_workers(roots):
     def noisy(image):
         return pil_to_tensor(image).float() + torch.rand(())
 
-    source = open_source(str(roots["folder"]), "train", str(roots["folder"].parent / "index"))
+    source = open_source(str(roots["folder"]), "train")
     streams = []
     for workers, start in ((0, 0), (2, 9)):
         batches = step_batches(source, rank=0, world=1, start=start, stop=12)

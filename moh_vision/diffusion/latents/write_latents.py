@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import io
 import os
 import time
 import warnings
@@ -49,9 +50,8 @@ from moh_vision.data.shard_writer import (
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, load_vae
-from moh_vision.engine import commands
-from moh_vision.engine.commands import Progress
-from moh_vision.engine.io import only_one, whole_file
+from moh_vision.engine.commands import Progress, say
+from moh_vision.engine.io import only_one, whole_file, write_whole
 from moh_vision.engine.ranks import first, from_first
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -74,7 +74,7 @@ def options(add: Callable) -> None:
 def work(options: Namespace) -> None:
     with warnings.catch_warnings(), launched_ranks():
         warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
-        write_latents(options, commands.say)
+        write_latents(options)
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def launched_ranks() -> Iterator[None]:
             PartialState().destroy_process_group()
 
 
-def write_latents(o: Namespace, say: Callable[[str], None]) -> None:
+def write_latents(o: Namespace) -> None:
     """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
 
     After a mistake on rank 0 the others raise MistakeElsewhere.
@@ -117,7 +117,7 @@ def write_latents(o: Namespace, say: Callable[[str], None]) -> None:
             stack.enter_context(only_one(out, "--out"))
             write_classes(out, source.classes, source.name)
             writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
-            todo = writer.begin(max(1, o.workers), say)
+            todo = writer.begin(max(1, o.workers))
             limit.check([b for entry in writer.entries.values() for b in entry["bad"]])
             return writer, todo
 
@@ -135,8 +135,9 @@ def write_latents(o: Namespace, say: Callable[[str], None]) -> None:
                 (labels_path(out, o.split), source.labels[numbers]),
                 (out / f"{o.split}.numbers.npy", numbers),
             ):
-                with whole_file(place) as file:
-                    np.save(file, values.astype(np.int64), allow_pickle=False)
+                npy = io.BytesIO()
+                np.save(npy, values.astype(np.int64), allow_pickle=False)
+                write_whole(place, npy.getvalue())
             entries = writer.end(written)
             cache = LatentCache(o.out, o.split)
             images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since

@@ -1,0 +1,324 @@
+"""What both commands that write shards have to bear, `shards` of images and `latents`: kind x fault."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import time
+from typing import Callable, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from pictures import contents, write_folder
+from PIL import Image
+from refusals import one_line
+from tiny_vae import save_tiny_vae
+
+from moh_vision.__main__ import main
+from moh_vision.data import write_shards
+from moh_vision.data.shards import Shards
+from moh_vision.diffusion.latents import write_latents
+from moh_vision.diffusion.latents.stored import LatentCache
+from moh_vision.engine import io
+
+
+class Writer(NamedTuple):
+    kind: str
+    root: object  # train/cat and train/dog with ten images each, val with two
+    argv: list  # of the command, but --out
+    open: Callable  # folder -> the training split: labels, shard_sizes
+    encoder: tuple  # module, and name in it of what encodes images
+    record: str
+    ending: str
+
+    def run(self, out, *more):
+        """The exit code of the command."""
+        return main([self.kind, *self.argv, "--out", str(out), *map(str, more)])
+
+    def shard(self, number):
+        return f"train-{number:06d}.{self.ending}"
+
+    @staticmethod
+    def shards(count: int) -> tuple:
+        """The option for so many shards."""
+        return "--samples-per-shard", -(-20 // count)
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    return save_tiny_vae(tmp_path_factory.mktemp("vae"))
+
+
+@pytest.fixture(params=["shards", "latents"])
+def writer(request, tmp_path, vae):
+    root = write_folder(tmp_path / "images", train=10, val=2, size=(21, 16))
+    if request.param == "shards":
+        argv, opened = ["--in", str(root), "--workers", "1"], lambda out: Shards(str(out), "train")
+        return Writer("shards", root, argv, opened, (write_shards, "encode_sample"), "train.shards.json", "tar")
+    argv = f"--vae {vae} --data {root} --size 16 --samples-per-shard 7 --batch-size 3 --workers 0".split()
+    opened = lambda out: LatentCache(str(out), "train")  # noqa: E731
+    return Writer("latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy")
+
+
+def told(capfd):
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and ": error: " in lines[0], lines
+    return lines[0]
+
+
+def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, writer):
+    for name, more in (("a", ("--workers", 1)), ("b", ("--workers", 2)), ("c", ("--seed", 1))):
+        assert writer.run(tmp_path / name, *writer.shards(5), *more) == 0
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b and len([n for n in a if n.startswith("train-")]) == 5
+    assert a[writer.shard(0)] != c[writer.shard(0)]
+
+
+# ---------------------------------------------------------------- kills, and what goes on after them
+
+
+@pytest.mark.parametrize("size", [(), ("--size", 4)])
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, monkeypatch, capfd, size):
+    out, other, more = tmp_path / "out", tmp_path / "other", (*writer.shards(10), "--workers", 2, *size)
+    with monkeypatch.context() as patch:
+        encode = getattr(*writer.encoder)
+        patch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            os._exit(writer.run(out, *more))
+        deadline = time.monotonic() + 30
+        while len(list(out.glob("train-*"))) < 3:
+            assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
+            time.sleep(0.005)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    time.sleep(0.5)  # its workers notice, and end in the middle of a shard
+    kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*")}
+    assert 3 <= len(kept) < 10
+    with one_line(f"{writer.record}: the shards are not all there yet; the command that writes them goes on where it"):
+        writer.open(out)
+    assert writer.run(out, *more) == 0
+    assert f"{len(kept)} of 10 shards are there" in capfd.readouterr().out
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+    assert writer.run(other, *more) == 0
+    assert contents(out) == contents(other) and not list(out.glob(".*.tmp")) and not list(out.glob(".*.parts"))
+    assert writer.open(out).labels.tolist() == writer.open(other).labels.tolist()
+
+
+@pytest.mark.reliability
+def test_killed_at_50_instants(tmp_path, writer):
+    """Again and again, until it is done: every file as in an undisturbed run."""
+    more, kills = (*writer.shards(10), "--workers", 2), 0
+    assert writer.run(tmp_path / "whole", *more) == 0
+    instants = np.random.default_rng(0).uniform(0, 0.25, 50)
+    for number, seconds in enumerate(instants):
+        out = tmp_path / f"out{number // 5}"  # five kills each
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            os._exit(writer.run(out, *more))
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        kills += os.waitpid(child, 0)[1] == signal.SIGKILL
+        if number % 5 == 4:
+            assert writer.run(out, *more) == 0
+            assert contents(out) == contents(tmp_path / "whole")
+    print(f"{writer.kind}: {kills} of 50 kills came before the end")
+    assert kills > 20
+
+
+def test_a_finished_run_is_left_alone(tmp_path, writer, capfd):
+    assert writer.run(tmp_path / "out") == 0
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    assert writer.run(tmp_path / "out", "--workers", 2) == 0
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} == before
+    assert "all there already" in capfd.readouterr().out
+
+
+def test_a_damaged_shard_is_moved_aside_and_a_lost_or_unnamed_one_written_again(tmp_path, writer, capfd):
+    out, more = tmp_path / "out", writer.shards(4)
+    assert writer.run(out, *more) == 0
+    good = contents(out)
+    damaged = bytearray(good[writer.shard(1)])
+    damaged[700] ^= 1
+    (out / writer.shard(1)).write_bytes(damaged)
+    (out / writer.shard(2)).unlink()
+    (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")  # killed before the rename
+    assert writer.run(out, *more) == 0
+    assert f"{writer.shard(1)} does not have its recorded sha256; moved to" in capfd.readouterr().out
+    after = contents(out)
+    (aside,) = after.keys() - good.keys()
+    assert aside.startswith(f"{writer.shard(1)}.damaged-") and after.pop(aside) == bytes(damaged) and after == good
+    assert len(writer.open(out)) == 20
+
+
+def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd):
+    out = tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, hard))  # a shard has 20,480 bytes or more
+    try:
+        assert writer.run(out, *writer.shards(2)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"--out {out}: File too large; finished shards are kept" in told(capfd)
+    assert not list(out.glob("train-*")) and not list(out.glob(".*.tmp"))
+    assert writer.run(out, *writer.shards(2)) == 0
+
+
+def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(io, "PAUSE", 0)
+    with io.only_one(out, "--out", with_children=writer.kind == "shards"):
+        child = os.fork()  # POSIX locks do not keep out their own process
+        if child == 0:
+            os._exit(writer.run(out))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in told(capfd)
+    assert writer.run(out) == 0
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("--seed", 5), "--seed was 0, now 5"),
+        (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
+        ("more", r"class dog was 10 images \(sha256 [0-9a-f]{12}\), now 11 images"),
+        ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{12}\), now 10 images"),
+        ("class", "class ant is new"),
+        ("gone", "class dog is gone"),
+    ],
+)
+def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd, change, words):
+    out, root = tmp_path / "out", writer.root
+    assert writer.run(out, *writer.shards(2)) == 0
+    if change == "more":
+        Image.new("RGB", (4, 4)).save(root / "train" / "dog" / "new.png")
+    if change == "touched":
+        os.utime(root / "train" / "cat" / "3.png", ns=(1, 1))
+    for split in ("train", "val"):
+        if change == "class":
+            shutil.copytree(root / split / "cat", root / split / "ant")
+        if change == "gone":
+            shutil.rmtree(root / split / "dog")
+    before = contents(out)
+    assert writer.run(out, *writer.shards(2), *(change if isinstance(change, tuple) else ())) == 2
+    line = told(capfd)
+    assert re.search(words, line) or change in ("class", "gone") and "lists other classes" in line, line
+    assert contents(out) == before
+
+
+def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, capfd):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "test-000000.tar").write_text("another split's")
+    strangers = (
+        "train-000007.tar",
+        "train.files.txt",
+        "train.bad.txt",
+        "train.meta.json",
+        ".train-000000.tar.index.npy",
+    )
+    for name in strangers[:3] if writer.kind == "latents" else strangers:
+        (out / name).write_text("mine")
+        assert writer.run(out) == 2
+        assert f"holds {name}, which this command did not write" in told(capfd)
+        assert (out / name).read_text() == "mine" and not (out / writer.record).exists()
+        (out / name).unlink()
+    (out / "classes.txt").write_text("ant\nbee\n")
+    assert writer.run(out) == 2
+    assert "classes.txt is there and lists other classes" in told(capfd)
+    (out / "classes.txt").unlink()
+    assert writer.run(out) == 0
+    assert (out / "notes.txt").read_text() == "mine" and (out / "test-000000.tar").read_text() == "another split's"
+    (out / writer.shard(9)).write_text("mine")
+    assert writer.run(out) == 2
+    assert f"holds {writer.shard(9)}" in told(capfd)
+
+
+def test_a_record_cannot_name_files_elsewhere(tmp_path, writer):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    victim.write_text("precious")
+    assert writer.run(out) == 0
+    record = json.loads((out / writer.record).read_text())
+    record["shards"].append(dict(record["shards"][0], shard="../victim", sha256="0" * 64))
+    (out / writer.record).write_text(json.dumps(record))
+    assert writer.run(out) == 0 and victim.read_text() == "precious"
+    with one_line("../victim of .* is gone"):
+        (out / writer.record).write_text(json.dumps(record))
+        writer.open(out)
+
+
+# ---------------------------------------------------------------- what training reads is what the record says
+
+
+def shorten(writer, out):
+    path = out / writer.shard(1)
+    os.truncate(path, size := path.stat().st_size - 512)
+    return f"{path}: {size} bytes, 7 samples; {writer.record} says {size + 512} and 7"
+
+
+def lose(writer, out):
+    (out / writer.shard(1)).unlink()
+    return f"{writer.shard(1)} of {out}/{writer.record} is gone"
+
+
+def add(writer, out):
+    shutil.copy(out / writer.shard(1), out / writer.shard(9))
+    return f"{out}/{writer.shard(9)} is not in {writer.record}"
+
+
+def rewritten(change):
+    def fault(writer, out):
+        record = json.loads((out / writer.record).read_text())
+        (out / writer.record).write_text(json.dumps(change(record) or record))
+        return f"{out}/{writer.record}"
+
+    return fault
+
+
+FAULTS = {
+    "shorter": (shorten, ""),
+    "a shard less": (lose, ""),
+    "a shard more": (add, ""),
+    "unfinished": (rewritten(lambda r: r.update(shards=None)), ": the shards are not all there yet"),
+    "another version": (rewritten(lambda r: r.update(format=1)), " is not a record .* format 1, this version reads 2"),
+    "no format": (
+        rewritten(lambda r: r.pop("format") and None),
+        " is not a record of shards that can be read: 'format'",
+    ),
+    "a list": (rewritten(lambda r: [1]), " is not a record of shards that can be read"),
+    "a sample less": (rewritten(lambda r: r["shards"][1].update(samples=6)), ": "),
+    "no text": (
+        lambda w, out: (out / w.record).write_text("x") and f"{out}/{w.record}",
+        " is not a record .* Expecting",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_there_is_what_the_record_says(tmp_path, writer, fault):
+    out = tmp_path / "out"
+    assert writer.run(out, *writer.shards(3)) == 0
+    for index in out.glob(".*.index.npy"):
+        index.unlink()
+    damage, words = FAULTS[fault]
+    named = damage(writer, out)
+    if fault == "a sample less":
+        named = f"{out}/{writer.shard(1)}"
+        size = (out / writer.shard(1)).stat().st_size
+        words = f": {size} bytes, 7 samples; {writer.record} says {size} and 6"
+        if writer.kind == "latents":  # the labels count too
+            named, words = f"{out}/train.labels.npy", r": int64 of shape \(20,\), expected int64 of \(19,\)"
+    with one_line(f"^{named}{words}"):
+        writer.open(out)
+    assert not (out / f".{writer.shard(1)}.index.npy").exists()  # what the record refuses is read again
