@@ -20,8 +20,8 @@ import moh_vision
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import (
     LabelledImages,
-    calibration_batches,
     evaluation_batches,
+    evenly_spread,
     image_transform,
     training_batches,
 )
@@ -85,7 +85,8 @@ def main():
     train_data = LabelledImages(train, transform["crop_flip"], args.seed)
     val_data = LabelledImages(val, transform["none"], args.seed)
     steps = args.steps or max(about["step"] // 20, 1)
-    calibration = list(calibration_batches(train, transform["none"], 512))
+    some = evaluation_batches(LabelledImages(train, transform["none"], args.seed), evenly_spread(len(train), 512), 0)
+    calibration = [batch["images"] for batch in some]
 
     rows = []
 

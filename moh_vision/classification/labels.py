@@ -79,7 +79,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     places = np.argsort(np.argsort(classes))
     found = Relabelled(source, range(len(source)), places[source.labels], columns)
     expected, found.classes = found.classes, sorted(classes)
-    check_same_classes(expected, f"--labels {labels}", found, root)
+    check_same_classes(expected, f"--labels {labels}", found, f"data.root {root}")
     return found
 
 

@@ -54,7 +54,7 @@ class OpenedClassifier(Opened):
         named = f"--checkpoint {self.config.checkpoint}"
         if config.labels:
             return refuse_other_classifier(self.model, classes, named, config.labels)
-        check_same_classes(classes or source.classes, named, source, config.data.root)
+        check_same_classes(classes or source.classes, named, source, f"data.root {config.data.root}")
         count = len(source.classes)
         if self.model.num_classes != count:
             raise ValueError(f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}")

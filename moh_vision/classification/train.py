@@ -18,7 +18,14 @@ from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate, write_confusion
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data import splits
-from moh_vision.data.batches import BadSamples, LabelledImages, calibration_batches, check_images_fit, training_batches
+from moh_vision.data.batches import (
+    BadSamples,
+    LabelledImages,
+    check_images_fit,
+    evaluation_batches,
+    evenly_spread,
+    training_batches,
+)
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
@@ -45,7 +52,7 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))
     teacher = Teacher("distill.teacher", source, mean, std)
     if teacher.classes:
-        check_same_classes(teacher.classes, teacher.name, val, config.data.root)
+        check_same_classes(teacher.classes, teacher.name, val, f"data.root {config.data.root}")
     teacher.check_logits((channels, img_size, img_size), len(val.classes))
     return teacher
 
@@ -79,8 +86,9 @@ def train(run: Run) -> None:
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
     if config.calibrate_images and not run.checkpoint:
-        calibration = calibration_batches(source, val_to_tensor, config.calibrate_images)
-        share_strongest_heads(model, calibration)
+        slices = evenly_spread(len(source), config.calibrate_images)
+        some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
+        share_strongest_heads(model, (batch["images"] for batch in some))
     teacher = None
     if config.distill.teacher:
         with accelerator.main_process_first():

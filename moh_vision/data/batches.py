@@ -6,15 +6,14 @@ import itertools
 import os
 import random
 from functools import partial
-from typing import Callable, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
-from moh_vision.data.crop import center_crop
-from moh_vision.data.decode import UnreadableImage, allowed_bad
+from moh_vision.data.decode import UnreadableImage, allowed_bad, center_crop
 from moh_vision.data.order import StepBatches
 from moh_vision.data.stream import ShardStream, StreamedBatches
 from moh_vision.data.workers import leave_signals_to_the_parent
@@ -26,15 +25,12 @@ MAX_BAD_IN_A_ROW = 100
 def image_transform(
     augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float], fit: str = "squash"
 ) -> Callable:
-    """PIL image -> normalised float tensor [channels, img_size, img_size].
+    """Return a transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    Args:
-        augment: "none"; "affine": +-10 degrees, +-10 % shift and scale; "crop_flip": crop after padding by an eighth,
-            and mirror; "flip": mirror.
-        fit: what becomes of images of another shape: "squash" resizes both sides, "crop" is `center_crop`. Images of
-            that size are left alone by both.
+    `augment` is "none"; "affine": +-10 degrees, +-10 % shift and scale; "crop_flip": crop after padding by an eighth, and
+    mirror; "flip": mirror. `fit` is for images of another shape: "squash" resizes both sides, "crop" is `center_crop`.
     """
-    steps: List[Callable] = [v2.Grayscale(channels) if channels == 1 else v2.RGB()]
+    steps: list[Callable] = [v2.Grayscale(channels) if channels == 1 else v2.RGB()]
     if fit == "crop":
         steps.append(partial(center_crop, size=img_size))
     else:
@@ -59,25 +55,19 @@ class LabelledImages(Dataset):
     """Items (position, sample number) -> dict(images, labels, position, bad).
 
     The augmentation is drawn from (seed, position). A sample that cannot be decoded is replaced by the next one in the
-    numbering of the source (after the last: the first), with the next one's label: a function of the sample number
-    only. `bad` lists (sample number, message) of those passed over.
-
-    Args:
-        source: see `splits.open_source`.
-        transform: PIL image -> tensor [C, h, w].
-        seed: of the run.
-        replace: False: leave such a sample out instead; for validation, where every sample counts once.
+    numbering of the source (after the last: the first), with the next one's label; without `replace`, for validation,
+    where every sample counts once, it is left out. `bad` lists (sample number, message) of those passed over.
     """
 
     def __init__(self, source, transform: Callable, seed: int, replace: bool = True):
         self.source, self.transform, self.seed, self.replace = source, transform, seed, replace
 
-    def __getitem__(self, item: Tuple[int, int]) -> dict:
+    def __getitem__(self, item: tuple[int, int]) -> dict:
         position, index = item
         return self.item(position, (number % len(self.source) for number in itertools.count(index)))
 
     def item(self, position: int, numbers: Iterator) -> dict:
-        """The first of some samples that can be decoded, at a position; `numbers` are what the source calls samples."""
+        """Return the first of some samples that can be decoded; `numbers` are what the source calls samples."""
         bad = []
         for number in itertools.islice(numbers, MAX_BAD_IN_A_ROW if self.replace else 1):
             try:
@@ -90,7 +80,7 @@ class LabelledImages(Dataset):
         return dict(position=position, bad=bad)
 
     def read(self, number: int):
-        """What `transform` takes of a sample; raises UnreadableImage."""
+        """Return what `transform` takes of a sample; raise UnreadableImage."""
         return self.source.image(number)
 
     def _seed(self, position: int) -> None:
@@ -104,18 +94,10 @@ class LabelledImages(Dataset):
 
 
 class BadSamples:
-    """Counts the samples that cannot be decoded, and stops where there are too many.
+    """Counts the samples that cannot be decoded, and raises UnreadableImage if there are too many.
 
-    The count is of different samples since the process started; it is not part of a checkpoint. In training it is
-    that of all processes, which tell each other of new ones at the end of the step (`share`).
-
-    Args:
-        total: samples there are.
-        max_fraction: share of them that may be unreadable (data.max_bad_fraction).
-
-    Attributes:
-        seen: numbers of the samples.
-        new: whether there are some that the other processes have not been told of.
+    The count is of different samples since the process started; it is not part of a checkpoint. In training it is that of
+    all processes, which tell each other of `new` ones at the end of the step (`share`).
     """
 
     def __init__(self, total: int, max_fraction: float = 0.0):
@@ -123,12 +105,8 @@ class BadSamples:
         self.seen: set = set()
         self.new, self._last = False, ""
 
-    def check(self, bad: List[Tuple[int, str]]) -> None:
-        """Take note of (sample number, message) of a batch.
-
-        Raises:
-            UnreadableImage: with the newest message, beyond the share.
-        """
+    def check(self, bad: list[tuple[int, str]]) -> None:
+        """Take note of (sample number, message) of a batch."""
         numbers = {number for number, _ in bad}
         self.new = self.new or not numbers <= self.seen
         if bad:
@@ -136,14 +114,7 @@ class BadSamples:
         self._count(numbers)
 
     def share(self, gather: Callable[[list], list]) -> None:
-        """Tell all processes what each has seen; every process calls it.
-
-        Args:
-            gather: a list of each process -> one list on all.
-
-        Raises:
-            UnreadableImage: as `check`, on every process.
-        """
+        """Tell all processes what each has seen; every process calls it. `gather`: lists of each -> one list on all."""
         self.new = False
         everyone = gather([(self.seen, self._last)])
         self._last = self._last or next((message for _, message in everyone if message), "")
@@ -157,10 +128,9 @@ class BadSamples:
 
 
 class Batches:
-    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted; len() is their number.
+    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted.
 
-    Args:
-        complete: whether every batch must have all its samples, as in training.
+    In training every batch must be `complete`.
     """
 
     def __init__(self, loader: DataLoader, bad: BadSamples, complete: bool):
@@ -179,8 +149,8 @@ class Batches:
                 yield batch
 
 
-def collate(items: List[dict], mixing: Optional[Callable] = None) -> dict:
-    """Items of a data set to one batch, mixed; runs in the loader's processes."""
+def collate(items: list[dict], mixing: Callable | None = None) -> dict:
+    """Join items of a data set to one batch, mixed; runs in the loader's processes."""
     position = items[0]["position"]
     bad = [entry for item in items for entry in item["bad"]]
     whole = [{k: v for k, v in item.items() if k not in ("position", "bad")} for item in items if "images" in item]
@@ -190,7 +160,7 @@ def collate(items: List[dict], mixing: Optional[Callable] = None) -> dict:
     return dict(batch, bad=bad, lost=len(items) - len(whole))
 
 
-def check_images_fit(key: str, side: Optional[int], channels: int, count: int) -> None:
+def check_images_fit(key: str, side: int | None, channels: int, count: int) -> None:
     """Raise ValueError, naming the key of the side, if so many images are larger than the memory of this machine."""
     size = 4 * count * channels * (side or 0) ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -204,14 +174,13 @@ def training_batches(
     dataset: LabelledImages,
     batches: StepBatches,
     workers: int,
-    bad: Optional[BadSamples] = None,
-    mixing: Optional[Callable] = None,
+    bad: BadSamples | None = None,
+    mixing: Callable | None = None,
 ) -> Iterable[dict]:
-    """Iterator over the micro-batches of one rank, in order.
+    """Return an iterator over the micro-batches of one rank, in order.
 
-    Args:
-        bad: counts unreadable samples; left out: the first one stops.
-        mixing: (images, labels, position of the first) -> mixed images and targets, such as `imagenet.BatchMixing`.
+    Without `bad` the first unreadable sample stops. `mixing`: (images, labels, position of the first) -> mixed images and
+    targets, such as `imagenet.BatchMixing`.
     """
     joined = partial(collate, mixing=mixing)
     if isinstance(dataset.source, ShardStream):
@@ -230,9 +199,9 @@ def training_batches(
 
 
 def evaluation_batches(
-    dataset: LabelledImages, slices: List[List[int]], workers: int, bad: Optional[BadSamples] = None
+    dataset: LabelledImages, slices: list[list[int]], workers: int, bad: BadSamples | None = None
 ) -> Batches:
-    """Batches of the given sample numbers, for a transform without randomness."""
+    """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
     loader = DataLoader(
         dataset,
@@ -244,33 +213,19 @@ def evaluation_batches(
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 
-def evenly_spread(total: int, count: int) -> List[List[int]]:
-    """Numbers of `count` of `total` samples, or of all, evenly spread, in batches of 64."""
+def evenly_spread(total: int, count: int) -> list[list[int]]:
+    """Return numbers of `count` of `total` samples, or of all, evenly spread, in batches of 64."""
     count = min(count, total)
     return [[i * total // count for i in range(start, min(start + 64, count))] for start in range(0, count, 64)]
 
 
-def calibration_batches(source, transform: Callable, count: int) -> Iterator[torch.Tensor]:
-    """Images [B, C, h, w] of `count` samples, or all, evenly spread over a source; for a transform without
-    randomness."""
-    for numbers in evenly_spread(len(source), count):
-        yield torch.stack([transform(source.image(i)) for i in numbers])
-
-
-def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: BadSamples) -> Tuple[List[dict], ...]:
-    """Batches of `count` samples, evenly spread over a data set, and of as many others between them; all in memory.
-
-    Raises:
-        ValueError: if there are fewer than twice as many.
-    """
+def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: BadSamples) -> tuple[list[dict], ...]:
+    """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:
         raise ValueError(
             f"--images {count}: these and as many others are needed, the training split has {total} images"
         )
-    numbers = [i * total // (2 * count) for i in range(2 * count)]
-    halves = []
-    for half in (numbers[::2], numbers[1::2]):
-        slices = [half[start : start + 64] for start in range(0, count, 64)]
-        halves.append(list(evaluation_batches(dataset, slices, workers, bad)))
-    return tuple(halves)
+    numbers = sum(evenly_spread(total, 2 * count), [])
+    halves = [[half[start : start + 64] for start in range(0, count, 64)] for half in (numbers[::2], numbers[1::2])]
+    return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 
 import numpy as np
 from PIL import Image
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.shard_writer import one_line
+from moh_vision.data.sources import ImageSource
 from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Progress, say
@@ -32,28 +33,25 @@ LONG = 4  # times the shorter side
 SHOWN = 20  # unreadable images that are named
 
 
-class Look(NamedTuple):
-    """What one image is: its file, why it cannot be read, else its shorter side and what is odd about it."""
-
-    where: str
-    problem: str | None
-    side: int
-    odd: list[str]
+Look = tuple[str, str | None, int, list[str]]  # the file, why it cannot be read, else its shorter side and what is odd
 
 
-def look(source, index: int) -> Look:
-    """Decode a sample as training does, and say what is odd about it."""
-    where = source.where(index)
-    try:
-        data = source.read(index)
-        size = decode_image(data, where).size
-    except UnreadableImage as error:
-        return Look(where, str(error), 0, [])
-    return Look(where, None, min(size), list(oddities(open_image(io.BytesIO(data)))))
+def look(source: ImageSource, numbers: list[int]) -> list[Look]:
+    """Decode samples as training does, and say what is odd about them."""
+    found: list[Look] = []
+    for index in numbers:
+        where = source.where(index)
+        try:
+            data = source.read(index)
+            size = decode_image(data, where).size
+            found.append((where, None, min(size), list(oddities(open_image(io.BytesIO(data))))))
+        except UnreadableImage as error:
+            found.append((where, str(error), 0, []))
+    return found
 
 
 def oddities(image: Image.Image) -> Iterator[str]:
-    """What is odd about an image, and what training makes of it."""
+    """Yield what is odd about an image, and what training makes of it."""
     if image.mode in ("1", "L", "LA", "La"):
         yield "grey"
     if image.mode.startswith("I"):
@@ -72,12 +70,8 @@ def oddities(image: Image.Image) -> Iterator[str]:
         yield f"over {LONG} times as long as wide"
 
 
-def open_all(root: str) -> dict[str, object]:
-    """Split -> source, of the splits that there are; "" for a folder of classes.
-
-    Raises:
-        ValueError, FileNotFoundError: in one line, see `open_source`.
-    """
+def open_all(root: str) -> dict[str, ImageSource]:
+    """Return split -> source, of the splits that there are; "" for a folder of classes."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"{root}: no such folder; a folder of classes or of shards is checked")
     found = {}
@@ -90,32 +84,23 @@ def open_all(root: str) -> dict[str, object]:
 
 
 def check(root: str, split: str, source, workers: int) -> list[str]:
-    """Print what a split holds; returns what training would refuse, a line each."""
+    """Print what a split holds; return what training would refuse, a line each."""
     found: dict[str, list[str]] = defaultdict(list)
     counts = np.bincount(source.labels, minlength=len(source.classes))
-    empty = [name for name, count in zip(source.classes, counts) if not count]
     alike = defaultdict(list)
     for name in source.classes:
         alike[name.casefold()].append(name)
-    found["classes without images"] = empty
+    found["classes without images"] = [name for name, count in zip(source.classes, counts) if not count]
     found["classes that differ by case alone"] = [" ".join(names) for names in alike.values() if len(names) > 1]
     found["files that are no images, passed over"] = getattr(source, "left_out", [])
 
     title, bad, sides = split or root, [], []
-    loader = DataLoader(
-        range(len(source)),
-        batch_size=64,
-        num_workers=workers,
-        collate_fn=partial(_looks, source),
-        worker_init_fn=leave_signals_to_the_parent,
-    )
+    how = dict(num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     with Progress(title, len(source), "image") as progress:
-        for batch in loader:
+        for batch in DataLoader(range(len(source)), batch_size=64, collate_fn=partial(look, source), **how):
             for where, problem, side, odd in batch:
-                if problem:
-                    bad.append(problem)
-                else:
-                    sides.append(side)
+                bad += [problem] if problem else []
+                sides += [] if problem else [side]
                 for what in odd:
                     found[what].append(where)
             progress.add(len(batch))
@@ -134,7 +119,7 @@ def check(root: str, split: str, source, workers: int) -> list[str]:
     if len(bad) > SHOWN:
         say(f"    and {len(bad) - SHOWN} more")
     refused = []
-    if empty and isinstance(source, ImageFolder):
+    if found["classes without images"] and isinstance(source, ImageFolder):
         refused.append(f"{title}: training refuses class folders without images")
     some = 0 < len(bad) < len(source)
     if not split:
@@ -149,10 +134,6 @@ def check(root: str, split: str, source, workers: int) -> list[str]:
 
 def _range(numbers) -> str:
     return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
-
-
-def _looks(source, numbers: list[int]) -> list[Look]:
-    return [look(source, number) for number in numbers]
 
 
 def options(add: Callable) -> None:
@@ -171,7 +152,7 @@ def work(options: Namespace) -> None:
             refused += check(options.root, split, source, workers)
     if {"train", "val"} <= sources.keys():
         try:
-            check_same_classes(sources["train"].classes, "train", sources["val"], options.root)
+            check_same_classes(sources["train"].classes, "train", sources["val"], f"data.root {options.root}")
         except ValueError as error:
             refused.append(f"classifiers refuse this: {error}")
         if len(sources["val"]) > len(sources["train"]):

@@ -1,10 +1,12 @@
-"""Image files as they are found in the world: one way from bytes to an upright grey or RGB image."""
+"""Image files as they are found in the world: one way from bytes to an upright grey or RGB image, and its centre crop."""
+
+from __future__ import annotations
 
 import io
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO, Sequence, Tuple, Union
+from typing import BinaryIO, Sequence
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -13,6 +15,7 @@ from moh_vision.engine.commands import BadData
 
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
+LONGEST = 32  # times the shorter side, before a crop of the centre
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
 
 
@@ -20,11 +23,10 @@ class UnreadableImage(BadData):
     """An image that cannot be decoded; the message names its file, or its shard and byte."""
 
 
-def open_image(file: Union[Path, BinaryIO], formats: Sequence[str] = FORMATS) -> Image.Image:
-    """The image in a file, its header read and its size checked, but not its pixels.
+def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
+    """Open an image file: its header is read and its size checked, but not its pixels.
 
-    Raises:
-        ValueError, and whatever Pillow's decoders raise: not of these formats, or more than MAX_PIXELS.
+    Raise ValueError for more than MAX_PIXELS, and whatever Pillow's decoders raise.
     """
     image = Image.open(file, formats=formats)
     if math.prod(image.size) > MAX_PIXELS:
@@ -33,24 +35,13 @@ def open_image(file: Union[Path, BinaryIO], formats: Sequence[str] = FORMATS) ->
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode the bytes of one image file.
+    """Decode the bytes of one image file to mode "L" or "RGB"; raise UnreadableImage that names it, `where`.
 
     A rotation noted in EXIF is applied (timm and torchvision ignore it). CMYK, palette and other colour images become
     RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. Of an animation it is the first picture.
-
-    Args:
-        data: the whole file.
-        where: names it in errors.
-
-    Returns:
-        PIL image of mode "L" or "RGB".
-
-    Raises:
-        UnreadableImage: naming `where`; also for a file that ends early, and for more than MAX_PIXELS.
     """
     try:
-        image = open_image(io.BytesIO(data))
-        return in_8_bits(image)
+        return in_8_bits(open_image(io.BytesIO(data)))
     except UnidentifiedImageError:
         raise UnreadableImage(f"{where}: cannot identify the image format ({len(data)} bytes)") from None
     except Exception as error:  # decoders raise many kinds
@@ -58,11 +49,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """An image of any mode, upright, as "L" or "RGB".
-
-    Raises:
-        ValueError for floating-point pixels, and whatever Pillow's decoders raise.
-    """
+    """Return an image of any mode upright, as "L" or "RGB"; raise ValueError for floating-point pixels."""
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
     image.load()
@@ -77,7 +64,7 @@ def in_8_bits(image: Image.Image) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """With the rotation that its EXIF data note, if any."""
+    """Apply the rotation that EXIF data note."""
     try:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1  # else it would be copied
         return ImageOps.exif_transpose(image) if turned else image
@@ -85,8 +72,8 @@ def upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def upright_size(image: Image.Image) -> Tuple[int, int]:
-    """Width and height of `upright`, as the header of an image says, whose pixels are not read."""
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of `upright` from the header of an image; its pixels are not read."""
     try:  # PIL's getexif of a PNG would read them, to find what stands behind
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= 5
     except Exception:
@@ -95,12 +82,39 @@ def upright_size(image: Image.Image) -> Tuple[int, int]:
 
 
 def allowed_bad(fraction: float, total: int) -> int:
-    """How many of `total` images may be unreadable; exact, where 0.29 * 100 in floats is less than 29."""
+    """Return how many of `total` images may be unreadable; exact, where 0.29 * 100 in floats is less than 29."""
     return math.floor(Fraction(str(fraction)) * total)
 
 
 def fraction_for(bad: int, total: int) -> str:
-    """The smallest fraction that allows `bad` of `total` images, as one types it: 3 decimals, or the first that is
-    not 0."""
+    """Return the smallest fraction that allows `bad` of `total` images: 3 decimals, or the first that is not 0."""
     digits = max(3, math.ceil(math.log10(total / bad)))
     return f"{math.ceil(Fraction(bad, total) * 10**digits) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """Crop the centre of an image of any shape to `size` x `size` pixels (ADM: Dhariwal and Nichol 2021).
+
+    Both sides are halved with a box filter while the shorter one is at least twice `size`; then the image is resized,
+    bicubic, so that the shorter side is `size`. An image of exactly that size comes back unchanged to the bit.
+    """
+    image = shorten(image)
+    while min(image.size) >= 2 * size:
+        image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
+    short = min(image.size)
+    image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
+    left, top = ((side - size) // 2 for side in image.size)
+    return image.crop((left, top, left + size, top + size))
+
+
+def shorten(image: Image.Image) -> Image.Image:
+    """Cut an image that is more than LONGEST times as long as wide or high to its middle.
+
+    Before a crop of the centre: enlarging a whole image of 1 x 60,000 pixels until the shorter side fits would take
+    gigabytes.
+    """
+    kept = [min(side, LONGEST * min(image.size)) for side in image.size]
+    if tuple(kept) == image.size:
+        return image
+    left, top = ((side - part) // 2 for side, part in zip(image.size, kept))
+    return image.crop((left, top, left + kept[0], top + kept[1]))

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Iterator
 
 import numpy as np
-from PIL import Image
 
-from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.sources import ImageSource, read_file
 
 IMAGES = (
     ".jpg",
@@ -60,23 +59,13 @@ def split_folder(root: str, split: str) -> Path | None:
     return next((Path(root, name) for name in names if Path(root, name).is_dir()), None)
 
 
-class ImageFolder:
+class ImageFolder(ImageSource):
     """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); classes are the sorted names of folders.
 
     Images are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
-
-    Args:
-        root: the folder that holds the splits.
-        split: "train" or "val"; "": the classes are in `root` itself.
-        allow_empty: also list classes without images.
-        key: what named the folder, for messages.
-
-    Attributes:
-        left_out: files in the folder of the split and below that are no images by their names.
+    With split "" the classes are in `root` itself; `allow_empty` ones too; `key` named the folder, for messages.
+    `left_out` are the files that are no images by their names.
     """
-
-    channels = 3
-    img_size = None  # as large as each image is; the transform decides
 
     def __init__(self, root: str, split: str, allow_empty: bool = False, key: str = "data.root"):
         folder = split_folder(root, split)
@@ -98,44 +87,26 @@ class ImageFolder:
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
 
-    @property
-    def shard_sizes(self) -> tuple[int]:
-        return (len(self),)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def subset(self, keep: np.ndarray) -> ImageFolder:
         """Return these images alone, with the same classes; `keep` is a mask [N]."""
         some = copy.copy(self)
         some.files, some.labels = self.files[keep], self.labels[keep]
         return some
 
-    def image(self, index: int) -> Image.Image:
-        return decode_image(self.read(index), self.where(index))
-
     def read(self, index: int) -> bytes:
-        """Read the file of a sample; raise UnreadableImage."""
-        try:
-            with open(self.where(index), "rb") as file:
-                return file.read()
-        except OSError as error:
-            raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
+        return read_file(self.where(index), self.where(index))
 
     def path(self, index: int) -> str:
         """Return the path of a sample below the folder of the split."""
         return os.fsdecode(bytes(self.files[index]))
 
     def where(self, index: int) -> str:
-        """Name a sample in errors."""
         return os.path.join(self.folder, self.path(index))
 
     def listing(self) -> Iterator[bytes]:
-        """Yield bytes that tell which file is which sample: the paths below the folder of the split."""
         yield self.files.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        """Yield for each sample what tells it from a changed one: its file's path, size and time."""
         for index, name in enumerate(self.files):
             found = os.stat(self.where(index))
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()

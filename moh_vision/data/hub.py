@@ -5,22 +5,17 @@ from __future__ import annotations
 from typing import Iterator, Sequence
 
 import numpy as np
-from PIL import Image
 
-from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.sources import ImageSource, read_file
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
 
 
 def hub_split(root: str, names: Sequence[str]):
-    """(table, its name) of the first of the splits `names` that there is.
+    """Return the table, and its name, of the first of the splits `names` that there is.
 
-    Args:
-        root: hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
-
-    Raises:
-        ValueError: naming data.root, and what is missing.
+    `root` is hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
     """
     try:
         import datasets
@@ -37,19 +32,11 @@ def hub_split(root: str, names: Sequence[str]):
     return splits[split], f"{root}, split {split}"
 
 
-class HubDataset:
+class HubDataset(ImageSource):
     """`hfds/NAME` or `hfds/NAME:CONFIG`: a data set with one image column and one class-label column.
 
-    Args:
-        root: see `hub_split`.
-        split: "train", or "val" (validation, val, valid or test: the first that there is).
-
-    Raises:
-        ValueError: naming data.root, and what is missing.
+    "val" is validation, val, valid or test: the first that there is.
     """
-
-    channels = 3
-    img_size = None
 
     def __init__(self, root: str, split: str):
         self.root = root
@@ -61,7 +48,6 @@ class HubDataset:
         self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
         self.classes = list(table.features[label].names)
         self.labels = np.array(table[label], dtype=np.int64)
-        self.shard_sizes = (len(self.labels),)
         unlabelled = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
         if len(unlabelled):
             row = unlabelled[0]
@@ -73,28 +59,16 @@ class HubDataset:
         self.column = image
         self.rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def image(self, index: int) -> Image.Image:
-        where = f"{self.table_name}, row {index}"
+    def read(self, index: int) -> bytes:
         cell = self.rows[index][self.column]
-        data = cell["bytes"]
-        if data is None:  # the table holds paths
-            where = f"{where} ({cell['path']})"
-            try:
-                with open(cell["path"], "rb") as file:
-                    data = file.read()
-            except OSError as error:
-                raise UnreadableImage(f"{where}: {error.strerror}") from None
-        return decode_image(data, where)
+        return read_file(cell["path"], self.where(index)) if cell["bytes"] is None else cell["bytes"]
 
-    def listing(self) -> Iterator[bytes]:
-        """Nothing: rows have no names, so the labels in their order tell two listings apart."""
-        yield from ()
+    def where(self, index: int) -> str:
+        cell = self.rows[index][self.column]  # some tables hold paths
+        return f"{self.table_name}, row {index}" + (f" ({cell['path']})" if cell["bytes"] is None else "")
 
     def identities(self) -> Iterator[bytes]:
-        """For each sample what tells it from a changed one: the fingerprint that `datasets` gives the table."""
+        # The fingerprint that `datasets` gives the table.
         yield from (f"{self.rows._fingerprint} {row}".encode() for row in range(len(self)))
 
     def _column(self, table, kind, what: str) -> str:

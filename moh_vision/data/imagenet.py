@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
 from moh_vision.data.batches import image_transform
-from moh_vision.data.crop import shorten
+from moh_vision.data.decode import shorten
 from moh_vision.engine.seeds import Stream, derive_seed
 
 
@@ -25,22 +25,15 @@ def imagenet_train_transform(
     std: Sequence[float],
     *,
     interpolation: str = "bicubic",
-    crop_scale: Tuple[float, float] = (0.08, 1.0),
-    auto_augment: Optional[str] = None,
+    crop_scale: tuple[float, float] = (0.08, 1.0),
+    auto_augment: str | None = None,
     color_jitter: float = 0.0,
     erase_prob: float = 0.0,
     erase_mode: str = "pixel",
 ) -> Callable:
-    """timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
+    """Return timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    Args:
-        crop_scale: area of the random crop, as a share of the image's.
-        auto_augment: timm's string, such as rand-m9-mstd0.5-inc1; while it is given, timm leaves `color_jitter` out.
-        color_jitter: of brightness, contrast and saturation.
-        erase_prob, erase_mode: random erasing.
-
-    Raises:
-        ValueError: for an `auto_augment` that timm does not understand.
+    The arguments are timm's; while `auto_augment` is given, timm leaves `color_jitter` out.
     """
     augmentation = dict(
         is_training=True,
@@ -77,9 +70,9 @@ def imagenet_eval_transform(
     crop_pct: float = 0.875,
     crop_mode: str = "center",
 ) -> Callable:
-    """timm's validation transform: PIL image -> normalised float tensor [channels, img_size, img_size].
+    """Return timm's validation transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    "center": the shorter side becomes floor(img_size / crop_pct), then the centre is cropped. "squash": both sides
+    crop_mode "center": the shorter side becomes floor(img_size / crop_pct), then the centre is cropped. "squash": both sides
     become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
     side becomes that, with a border.
     """
@@ -98,11 +91,7 @@ def imagenet_eval_transform(
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
-    """Make posterizing to 0 bits a black image again.
-
-    RandAugment's magnitude reaches it (m9-mstd0.5: in one posterization of 40), older Pillows drew it, and Pillow 13
-    raises; the papers' recipes were run with it.
-    """
+    """Make posterizing to 0 bits a black image again: the papers' recipes reach it, and Pillow 13 raises."""
     for step in augment.transforms:
         policies = getattr(step, "policy", [])  # AutoAugment's
         for op in [*getattr(step, "ops", []), *(op for policy in policies for op in policy)]:
@@ -115,12 +104,7 @@ def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) ->
 
 
 class ToNormalised:
-    """PIL image -> (pixels / 255 - mean) / std, float32 [C, h, w]: MaybeToTensor and Normalize to the bit, with one
-    tensor for four.
-
-    Args:
-        mean, std: of each channel.
-    """
+    """PIL image -> (pixels / 255 - mean) / std, float32 [C, h, w]: timm's two steps to the bit, with one tensor for four."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]):
         self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
@@ -141,14 +125,14 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
 
-def unnamed_classes(count: int) -> List[str]:
-    """Names for the classes of weights that come without: 1,000 are ImageNet's synsets, others their numbers."""
+def unnamed_classes(count: int) -> list[str]:
+    """Name the classes of weights that come without names: 1,000 are ImageNet's synsets, others their numbers."""
     imagenet = ImageNetInfo()
     return list(imagenet.label_names()) if count == imagenet.num_classes() else [str(c) for c in range(count)]
 
 
-def numbers_by_name(labels: Mapping[str, int]) -> Dict[str, List[int]]:
-    """Class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
+def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
+    """Return class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
     described, found = ImageNetInfo().label_descriptions(as_dict=True), {}
     for name, number in labels.items():
         text = described.get(name, name)
@@ -158,16 +142,8 @@ def numbers_by_name(labels: Mapping[str, int]) -> Dict[str, List[int]]:
     return {**found, **{name: [number] for name, number in labels.items()}}
 
 
-def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> Tuple[Callable, Callable]:
-    """The transforms for training and for validation.
-
-    Args:
-        data: a `ClsDataConfig`.
-        pretrained_cfg: the model's: mean, std, interpolation, crop_pct, crop_mode.
-
-    Raises:
-        ValueError: for an auto_augment that timm does not understand.
-    """
+def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> tuple[Callable, Callable]:
+    """Return the transforms for training and for validation, of a `ClsDataConfig` and a model's pretrained_cfg."""
     size = dict(img_size=img_size, channels=channels)
     normal = dict(mean=pretrained_cfg["mean"][:channels], std=pretrained_cfg["std"][:channels])
     interpolation = pretrained_cfg["interpolation"]
@@ -180,7 +156,7 @@ def classification_transforms(data, pretrained_cfg: dict, img_size: int, channel
 
 
 def validation_transform(cfg: dict) -> Callable:
-    """PIL image -> tensor [channels, side, side], as timm's pretrained_cfg says: `imagenet_eval_transform`."""
+    """Return `imagenet_eval_transform` as timm's pretrained_cfg says."""
     channels, _, side = cfg["input_size"]
     kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
     return imagenet_eval_transform(side, channels, cfg["mean"], cfg["std"], **kind)
@@ -189,17 +165,9 @@ def validation_transform(cfg: dict) -> Callable:
 class BatchMixing:
     """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
 
-    A position does not depend on ranks or workers, so a micro-batch of the same samples is always mixed alike: two
-    processes and two micro-batches of one process see the same. Images are mixed inside a micro-batch only, as timm
-    does, so another size of micro-batch (another number of processes at the same batch) pairs other images.
-
-    Args:
-        seed: of the run.
-        num_classes: classes.
-        mixup, cutmix: alphas of their Beta distributions; 0: without it.
-        prob: how often a micro-batch is mixed.
-        switch_prob: how often it is cutmix, where both are on.
-        mode: "batch", "pair" or "elem": what shares one draw.
+    A position does not depend on ranks or workers, so a micro-batch of the same samples is always mixed alike. Images are
+    mixed inside a micro-batch only, as timm does, so that another number of processes pairs other images. The arguments
+    are those of timm's Mixup.
     """
 
     def __init__(
@@ -209,7 +177,7 @@ class BatchMixing:
         # Smoothing is the loss's: smoothing mixed labels is mixing smoothed ones.
         self.mixup = Mixup(mixup, cutmix, None, prob, switch_prob, mode, label_smoothing=0.0, num_classes=num_classes)
 
-    def __call__(self, images: Tensor, labels: Tensor, position: int) -> Tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, labels: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
         np.random.seed(
             derive_seed(self.seed, position, Stream.MIXING) % 2**32

@@ -5,8 +5,9 @@ Nothing here knows of ranks or workers, so resuming is arithmetic and any number
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from typing import Iterator, List, Sequence, Tuple
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -14,15 +15,10 @@ from moh_vision.engine.seeds import derive_seed
 
 
 @lru_cache(maxsize=2)
-def epoch_order(seed: int, epoch: int, shard_sizes: Tuple[int, ...], group: int) -> np.ndarray:
-    """The order of one epoch: shards are permuted, taken `group` at a time, and shuffled inside a group.
+def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int) -> np.ndarray:
+    """Return the sample numbers of an epoch, a permutation of 0 .. sum(shard_sizes) - 1.
 
-    Args:
-        shard_sizes: samples of each shard; samples are numbered through all shards. One entry: a full shuffle.
-        group: shards shuffled together, which bounds how many must be at hand.
-
-    Returns:
-        sample numbers, a permutation of 0 .. sum(shard_sizes) - 1.
+    Shards are permuted, taken `group` at a time, which bounds how many must be at hand, and shuffled inside a group.
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, epoch)))
     starts = np.concatenate([[0], np.cumsum(shard_sizes)])
@@ -37,12 +33,8 @@ def epoch_order(seed: int, epoch: int, shard_sizes: Tuple[int, ...], group: int)
 class Permutation:
     """A permutation of 0 .. count - 1 by a formula: any place is found without the others, and nothing is kept.
 
-    A Feistel network of `ROUNDS` rounds over the next power of four, walked on until the number is below count (Black
-    and Rogaway 2002). A shuffle of ten million blocks would take 80 MB and seconds in every epoch of every source.
-
-    Args:
-        count: of numbers, at least 1.
-        seed: of the permutation, see `derive_seed`.
+    A Feistel network over the next power of four, walked on until the number is below count (Black and Rogaway 2002). A
+    shuffle of ten million blocks would take 80 MB and seconds in every epoch of every source.
     """
 
     ROUNDS = 6
@@ -73,55 +65,42 @@ def _mixed(x: int) -> int:
     return x ^ x >> 31
 
 
+@dataclass
 class StepBatches:
     """The micro-batches of one rank, step after step, as lists of (position, sample number).
 
     Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the
-    same step holds the same samples whatever the number of ranks.
+    same step holds the same samples whatever the number of ranks. `batch_size` is over all ranks and micro-batches.
 
     Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch is still
     as many positions as there are samples, but holds only the first third of the epoch's order, every sample three
     times in the same step (at its end, the next), each copy with the augmentation of its own position. Inside a step,
     first copies come before second ones, so that copies lie a third of the step apart: in other micro-batches where
     there are three or more, as DeiT lays them on other GPUs.
-
-    Args:
-        shard_sizes, group, seed: see `epoch_order`.
-        batch_size: samples per step, over all ranks and micro-batches.
-        accumulation: micro-batches per step and rank.
-        rank, world: this process, and how many there are.
-        start, stop: first step, and the one after the last.
-        repeats: copies of a sample in an epoch; 1: none but itself.
-
-    Raises:
-        ValueError: if the batch cannot be divided, or there are no samples.
     """
 
-    def __init__(
-        self,
-        shard_sizes: Sequence[int],
-        *,
-        group: int,
-        seed: int,
-        batch_size: int,
-        accumulation: int,
-        rank: int,
-        world: int,
-        start: int,
-        stop: int,
-        repeats: int = 1,
-    ):
-        if sum(shard_sizes) < 1:
+    shard_sizes: Sequence[int]
+    _: KW_ONLY
+    group: int  # see `epoch_order`
+    seed: int
+    batch_size: int
+    accumulation: int
+    rank: int
+    world: int
+    start: int
+    stop: int  # the step after the last
+    repeats: int = 1
+
+    def __post_init__(self):
+        self.shard_sizes, self.total = tuple(self.shard_sizes), sum(self.shard_sizes)
+        if self.total < 1:
             raise ValueError("there are no training samples")
-        if batch_size % (accumulation * world):
+        if self.batch_size % (self.accumulation * self.world):
             raise ValueError(
-                f"optim.batch_size {batch_size} is not a multiple of accumulation {accumulation} x processes {world}"
+                f"optim.batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation} x processes {self.world}"
             )
-        self.shard_sizes, self.group, self.seed = tuple(shard_sizes), group, seed
-        self.batch_size, self.accumulation, self.rank, self.world = batch_size, accumulation, rank, world
-        self.start, self.stop, self.repeats = start, stop, repeats
         # Slot of a step -> place in the order of that step: copy 0 of all its samples, then copy 1, ...
-        self.places = np.concatenate([np.arange(copy, batch_size, repeats) for copy in range(repeats)])
+        self.places = np.concatenate([np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)])
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start) * self.accumulation
@@ -131,7 +110,7 @@ class StepBatches:
             yield [(p, self.sample(p)) for p in positions]
 
     def positions(self) -> Iterator[range]:
-        """The positions of each micro-batch."""
+        """Yield the positions of each micro-batch."""
         micro = self.batch_size // (self.accumulation * self.world)
         for step in range(self.start, self.stop):
             for m in range(self.accumulation):
@@ -139,17 +118,17 @@ class StepBatches:
                 yield range(first, first + micro)
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, of a step's first sample."""
-        return step * self.batch_size // sum(self.shard_sizes)
+        """Return the epoch, from 0, of a step's first sample."""
+        return step * self.batch_size // self.total
 
     def sample(self, position: int) -> int:
-        """The sample number at a position."""
+        """Return the sample number at a position."""
         step, slot = divmod(position, self.batch_size)
-        epoch, place = divmod(step * self.batch_size + int(self.places[slot]), sum(self.shard_sizes))
+        epoch, place = divmod(step * self.batch_size + int(self.places[slot]), self.total)
         return int(epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place // self.repeats])
 
 
-def rank_slice(count: int, rank: int, world: int, batch_size: int) -> List[List[int]]:
-    """Batches for evaluation: every number below `count` exactly once over all ranks, nothing padded."""
+def rank_slice(count: int, rank: int, world: int, batch_size: int) -> list[list[int]]:
+    """Return batches for evaluation: every number below `count` exactly once over all ranks, nothing padded."""
     own = list(range(rank, count, world))
     return [own[i : i + batch_size] for i in range(0, len(own), batch_size)]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
 import shutil
-import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterable, Iterator, NamedTuple, TypeVar
+from typing import BinaryIO, Callable, Iterable, NamedTuple, TypeVar
 
 from moh_vision.data.decode import allowed_bad, fraction_for
 from moh_vision.data.records import FORMAT, check_entries, read_record
+from moh_vision.data.sources import ImageSource
 from moh_vision.engine.commands import refuse_unwritable, say
 from moh_vision.engine.io import sha256_of, write_whole
 
@@ -54,13 +51,14 @@ def plan_shards(form: str, samples: Iterable[T], name: Callable[[T], str], most:
     return {form.format(i): order[starts[i] : starts[i + 1]] for i in range(count)}
 
 
-def fingerprint(source) -> dict[str, list]:
-    """Return "class NAME" -> ["N images", sha256 of their identities], to tell one listing from another."""
+def fingerprint(source: ImageSource) -> dict[str, str]:
+    """Return "class NAME" -> number of images and digest of their identities, to tell one listing from another."""
     digests = {name: hashlib.sha256() for name in source.classes}  # of the hub's classes some have one name
     counts = Counter(source.classes[label] for label in source.labels.tolist())
     for label, identity in zip(source.labels.tolist(), source.identities()):
         digests[source.classes[label]].update(identity)
-    return {f"class {name}": [f"{counts[name]} images", digest.hexdigest()] for name, digest in digests.items()}
+    sums = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
+    return {f"class {name}": f"{counts[name]} images (sha256 {sums[name]})" for name in sums}
 
 
 class ShardWriter:
@@ -72,7 +70,7 @@ class ShardWriter:
     Args:
         record: path of the record.
         plan: file name -> samples of each shard.
-        made_from: what determines the shards: option or class -> value; of a [name, sha256] only the sum counts.
+        made_from: what determines the shards: option or class -> value; behind "(sha256" only the sum counts.
         more: what else the record says.
     """
 
@@ -119,9 +117,9 @@ class ShardWriter:
             say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
         with ThreadPoolExecutor(threads) as pool:
             sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
-        for name, digest in sums.items():
-            if digest != there[name]["sha256"]:
-                aside = f"{name}.damaged-{digest[:8]}"
+        for name, found in sums.items():
+            if found != there[name]["sha256"]:
+                aside = f"{name}.damaged-{found[:8]}"
                 say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside}, written again")
                 (self.out / name).rename(self.out / aside)
                 del there[name]
@@ -129,21 +127,9 @@ class ShardWriter:
         todo = [name for name in self.plan if name not in there]
         if todo:
             for entry in there.values():
-                self._keep(entry)
+                keep_entry(self.parts, entry)
             self._write(None)
         return todo
-
-    def finish(self, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
-        """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
-        if not samples:
-            raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        entry = dict(shard=name, samples=samples, bytes=size, sha256=digest, bad=bad)
-        # Recorded before it is renamed: a shard without a record would be a stranger's.
-        self._keep(entry)
-        return entry
 
     def end(self, written: Iterable[dict]) -> list[dict]:
         """Write the record with the entries of all shards, and the list of bad images; return the entries."""
@@ -156,25 +142,33 @@ class ShardWriter:
         shutil.rmtree(self.parts, ignore_errors=True)
         return entries
 
-    def _keep(self, entry: dict) -> None:
-        write_whole(self.parts / f"{entry['shard']}.json", json.dumps(entry))
-
     def _write(self, shards: list[dict] | None) -> None:
         write_whole(self.record, json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n")
 
 
+def finish_shard(parts: Path, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
+    """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
+    if not samples:
+        raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    entry = dict(shard=name, samples=samples, bytes=size, sha256=sha256, bad=bad)
+    # Recorded before it is renamed: a shard without a record would be a stranger's.
+    keep_entry(parts, entry)
+    return entry
+
+
+def keep_entry(parts: Path, entry: dict) -> None:
+    write_whole(parts / f"{entry['shard']}.json", json.dumps(entry))
+
+
 def _differences(old: dict, new: dict) -> list[str]:
-    def essence(value):
-        return value[-1] if isinstance(value, list) else value
+    def essence(value: object) -> str:
+        return str(value).rpartition("(sha256")[2]
 
-    def shown(value):
-        return f"{value[0]} (sha256 {value[1][:12]})" if isinstance(value, list) else value
-
-    found = [
-        f"{name} is {'gone' if name in old else 'new'}" for name in {**old, **new} if name not in old or name not in new
-    ]
-    both = [name for name in old if name in new and essence(old[name]) != essence(new[name])]
-    return found + [f"{name} was {shown(old[name])}, now {shown(new[name])}" for name in both]
+    changed = [key for key in {**old, **new} if essence(old.get(key)) != essence(new.get(key))]
+    return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in changed]
 
 
 def one_line(path: str) -> str:
@@ -182,44 +176,8 @@ def one_line(path: str) -> str:
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
 
 
-# ---------------------------------------------------------------- the folder, and the processes that write into it
-
-
 def check_out(out: str) -> None:
     """Raise ValueError if `out` is a file, or a folder that cannot be written."""
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"--out {out} is a file, expected a folder")
     refuse_unwritable("--out", out)
-
-
-def write_classes(folder: Path, classes: list[str], source: str) -> None:
-    """Write classes.txt, or raise ValueError if there is one with other classes."""
-    names = folder / "classes.txt"
-    text = "".join(f"{name}\n" for name in classes)
-    if names.exists() and names.read_bytes() != text.encode():
-        raise ValueError(f"{names} is there and lists other classes than {source}; take another --out")
-    write_whole(names, text)
-
-
-@contextlib.contextmanager
-def full_disk_in_one_line(out: str) -> Iterator[None]:
-    """Turn the OSError of a full disk into a ValueError that says how to go on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise ValueError(
-            f"--out {out}: {error.strerror}; finished shards are kept, the same command goes on from them"
-        ) from None
-
-
-def watch_parent(parent: int) -> None:
-    """End this process when its parent is gone: it would write on, or wait forever, and keep the folder's lock."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

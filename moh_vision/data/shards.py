@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Iterator
 
 import numpy as np
-from PIL import Image
 
-from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import finished, record_path, refuse_difference, refuse_other_shards
+from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import cache_folder, whole_file
@@ -27,15 +27,12 @@ MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
 
 
-class Shards:
+class Shards(ImageSource):
     """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
 
     webdataset itself only streams; the index makes any sample readable by one pread, so that the order of a run can be a
     pure function. Classes come from classes.txt (one a line) or are the numbers 0 .. largest label.
     """
-
-    channels = 3
-    img_size = None  # as large as each image is; the transform decides
 
     def __init__(self, root: str, split: str):
         folder = Path(root)
@@ -90,9 +87,6 @@ class Shards:
             )
         return names
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, "right"))
 
@@ -100,16 +94,7 @@ class Shards:
         shard = self._shard(index)
         return os.pread(_opened(self.paths[shard], self._stats[shard]).fileno(), size, offset)
 
-    def image(self, index: int) -> Image.Image:
-        """Decode a sample; raise UnreadableImage, naming it."""
-        data = self.read(index)
-        try:
-            return decode_image(data, "")
-        except UnreadableImage as error:  # its name is read only now
-            raise UnreadableImage(f"{self.where(index)}{error}") from None
-
     def read(self, index: int) -> bytes:
-        """Return the image file of a sample; raise UnreadableImage if the shard is gone, changed or cut off."""
         size = int(self.bytes[index])
         try:
             data = self._pread(index, size, int(self.offset[index]))
@@ -120,7 +105,6 @@ class Shards:
         return data
 
     def where(self, index: int) -> str:
-        """Name a sample in errors: its shard, the first 100 characters of its member, and byte."""
         offset = int(self.offset[index])
         try:
             header = self._pread(index, tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
@@ -130,13 +114,11 @@ class Shards:
         return f"{self.paths[self._shard(index)]}, {name} at byte {offset}"
 
     def listing(self) -> Iterator[bytes]:
-        """Yield bytes that tell where each sample is: names of shards, and the samples' offsets and sizes."""
         yield json.dumps([[path.name for path in self.paths], self.shard_sizes]).encode()
         yield self.offset.tobytes()
         yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        """Yield for each sample what tells it from a changed one: its place, and its shard's size and time."""
         for index, (offset, size) in enumerate(zip(self.offset.tolist(), self.bytes.tolist())):
             shard = self._shard(index)
             yield repr(((self.paths[shard].name, *self._stats[shard]), offset, size)).encode()

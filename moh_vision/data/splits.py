@@ -12,10 +12,10 @@ from typing import Callable, Collection
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.digits import Digits
 from moh_vision.data.folder import ImageFolder, split_folder, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
+from moh_vision.data.sources import Digits, ImageSource
 from moh_vision.data.stream import ShardStream
 from moh_vision.engine.io import write_whole
 
@@ -33,9 +33,8 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
     return latents_path(Path(root), split).is_file()
 
 
-def open_source(root: str, split: str):
-    """Open the labelled images of "train" or "val": len(), image(i) -> PIL, labels, classes, channels, img_size,
-    shard_sizes.
+def open_source(root: str, split: str) -> ImageSource:
+    """Open the labelled images of "train" or "val".
 
     `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards.
     """
@@ -77,11 +76,11 @@ def open_splits(root: str, train=None) -> tuple:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
     train = open_source(root, "train") if train is None else train
     val = open_source(root, "val")
-    check_same_classes(train.classes, "train", val, root)
+    check_same_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
 
 
-def check_same_classes(expected: list[str], owner: str, val, root: str) -> None:
+def check_same_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
     """Raise ValueError, naming a class, unless `val` has the classes that `owner` ("train", or a checkpoint) has.
 
     Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
@@ -91,7 +90,7 @@ def check_same_classes(expected: list[str], owner: str, val, root: str) -> None:
         val.classes = list(expected)
     if val.classes == expected:
         return
-    counts = f"data.root {root}: {len(expected)} classes in {owner}, {len(val.classes)} in val"
+    counts = f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val"
     for have, classes, lack, others in ((owner, expected, "val", val.classes), ("val", val.classes, owner, expected)):
         odd = sorted(set(classes) - set(others))
         if odd:

@@ -12,6 +12,7 @@ import re
 import sys
 import tarfile
 import time
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from typing import Collection, Iterable, Iterator
@@ -27,6 +28,7 @@ from webdataset.tariterators import group_by_keys
 from moh_vision.data.decode import UnreadableImage, decode_image
 from moh_vision.data.records import finished, record_path, refuse_difference
 from moh_vision.data.shards import IMAGE_EXTENSIONS, class_names
+from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import message_of, say
 from moh_vision.engine.seeds import Stream, derive_seed
@@ -98,37 +100,26 @@ def _expanded(text: str) -> list[str]:
         raise ValueError(f"data.stream {text}: {message_of(error)}") from None
 
 
-class ShardStream:
+@dataclass(eq=False)
+class ShardStream(ImageSource):
     """Images of webdataset shards as they arrive; samples have no numbers but names, URL and key.
 
-    Args:
-        urls: of the shards, uncompressed tar files: paths, http(s)://, pipe:COMMAND, and what webdataset opens.
-        samples: images of an epoch.
-        record, entries: a record of what was written, and URL -> entry of it, which must agree.
-
-    Attributes:
-        labels: of the sample that came last; none is known ahead.
+    `urls` are uncompressed tar files: paths, http(s)://, pipe:COMMAND, and what webdataset opens. `samples` are the images
+    of an epoch. URLs in `entries` must agree with these entries of a `record`. `labels` has the label of the sample that
+    came last; none is known ahead.
     """
 
-    channels = 3
-    img_size = None  # as large as each image is; the transform decides
-
-    def __init__(
-        self,
-        urls: list[str],
-        classes: list[str],
-        samples: int,
-        name: str,
-        record: Path | None = None,
-        entries: dict[str, dict] | None = None,
-    ):
-        self.urls, self.classes, self.name, self.shard_sizes = urls, classes, name, (samples,)
-        self.record, self.entries = record, entries or {}
-        self.labels: dict[str, int] = {}
-        self._sample: dict = {}
+    urls: list[str]
+    classes: list[str]
+    samples: int
+    name: str
+    record: Path | None = None
+    entries: dict[str, dict] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    _sample: dict = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self.shard_sizes[0]
+        return self.samples
 
     def check(self) -> None:
         """Read the first shard up to a sample that can be decoded; raise UnreadableImage if there is none."""
@@ -161,10 +152,6 @@ class ShardStream:
             raise UnreadableImage(f"{name}: no image, which ends in {', '.join(IMAGE_EXTENSIONS)}")
         self.labels = {name: int(text)}
         return decode_image(self._sample[found[0]], name)
-
-    def listing(self) -> Iterator[bytes]:
-        """Yield nothing: what arrives is not known ahead."""
-        yield from ()
 
     def _named(self, samples: Iterable[dict]) -> Iterator[str]:
         for sample in samples:
@@ -284,10 +271,10 @@ class StreamedFile:
 
 
 class StreamedBatches(IterableDataset):
-    """Micro-batches of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
+    """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
 
     A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order; which
-    sample is there does not. `dataset` is a `LabelledImages`, `batches` a `StepBatches`; `collate` joins items.
+    sample is there does not.
     """
 
     def __init__(self, dataset, batches, collate):

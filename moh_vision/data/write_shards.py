@@ -22,11 +22,12 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -42,13 +43,12 @@ from moh_vision.data.shard_writer import (
     ShardWriter,
     check_out,
     fingerprint,
-    full_disk_in_one_line,
+    finish_shard,
     one_line,
     plan_shards,
-    watch_parent,
-    write_classes,
 )
 from moh_vision.data.shards import Shards, index_name
+from moh_vision.data.splits import check_same_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
@@ -76,22 +76,27 @@ def options(add: Callable) -> None:
 def work(o: Namespace) -> None:
     """Write an image folder as shards."""
     _check(o)
-    splits = _read_folders(o)
-    _check_folders(splits, o.size)
-    out = Path(o.out)
+    splits, out = _read_folders(o), Path(o.out)
+    for images in splits.values():
+        _refuse_names(images, stored=o.size is None)
+    check_same_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
+    classes = "".join(f"{label}\n" for label in images.classes)
+    names = out / "classes.txt"
+    if names.exists() and names.read_bytes() != classes.encode():
+        raise ValueError(f"{names} is there and lists other classes than {o.source}; take another --out")
     out.mkdir(parents=True, exist_ok=True)
-    with only_one(out, "--out", with_children=True), full_disk_in_one_line(o.out), warnings.catch_warnings():
+    with only_one(out, "--out", with_children=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
         arguments = {"--size": o.size, "--quality": o.size and o.quality, "--samples-per-shard": o.samples_per_shard}
-        jobs = []
+        writers = []
         for name, images in splits.items():  # all are checked before anything is written
             plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, o.samples_per_shard, o.seed)
             made_from = {**arguments, "--seed": o.seed, **fingerprint(images)}
-            jobs.append(Job(images, ShardWriter(record_path(out, name), plan, made_from), o.size, o.quality))
-        write_classes(out, images.classes, o.source)
+            writers.append((images, ShardWriter(record_path(out, name), plan, made_from)))
+        write_whole(names, classes)
         limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
-        for job in jobs:
-            bad = job.write(o.workers or len(os.sched_getaffinity(0)), limit)
+        for images, writer in writers:
+            bad = _write_split(o, images, writer, limit)
             limit = limit._replace(earlier=limit.earlier + bad)
 
 
@@ -160,128 +165,118 @@ def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
         raise FileNotFoundError(f"--in {root}: no such folder")
     if split is not None:
         return {split: root}
-    names = {name for name in ("train", *VAL_NAMES, "test") if (root / name).is_dir()}
-    with_classes = {name for name in names if subfolders(root / name)}
-    if not with_classes:
+    there = [name for name in ("train", *VAL_NAMES, "test") if (root / name).is_dir()]
+    splits = [name for name in there if subfolders(root / name)]
+    if not splits:
         return {"train": root}
-    for name in sorted(names - with_classes - {"test"}):
-        raise ValueError(f"--in {root}: {name} has no class folders in it, but {min(with_classes)} has")
-    if with_classes.issuperset(VAL_NAMES):
+    for name in there:
+        if name not in (*splits, "test"):
+            raise ValueError(f"--in {root}: {name} has no class folders in it, but {splits[0]} has")
+    if set(VAL_NAMES) <= set(splits):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    found = {"train": root / "train"} if "train" in with_classes else {}
-    val = next((name for name in (*VAL_NAMES, "test") if name in with_classes), None)
+    val = next((name for name in splits if name != "train"), None)
+    found = {"train": root / "train"} if "train" in splits else {}
     return {**found, "val": root / val} if val else found
 
 
-def _check_folders(splits: dict[str, ImageFolder], size: int | None) -> None:
-    """Refuse names of classes that classes.txt cannot hold, files that training does not read, and unequal classes."""
-    for name, images in splits.items():
-        for label in images.classes:
-            if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
-                raise ValueError(
-                    f"--in {images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
-                )
-        for i in range(len(images) if size is None else 0):
-            if images.path(i).lower().endswith(REENCODED):
-                raise ValueError(
-                    f"{images.where(i)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
-                )
-        for other, others in splits.items():
-            missing = sorted(set(images.classes) - set(others.classes))
-            if missing:
-                raise ValueError(
-                    f"class folders of {images.folder} that {others.folder} does not have: {len(missing)} "
-                    f"({', '.join(missing[:5])}{', ...' * (len(missing) > 5)}); {name} and {other} need the same classes"
-                )
+def _refuse_names(images: ImageFolder, stored: bool) -> None:
+    """Refuse classes that classes.txt cannot hold, and files that training does not read if they are `stored` as they are."""
+    for label in images.classes:
+        if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
+            raise ValueError(
+                f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
+            )
+    for index in range(len(images) if stored else 0):
+        if images.path(index).lower().endswith(REENCODED):
+            raise ValueError(
+                f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
+            )
 
 
 # ---------------------------------------------------------------- the shards of a split
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the shards of a split have in common; `size` and `quality` are those of `encode_sample`."""
-
-    images: ImageFolder
-    writer: ShardWriter
-    size: int | None
-    quality: int
-
-    def write(self, workers: int, limit: BadLimit) -> int:
-        """Write the shards that are missing; return the number of bad images in all."""
-        writer, split = self.writer, self.writer.split
-        todo = writer.begin(workers)
-        bad = [b for entry in writer.entries.values() for b in entry["bad"]]
-        limit.check(bad, self.images.folder)
-        done = sum(len(writer.plan[name]) for name in writer.entries)
-        with Progress(split, len(self.images), "image", done) as progress:
-            written = []
-            for entry in self._written(todo, workers, limit):
-                written.append(entry)
-                bad += entry["bad"]
-                limit.check(bad, self.images.folder)
-                progress.add(len(writer.plan[entry["shard"]]))
-        entries = writer.end(written)
-        left_out = {path for path, _ in bad}
-        files = [self.images.path(i) for samples in writer.plan.values() for i in samples]
-        text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
-        write_whole(writer.out / f"{split}.files.txt", text)
-        source = Shards(str(writer.out), split)  # builds the index, and so reads every header
-        assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == self.images.classes
-        what = f"{len(source)} images of {len(source.classes)} classes in {len(entries)} shards"
-        how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
-        listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
-        say(f"{split}: {what}, {sum(e['bytes'] for e in entries) / 1e6:.1f} MB, {how}{listed}")
-        return len(bad)
-
-    def _written(self, todo: list[str], workers: int, limit: BadLimit) -> Iterator[dict]:
-        """Yield the entries of shards as worker processes write them."""
-        if not todo:
-            return
-        count = min(workers, len(todo))
-        with ProcessPoolExecutor(count, CONTEXT, initializer=_start, initargs=(self, limit, os.getpid())) as pool:
-            try:
-                yield from pool.map(_write_shard, todo)
-            except BaseException as error:  # also GeneratorExit, when there are too many bad images
-                for process in multiprocessing.active_children():
-                    process.kill()  # a shard takes a while, and is written again
-                pool.shutdown(cancel_futures=True)
-                for name in todo:
-                    hidden_path(self.writer.out / name).unlink(missing_ok=True)
-                if isinstance(error, BrokenProcessPool):
-                    raise ValueError(
-                        f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
-                        "command goes on (--workers may change)"
-                    ) from None
-                raise
+def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: BadLimit) -> int:
+    """Write the shards of a split that are missing; return the number of bad images in all."""
+    split, workers = writer.split, o.workers or len(os.sched_getaffinity(0))
+    todo = writer.begin(workers)
+    bad = [b for entry in writer.entries.values() for b in entry["bad"]]
+    limit.check(bad, images.folder)
+    done, written = sum(len(writer.plan[name]) for name in writer.entries), []
+    with Progress(split, len(images), "image", done) as progress:
+        task = partial(_write_shard, writer.parts, images.folder, o.size, o.quality, limit)
+        tasks = [(name, [(i, images.path(i), int(images.labels[i])) for i in writer.plan[name]]) for name in todo]
+        for entry in _in_processes(task, tasks, workers, writer.out):
+            written.append(entry)
+            bad += entry["bad"]
+            limit.check(bad, images.folder)
+            progress.add(len(writer.plan[entry["shard"]]))
+    entries = writer.end(written)
+    left_out = {path for path, _ in bad}
+    files = (images.path(i) for samples in writer.plan.values() for i in samples)
+    text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
+    write_whole(writer.out / f"{split}.files.txt", text)
+    source = Shards(str(writer.out), split)  # builds the index, and so reads every header
+    assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == images.classes
+    size, how = sum(e["bytes"] for e in entries) / 1e6, f"written at {progress.rate:.0f} img/s"
+    say(
+        f"{split}: {len(source)} images of {len(source.classes)} classes in {len(entries)} shards, {size:.1f} MB, "
+        f"{how if todo else 'all there already'}{f'; {len(bad)} bad images left out, {split}.bad.txt' if bad else ''}"
+    )
+    return len(bad)
 
 
-def _start(job: Job, limit: BadLimit, parent: int) -> None:
-    """Initialise a worker process."""
-    global _job, _limit
-    _job, _limit = job, limit
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends its workers
-    watch_parent(parent)
+def _in_processes(task: Callable, tasks: list[tuple[str, list]], workers: int, out: Path) -> Iterator[dict]:
+    """Yield what a task returns for each shard; what is unfinished when it ends is ended and removed."""
+    if not tasks:
+        return
+    count = min(workers, len(tasks))
+    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker) as pool:
+        try:
+            yield from pool.map(task, tasks)
+        except BaseException as error:  # also GeneratorExit, when there are too many bad images
+            for process in multiprocessing.active_children():
+                process.kill()  # a shard takes a while, and is written again
+            pool.shutdown(cancel_futures=True)
+            for name, _ in tasks:
+                hidden_path(out / name).unlink(missing_ok=True)
+            if isinstance(error, BrokenProcessPool):
+                raise ValueError(
+                    f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
+                    "command goes on (--workers may change)"
+                ) from None
+            raise
 
 
-def _write_shard(name: str) -> dict:
-    """Write a shard of the worker's job; return its entry."""
-    images, writer, bad = _job.images, _job.writer, []
-    samples = writer.plan[name]
-    (writer.out / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
-    with whole_file(writer.out / name) as file:
+def _start_worker() -> None:
+    """Leave interrupts to the parent, and end with it: an orphan would keep the folder's lock."""
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _write_shard(
+    parts: Path, folder: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list]
+) -> dict:
+    """Write a shard of samples (number, path below `folder`, label); return its entry."""
+    (name, samples), bad, out = shard, [], parts.parent
+    (out / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
+    with whole_file(out / name) as file:
         # Headers without time and owner, or every run would have other sums.
         with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
-            for index in samples:
+            for number, path, label in samples:
                 try:
-                    extension, data = encode_sample(Path(images.where(index)).read_bytes(), _job.size, _job.quality)
+                    extension, data = encode_sample((folder / path).read_bytes(), size, quality)
                 except BadImage as error:
-                    bad.append([images.path(index), str(error)])
-                    _limit.check(bad, images.folder)
+                    bad.append([path, str(error)])
+                    limit.check(bad, folder)
                 else:
-                    label = str(images.labels[index]).encode()
-                    tar.write({"__key__": f"{index:08d}", extension: data, "cls": label})
-        return writer.finish(name, file, len(samples) - len(bad), bad)
+                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": str(label).encode()})
+        return finish_shard(parts, name, file, len(samples) - len(bad), bad)
 
 
 # ---------------------------------------------------------------- an image

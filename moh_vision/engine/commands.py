@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -254,16 +255,21 @@ def extras_named():
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
     """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted.
 
-    `kept`: what the same command finds finished after an interruption, such as "shards".
+    `kept`: what the same command finds finished after an interruption or on a full disk, such as "shards".
     """
     os.environ.setdefault(BUILD, "auto")
+    goes_on = f"; finished {kept} are kept, the same command goes on" if kept else ""
     try:
         with user_errors(command, every_rank=True):
-            work()
+            try:
+                work()
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise ValueError(f"{message_of(error)}{goes_on}") from None
     except SystemExit as end:
         return end.code or 0
     except KeyboardInterrupt:
-        goes_on = f"; finished {kept} are kept, the same command goes on" if kept else ""
         print(f"{command}: interrupted{goes_on}", file=sys.stderr)
         return 130
     return 0

@@ -19,7 +19,7 @@ from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands import predict
-from moh_vision.data.digits import Digits
+from moh_vision.data.sources import Digits
 from moh_vision.engine import commands
 
 

@@ -4,7 +4,7 @@ from pictures import gradient
 from PIL import Image
 
 from moh_vision.data.batches import image_transform
-from moh_vision.data.crop import center_crop
+from moh_vision.data.decode import center_crop
 
 
 def noise(width, height, mode="RGB"):

@@ -10,9 +10,9 @@ import webdataset
 from PIL import Image
 
 from moh_vision.data.batches import LabelledImages, image_transform
-from moh_vision.data.digits import Digits
 from moh_vision.data.order import StepBatches
 from moh_vision.data.shards import Shards
+from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
 
 

@@ -165,7 +165,9 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd
         assert writer.run(out, *writer.shards(2)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f"--out {out}: File too large; finished shards are kept" in told(capfd)
+    assert re.search(
+        f"error: {out}/.*: File too large; finished shards are kept, the same command goes on", told(capfd)
+    )
     assert not list(out.glob("train-*")) and not list(out.glob(".*.tmp"))
     assert writer.run(out, *writer.shards(2)) == 0
 
@@ -191,10 +193,10 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
     [
         (("--seed", 5), "--seed was 0, now 5"),
         (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
-        ("more", r"class dog was 10 images \(sha256 [0-9a-f]{12}\), now 11 images"),
-        ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{12}\), now 10 images"),
-        ("class", "class ant is new"),
-        ("gone", "class dog is gone"),
+        ("more", r"class dog was 10 images \(sha256 [0-9a-f]{16}\), now 11 images"),
+        ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{16}\), now 10 images"),
+        ("class", "class ant was None, now 10 images"),
+        ("gone", r"class dog was 10 images \(.*\), now None"),
     ],
 )
 def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd, change, words):
@@ -235,9 +237,10 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, 
         assert (out / name).read_text() == "mine" and not (out / writer.record).exists()
         (out / name).unlink()
     (out / "classes.txt").write_text("ant\nbee\n")
-    assert writer.run(out) == 2
-    assert "classes.txt is there and lists other classes" in told(capfd)
-    (out / "classes.txt").unlink()
+    if writer.kind == "shards":  # latents have their classes in the record
+        assert writer.run(out) == 2
+        assert "classes.txt is there and lists other classes" in told(capfd)
+        (out / "classes.txt").unlink()
     assert writer.run(out) == 0
     assert (out / "notes.txt").read_text() == "mine" and (out / "test-000000.tar").read_text() == "another split's"
     (out / writer.shard(9)).write_text("mine")

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from moh_vision.data.batches import image_transform
-from moh_vision.data.digits import Digits
+from moh_vision.data.sources import Digits
 from moh_vision.diffusion.batches import NoisedImages
 from moh_vision.diffusion.objectives import draw_step
 

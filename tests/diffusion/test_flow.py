@@ -15,7 +15,7 @@ from test_sample import call, run_of
 from torch.utils.data import default_collate
 
 from moh_vision.data.batches import image_transform
-from moh_vision.data.digits import Digits
+from moh_vision.data.sources import Digits
 from moh_vision.diffusion import FlowMatchingLoss, Guidance, MoHDiTPipeline, make_scheduler, sample_images, train
 from moh_vision.diffusion.batches import NoisedImages
 from moh_vision.diffusion.config import SampleConfig

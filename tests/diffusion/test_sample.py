@@ -26,7 +26,7 @@ from moh_vision import load_run
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
-from moh_vision.data.digits import Digits
+from moh_vision.data.sources import Digits
 from moh_vision.data.splits import manifest_path
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples

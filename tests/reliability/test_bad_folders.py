@@ -60,12 +60,12 @@ def test_other_classes_in_val(tmp_path):
     (root / "val" / "owl").rename(tmp_path / "moved")
     train, val = (open_source(str(root), split) for split in ("train", "val"))
     with pytest.raises(ValueError, match=f"data.root {root}: 3 classes in train, 2 in val; train has class 'owl'"):
-        check_same_classes(train.classes, "train", val, str(root))
+        check_same_classes(train.classes, "train", val, f"data.root {root}")
     shards = write_shards(tmp_path / "shards", classes=2)
     write_shards(shards, classes=4, split="val")
     train, val = (open_source(str(shards), split) for split in ("train", "val"))
     with one_line("2 classes in train, 4 in val; val has class '2' and 1 more, which train has not"):
-        check_same_classes(train.classes, "train", val, str(shards))
+        check_same_classes(train.classes, "train", val, f"data.root {shards}")
 
 
 def test_empty_folders(tmp_path, capsys):

@@ -21,8 +21,7 @@ from moh_vision.data.batches import (
     image_transform,
     training_batches,
 )
-from moh_vision.data.crop import center_crop
-from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, decode_image
+from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, center_crop, decode_image
 from moh_vision.data.imagenet import imagenet_eval_transform
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import open_source

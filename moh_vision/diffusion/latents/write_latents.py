@@ -3,7 +3,6 @@
     DIR/train-000000.npy ...   posterior moments [N, 2, 2C, h, w] of at most --samples-per-shard images, shuffled
     DIR/train.labels.npy       class number of each latent, int64 [N]
     DIR/train.numbers.npy      number in ROOT of the image of each latent, int64 [N]
-    DIR/classes.txt            the class names; line n is class n
     DIR/train.meta.json        the record: VAE (name, sha256, factors), size, dtype, classes, input, sha256 of every shard
     DIR/train.bad.txt          unreadable images and what is wrong with them, if any were left out
 
@@ -42,10 +41,8 @@ from moh_vision.data.shard_writer import (
     ShardWriter,
     check_out,
     fingerprint,
-    full_disk_in_one_line,
+    finish_shard,
     plan_shards,
-    watch_parent,
-    write_classes,
 )
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
@@ -82,8 +79,6 @@ def launched_ranks() -> Iterator[None]:
     """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
-        # An orphan would write on beside the run that is started next.
-        watch_parent(os.getppid())
         # A rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
@@ -107,15 +102,13 @@ def write_latents(o: Namespace) -> None:
     kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(full_disk_in_one_line(o.out))
-        made_from = {"--vae": [space.name, space.sha256], **kept, **fingerprint(source)}
+        made_from = {"--vae": str(space), **kept, **fingerprint(source)}
         said = dict(source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape)
         limit = BadLimit(o.max_bad_fraction, len(source))
 
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
-            write_classes(out, source.classes, source.name)
             writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
             todo = writer.begin(max(1, o.workers))
             limit.check([b for entry in writer.entries.values() for b in entry["bad"]])
@@ -199,7 +192,7 @@ class Encoder:
                 with whole_file(self.writer.out / name) as file:
                     if arrays:
                         np.save(file, np.concatenate(arrays), allow_pickle=False)
-                    entries.append(self.writer.finish(name, file, sum(map(len, arrays)), bad[before:]))
+                    entries.append(finish_shard(self.writer.parts, name, file, sum(map(len, arrays)), bad[before:]))
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:

@@ -1,0 +1,96 @@
+"""What all sources of labelled images share, and the smallest: the digits of scikit-learn, which need no download."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+from PIL import Image
+
+from moh_vision.data.decode import UnreadableImage, decode_image
+
+
+class ImageSource:
+    """Labelled images of one split; see `splits.open_source`.
+
+    Attributes:
+        name: of the data.
+        classes: names of the classes.
+        labels: class number of each image, int64 [N].
+        channels: 3, or 1 for grey images.
+        img_size: side of the images, if all are squares of one size; else None.
+        shard_sizes: images of each shard, see `order.epoch_order`.
+    """
+
+    name: str
+    classes: list[str]
+    labels: np.ndarray
+    channels = 3
+    img_size: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def shard_sizes(self) -> tuple[int, ...]:
+        return (len(self),)
+
+    def read(self, index: int) -> bytes:
+        """Return the image file of a sample; raise UnreadableImage."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """Name a sample in errors."""
+        raise NotImplementedError
+
+    def image(self, index: int) -> Image.Image:
+        """Decode a sample; raise UnreadableImage, naming it."""
+        data = self.read(index)
+        try:
+            return decode_image(data, "")
+        except UnreadableImage as error:  # its name may have to be read, so only now
+            raise UnreadableImage(f"{self.where(index)}{error}") from None
+
+    def listing(self) -> Iterator[bytes]:
+        """Yield bytes that tell which sample has which number, beside the labels in their order."""
+        yield from ()
+
+    def identities(self) -> Iterator[bytes]:
+        """Yield for each sample what tells it from a changed one."""
+        raise NotImplementedError
+
+
+def read_file(path: str | Path, where: str) -> bytes:
+    """Read a file; raise UnreadableImage that names it, `where`."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UnreadableImage(f"{where}: {error.strerror}") from None
+
+
+class Digits(ImageSource):
+    """The 1,797 digits of scikit-learn, 8 x 8 grey pixels; every fifth image of a class is in the test split."""
+
+    channels = 1
+    img_size = 8
+    name = "digits"
+    classes = [str(c) for c in range(10)]
+
+    def __init__(self, split: str):
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        test = np.zeros(len(data.target), dtype=bool)
+        for c in range(10):
+            test[np.flatnonzero(data.target == c)[4::5]] = True
+        keep = ~test if split == "train" else test
+        self.pixels = np.rint(data.images[keep] * (255 / 16)).astype(np.uint8)  # [n, 8, 8]
+        self.labels = data.target[keep].astype(np.int64)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
+
+    def identities(self) -> Iterator[bytes]:
+        yield from (pixels.tobytes() for pixels in self.pixels)
