@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 from dataclasses import dataclass
@@ -16,27 +17,8 @@ from torch import Tensor
 from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-# For each class of diffusers that is read here, the configuration entries that change what encoding and decoding
-# compute; others are names and memory settings.
-SIGNIFICANT = {
-    "AutoencoderKL": (
-        "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels", "layers_per_block",
-        "act_fn", "latent_channels", "norm_num_groups", "scaling_factor", "shift_factor", "use_quant_conv",
-        "use_post_quant_conv", "mid_block_add_attention",
-    ),
-    "AutoencoderKLFlux2": (
-        "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels",
-        "decoder_block_out_channels", "layers_per_block", "act_fn", "latent_channels", "norm_num_groups",
-        "use_quant_conv", "use_post_quant_conv", "mid_block_add_attention", "batch_norm_eps", "patch_size",
-    ),
-    "AutoencoderDC": (
-        "in_channels", "latent_channels", "attention_head_dim", "encoder_block_types", "decoder_block_types",
-        "encoder_block_out_channels", "decoder_block_out_channels", "encoder_layers_per_block",
-        "decoder_layers_per_block", "encoder_qkv_multiscales", "decoder_qkv_multiscales", "upsample_block_type",
-        "downsample_block_type", "decoder_norm_types", "decoder_act_fns", "encoder_out_shortcut", "decoder_in_shortcut",
-        "decoder_conv_act_fn", "scaling_factor",
-    ),
-}  # fmt: skip
+VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC")  # classes of diffusers
+IGNORED = ("sample_size", "force_upcast")  # entries of a configuration that change nothing of what is computed here
 STATISTICS = ("latents_mean", "latents_std")
 
 
@@ -186,8 +168,8 @@ def _load(name: str, local: bool):
 
     subfolder, config = _find(name, local)
     kind = config.get("_class_name", "AutoencoderKL")
-    if kind not in SIGNIFICANT or not hasattr(diffusers, kind):
-        known = [known for known in SIGNIFICANT if hasattr(diffusers, known)]
+    known = [known for known in VAES if hasattr(diffusers, known)]
+    if kind not in known:
         raise ValueError(f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}")
     shown = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
@@ -261,11 +243,14 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the significant configuration and all weights, in any file format."""
-    config = {key: vae.config[key] for key in SIGNIFICANT[type(vae).__name__]}
-    # A configuration without statistics and one that says None mean the same VAE.
-    config.update({key: vae.config[key] for key in STATISTICS if vae.config.get(key) is not None})
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=list).encode())
+    """Return the SHA-256 of the configuration, as far as it changes results, and all weights, in any file format."""
+    defaults = inspect.signature(type(vae).__init__).parameters
+    shown = {
+        k: (json.dumps(v), json.dumps(defaults[k].default, default=str)) for k, v in vae.config.items() if k in defaults
+    }
+    # Only what is no default: entries that a later diffusers adds change nothing.
+    changed = {k: value for k, (value, default) in shown.items() if value != default and k not in IGNORED}
+    digest = hashlib.sha256(json.dumps([type(vae).__name__, changed], sort_keys=True).encode())
     for name, tensor in sorted(vae.state_dict().items()):
         tensor = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
