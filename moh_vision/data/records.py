@@ -16,8 +16,8 @@ def record_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.shards.json"
 
 
-def read_record(path: Path) -> dict:
-    """Read a record: format, made_from, and the entries of all shards; `shards` is None while some are missing."""
+def read_record(path: Path, unfinished: bool = False) -> dict:
+    """Read a record: format, made_from, and the entries of the shards; `shards` is None while some are missing."""
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
@@ -25,6 +25,10 @@ def read_record(path: Path) -> dict:
         check_entries([] if record["shards"] is None else record["shards"])
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None
+    if record["shards"] is None and not unfinished:
+        raise ValueError(
+            f"{path}: the shards are not all there yet; the command that writes them goes on where it stopped"
+        )
     return record
 
 
@@ -39,23 +43,14 @@ def check_entries(entries: list[dict]) -> None:
                 raise ValueError(f"bad holds {which!r}, {reason!r}")
 
 
-def finished(path: Path) -> dict[str, dict]:
-    """Return the entries of a record by the names of the shards."""
-    entries = read_record(path)["shards"]
-    if entries is None:
-        raise ValueError(
-            f"{path}: the shards are not all there yet; the command that writes them goes on where it stopped"
-        )
-    return {entry["shard"]: entry for entry in entries}
-
-
-def refuse_other_shards(record: Path, entries: dict[str, dict], paths: list[Path]) -> None:
-    """Raise ValueError that names a recorded shard which is gone, or one that the record lacks."""
-    names = {path.name: path for path in paths}
+def entries_for(path: Path, record: dict, shards: list[Path]) -> dict[str, dict]:
+    """Return the entries of a record by the names of the shards; raise ValueError that names one too few or too many."""
+    entries, names = {entry["shard"]: entry for entry in record["shards"]}, {shard.name: shard for shard in shards}
     if gone := entries.keys() - names.keys():
-        raise ValueError(f"{min(gone)} of {record} is gone")
+        raise ValueError(f"{min(gone)} of {path} is gone")
     if more := names.keys() - entries.keys():
-        raise ValueError(f"{names[min(more)]} is not in {record.name}")
+        raise ValueError(f"{names[min(more)]} is not in {path.name}")
+    return entries
 
 
 def refuse_difference(shard: object, size: int, samples: int, entry: dict, record: Path) -> None:

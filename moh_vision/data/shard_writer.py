@@ -93,7 +93,7 @@ class ShardWriter:
         """Return entries of an earlier run of the same command; raise ValueError for those of another."""
         if not self.record.exists():
             return {}
-        record = read_record(self.record)
+        record = read_record(self.record, unfinished=True)
         try:
             entries = record["shards"]
             if entries is None:

@@ -15,7 +15,7 @@ from typing import Iterator
 import numpy as np
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.records import finished, record_path, refuse_difference, refuse_other_shards
+from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import Progress, reason_of
@@ -48,9 +48,7 @@ class Shards(ImageSource):
             if not path.is_file():
                 raise ValueError(f"{path}: not a file, expected a shard")
         record = record_path(folder, split)
-        entries = finished(record) if record.exists() else None
-        if entries is not None:
-            refuse_other_shards(record, entries, self.paths)
+        entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
         self._stats = [_size_and_time(path.stat()) for path in self.paths]
         folders = _index_folders(folder)
         names = {index_name(path.name) for path in self.paths}

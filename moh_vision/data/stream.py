@@ -26,7 +26,7 @@ from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import group_by_keys
 
 from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.records import finished, record_path, refuse_difference
+from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.shards import IMAGE_EXTENSIONS, class_names
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
@@ -71,7 +71,7 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
     record, entries = record_path(root, "train"), {}
     # Who counts the images of a stream himself has shards that are not those of data.root.
     if record.exists() and not (data.stream and data.samples):
-        written = finished(record)
+        written = {entry["shard"]: entry for entry in read_record(record)["shards"]}
         shards = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
         entries = {url: written[shard] for url, shard in shards.items() if shard in written}
     if not data.samples and len(entries) < len(set(urls)):
@@ -207,7 +207,7 @@ class StreamedFile:
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes; none at the end."""
-        failed_at, pause = None, 0.5
+        waited, pause = 0.0, 0.5
         while True:
             try:
                 self._file = self._file or self._open()
@@ -218,15 +218,13 @@ class StreamedFile:
                 return data
             except (OSError, HTTPException) as error:
                 why, absent = self._failure(error)
-            failed_at = failed_at or time.monotonic()
-            if absent or not self.patience:
-                raise UnreadableImage(f"{self.url}: {why}")
-            if time.monotonic() - failed_at > self.patience:
-                raise UnreadableImage(f"{self.url}: {why}, and so for {self.patience:g} s")
-            if pause == 0.5:
+            if absent or waited >= self.patience:
+                raise UnreadableImage(f"{self.url}: {why}" + (f", and so for {self.patience:g} s" if waited else ""))
+            if not waited:
                 print(f"{self.url}: {why}; tried again for {self.patience:g} s", file=sys.stderr, flush=True)
-            time.sleep(min(pause, 10, self.patience))
-            pause *= 2
+            pause = min(pause, self.patience - waited)
+            time.sleep(pause)
+            waited, pause = waited + pause, min(2 * pause, 10)
 
     def close(self) -> None:
         file, self._file = self._file, None

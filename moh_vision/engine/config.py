@@ -103,7 +103,7 @@ class DataConfig(ImagesConfig):
     """URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar", joined by "::"; also paths, and
     "pipe:COMMAND" where that is on the command line."""
     samples: Optional[int] = key(None, ge=1, needs="not .exact_order")
-    """Images of an epoch of a stream; left out: those that train.shards.jsonl in data.root counts."""
+    """Images of an epoch of a stream; left out: those that train.shards.json in data.root counts."""
     augment: Literal["none", "affine", "crop_flip", "flip"] = key("none")
     """"none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip"."""
     shuffle_shards: int = key(8, ge=1, needs=".exact_order")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.records import finished, read_record, refuse_difference, refuse_other_shards
+from moh_vision.data.records import entries_for, read_record, refuse_difference
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.engine.commands import reason_of
@@ -43,7 +43,6 @@ class LatentCache:
         folder, record = Path(root), latents_path(Path(root), split)
         if not record.is_file():
             raise FileNotFoundError(f"data.root {root}: no {record.name} in it, which latents have")
-        entries = finished(record)
         self.about = about = read_record(record)
         try:
             self.space, self.size, self.classes = LatentSpace(**about["vae"]), about["size"], about["classes"]
@@ -55,7 +54,7 @@ class LatentCache:
             raise ValueError(f"{record}: not a record of latents ({type(error).__name__}: {error})") from None
         self.img_size, self.channels, self.name = self.shape[-1], self.space.latent_channels, folder.name
         self.paths = sorted(folder.glob(f"{split}-*.npy"))
-        refuse_other_shards(record, entries, self.paths)
+        entries = entries_for(record, about, self.paths)
         self.shard_sizes = tuple(entries[path.name]["samples"] for path in self.paths)
         self._ends = np.cumsum(self.shard_sizes)
         self._stats = [path.stat() for path in self.paths]
