@@ -27,18 +27,9 @@ TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
 
 class TextInputs:
-    """Base class of the tasks' inputs.
-
-    Args:
-        data: a `TextDataConfig`.
-        cache_dir: folder of caches.
-        seed: of the run.
-        tokenizer: run or tokenizer.json with the vocabularies; None: made from the training split.
-        training: False: the training split is not opened, and may be missing.
-
-    Attributes:
-        vocabularies: source and target; the same twice for one.
-        train, val, test: data sets; train and test may be None.
+    """What a run on text reads: `vocabularies` (source and target; the same twice for one), and the data sets `train`,
+    `val` and `test`, which are None if not wanted. `tokenizer` is a run or file with the vocabularies; without it they
+    are made from the training split. `training` False: that split is not opened, and may be missing.
     """
 
     first: object  # what the data set calls its first sample
@@ -73,16 +64,15 @@ class TextInputs:
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
         d, found = self.data, []
-        trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
-        for key, title in (("val", "validation"), ("test", "test")):
-            split = getattr(d, key)
-            places = self.places(d.root, split) if split else []
-            for place in filter(trained.__contains__, places):
-                raise ValueError(
-                    f"data.{key} {split} is {place}, which data.train {d.train} trains on: give another split, "
-                    "for scores of text that the model has not learnt"
-                )
-            found += [f"{title}: {' and '.join(places)}"] if places else []
+        trained = {path for tokens in self.train.stores for path in tokens.paths}
+        for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
+            for tokens in dataset.stores if dataset else ():
+                if not trained.isdisjoint(tokens.paths):
+                    raise ValueError(
+                        f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
+                        "another split, for scores of text that the model has not learnt"
+                    )
+            found += [f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}"] if dataset else []
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
@@ -146,10 +136,6 @@ class TranslationInputs(TextInputs):
     def pair(self, split: str) -> ParallelText:
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
-    def places(self, root: str, split: str) -> list[str]:
-        """Names of the files of a split, or of the table on the hub."""
-        return [side.name for side in self.pair(split)]
-
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
 
@@ -204,10 +190,6 @@ class BlockInputs(TextInputs):
     first = (0, 0)
     mask = False
 
-    def places(self, root: str, split: str) -> list[str]:
-        """Names of the files of a split, or of the table on the hub."""
-        return [find_lines(root, split).name]
-
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
         lines = [find_lines(root, d.train) for _, root, _ in self.sources()]
@@ -245,10 +227,6 @@ class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     foreign = True
-
-    def places(self, root: str, split: str) -> list[str]:
-        """See `BlockInputs`; of ids the files."""
-        return list(map(str, find_tokens(root, split))) or super().places(root, split)
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         for _, root, _ in self.sources():

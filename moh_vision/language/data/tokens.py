@@ -42,21 +42,21 @@ class Meta(NamedTuple):
 
 
 class Tokens:
-    """Token ids of a split: its files or stores, joined. Ranges and sums that no file tells are found by reading
-    it once, and kept in `cache_dir`.
+    """Token ids of a split: its files or stores, joined. Ranges and sums that no file tells are found by reading it
+    once, and kept in `cache_dir`. `name` is for messages.
 
     Attributes:
         ids: has a length, and takes slices: a memory map, or several.
         ends, lengths: of the texts of a single store; lengths include eos.
         eos, words: see `Meta`.
-        tokenizers: sha256 of the tokenizer.json of the files that know it.
+        tokenizers: sha256 of each tokenizer.json that made some of them.
     """
 
-    def __init__(self, paths: Sequence[Path], cache_dir: str = "", dtype: str | None = None):
-        self.paths, self.cache_dir, self.dtype = paths, cache_dir, dtype
+    def __init__(self, paths: Sequence[Path], cache_dir: str = "", dtype: str | None = None, name: str = ""):
+        self.arguments, self.paths = (paths, cache_dir, dtype, name), paths
         parts, self.metas = zip(*(_opened(path, cache_dir, dtype) for path in paths))
         self.ids = parts[0] if len(parts) == 1 else Joined(parts)
-        self.name = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         known = {meta.eos: path.name for path, meta in zip(paths, self.metas) if meta.eos is not None}
         if len(known) > 1:
             told = ", ".join(f"{name} {eos}" for eos, name in known.items())
@@ -70,7 +70,7 @@ class Tokens:
             self.lengths = np.diff(self.ends, prepend=0)
 
     def __reduce__(self):
-        return Tokens, (self.paths, self.cache_dir, self.dtype)  # a pickled memory map would be a copy
+        return Tokens, self.arguments  # a pickled memory map would be a copy
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -124,12 +124,12 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
         write_store(place, filter(None, texts) if skip_empty else texts, vocabulary, lines.name)
 
     def load(place: Path) -> Tokens:
-        tokens = Tokens([place])
         with open(place / IDS, "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
         digest.update((place / ENDS).read_bytes())
+        tokens = Tokens([place], name=lines.name)
         if digest.hexdigest() != tokens.fingerprint():
-            raise ValueError(f"{place}: not the tokens that were written (another sha256)")
+            raise ValueError("another sha256 than that of what was written")
         return tokens
 
     # A tokenizer.json does not name its eos.

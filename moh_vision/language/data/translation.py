@@ -17,11 +17,9 @@ IGNORE = -100  # a label that nothing is to be predicted for
 class ParallelTokens(Dataset):
     """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Args:
-        max_length: tokens without eos of the longer side, as when corpora are cleaned after BPE; None: any.
-        max_ratio: longer side over shorter, 1.5 for the papers' IWSLT and EN-FR; None: any.
-        share: of the remaining pairs, drawn whatever the run's seed; a larger share includes every smaller one (MAE
-            section 5.2: subsets of 5 to 100 %).
+    Limits count tokens without eos, as when corpora are cleaned after BPE; `max_ratio`, longer side over shorter, is 1.5
+    for the papers' IWSLT and EN-FR. The `share` of what remains is drawn whatever the run's seed, and a larger share
+    includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.

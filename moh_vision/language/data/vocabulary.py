@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
@@ -39,15 +38,8 @@ USUAL_ROLES = {
 
 
 class Vocabulary:
-    """A tokenizer.json and, for foreign ones, the tokenizer_config.json beside it.
-
-    It encodes as the tokenizer does, with its first tokens (LLaMA's bos) and without eos.
-
-    Args:
-        data: the bytes of tokenizer.json.
-        where: its name, for messages.
-        roles: token by role (eos_token, bos_token, pad_token) of a foreign tokenizer_config.json.
-        foreign: False: only what this package wrote.
+    """A tokenizer.json, from its bytes; `where` names it in messages. A foreign one, where `foreign` allows it, has
+    `roles`: the tokens of its tokenizer_config.json.
 
     Attributes:
         kind: "bpe", "word" or "foreign".
@@ -107,7 +99,9 @@ class Vocabulary:
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts without eos. Special tokens but "<unk>" of our own are read as text."""
+        """Encode texts as the tokenizer does, with its first tokens (LLaMA's bos), but without eos. Special tokens that
+        stand in a text, but for "<unk>" in our own, are text.
+        """
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
             return [ids[:-1] for ids in found]
@@ -152,7 +146,7 @@ def train_bpe(
     """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
     comes twice. A joint vocabulary takes the texts of both sides.
     """
-    tokenizer, specials = Tokenizer(models.BPE()), _first_tokens(mask)
+    tokenizer, specials = Tokenizer(models.BPE()), list(SPECIALS[: MASK + mask])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
     parts = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
@@ -164,29 +158,20 @@ def train_bpe(
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.train_from_iterator((text.replace(UNKNOWN, " ") for text in texts), trainer)
-    return _made(tokenizer, lstrip=True)
+    return _trained(tokenizer, trainer, (text.replace(UNKNOWN, " ") for text in texts), lowercase)
 
 
 def count_words(
     texts: Iterable[str], *, max_words: int | None = None, mask: bool = False, lowercase: bool = False
 ) -> Vocabulary:
     """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
-    counts: Counter = Counter()
-    for text in texts:
-        counts.update((text.lower() if lowercase else text).split())
-    for special in SPECIALS:
-        counts.pop(special, None)
-    words = sorted(counts, key=lambda word: (-counts[word], word))
-    tokens = [*_first_tokens(mask), *words[:max_words]]
-    tokenizer = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, UNKNOWN))
+    tokenizer, specials = Tokenizer(models.WordLevel(unk_token=UNKNOWN)), list(SPECIALS[: MASK + mask])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.add_special_tokens(_first_tokens(mask))
-    return _made(tokenizer)
+    size = MAX_TOKENS if max_words is None else len(specials) + max_words
+    trainer = trainers.WordLevelTrainer(vocab_size=size, show_progress=False, special_tokens=specials)
+    lines = (text.lower() if lowercase else text for text in texts)
+    words = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
+    return _trained(tokenizer, trainer, words, lowercase)
 
 
 def trained_vocabulary(
@@ -212,11 +197,12 @@ def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Cal
     """
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     place = Path(cache_dir, f"{name}.{key}")
-    if place.exists():
-        try:
-            return load(place)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            say(f"{place}: damaged ({reason_of(error)}); making it again")
+    try:
+        return load(place)
+    except FileNotFoundError:
+        pass
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        say(f"{place}: damaged ({reason_of(error)}); making it again")
     make(place)
     return load(place)
 
@@ -229,14 +215,16 @@ def is_ours(path: Path) -> bool:
         return False
 
 
-def _first_tokens(mask: bool) -> list[str]:
-    return list(SPECIALS if mask else SPECIALS[:MASK])
-
-
-def _made(tokenizer: Tokenizer, **unknown: bool) -> Vocabulary:
-    """The vocabulary of a new tokenizer. Its <unk> is a token of the text, not a special one."""
+def _trained(tokenizer: Tokenizer, trainer, texts: Iterable[str], lowercase: bool) -> Vocabulary:
+    """Train a tokenizer whose <unk> is no special token: WikiText has it in its text."""
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.train_from_iterator(texts, trainer)
     content = json.loads(tokenizer.to_str())
-    content["added_tokens"][UNK].update(special=False, **unknown)
+    if isinstance(tokenizer.model, models.BPE):
+        content["added_tokens"][UNK].update(special=False, lstrip=True)
+    else:  # a word as others
+        del content["added_tokens"][UNK]
     data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return Vocabulary(data.encode(), "the new vocabulary")
 
@@ -259,11 +247,9 @@ def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:
 
 def _read(path: Path) -> bytes:
     """Read a tokenizer.json or the file beside it; refuse one that is far too large."""
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
+    if Path(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
-    return data
+    return Path(path).read_bytes()
 
 
 def _companion(path: Path) -> dict[str, str]:
