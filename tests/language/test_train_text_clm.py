@@ -241,7 +241,7 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers, capsys):
     ids = np.full(8000, 5, "<u2")
     ids[4001] = 77
     ids.tofile(tmp_path / "train.bin")
-    (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5, "sha256": ""}')  # so it is not read before
+    (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5}')  # so it is not looked for before
     np.full(400, 5).astype("<u2").tofile(tmp_path / "val.bin")
     argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
     argv += ["--data.workers", workers, "--max-steps", 900]

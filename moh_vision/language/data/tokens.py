@@ -26,6 +26,7 @@ IDS, ENDS, META = "ids.bin", "ends.npy", "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LEAST = {"eos": 0, "tokens": 1, "smallest": 0, "largest": 0, "words": 1}  # whole numbers of a `Meta`
 TEXTS_AT_ONCE, CHARACTERS_AT_ONCE, IDS_AT_ONCE = 2000, 1 << 23, 1 << 24
+SAMPLES, SAMPLE = 64, 1 << 15  # ids of a fingerprint
 
 
 class Meta(NamedTuple):
@@ -42,8 +43,8 @@ class Meta(NamedTuple):
 
 
 class Tokens:
-    """Token ids of a split: its files or stores, joined. Ranges and sums that no file tells are found by reading it
-    once, and kept in `cache_dir`. `name` is for messages.
+    """Token ids of a split: its files or stores, joined. Ranges that no file tells are found by reading it once,
+    and kept in `cache_dir`. `name` is for messages.
 
     Attributes:
         ids: has a length, and takes slices: a memory map, or several.
@@ -54,8 +55,8 @@ class Tokens:
 
     def __init__(self, paths: Sequence[Path], cache_dir: str = "", dtype: str | None = None, name: str = ""):
         self.arguments, self.paths = (paths, cache_dir, dtype, name), paths
-        parts, self.metas = zip(*(_opened(path, cache_dir, dtype) for path in paths))
-        self.ids = parts[0] if len(parts) == 1 else Joined(parts)
+        self.parts, self.metas = zip(*(_opened(path, cache_dir, dtype) for path in paths))
+        self.ids = self.parts[0] if len(paths) == 1 else Joined(self.parts)
         self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         known = {meta.eos: path.name for path, meta in zip(paths, self.metas) if meta.eos is not None}
         if len(known) > 1:
@@ -85,8 +86,13 @@ class Tokens:
             refuse_ids(str(path), meta.smallest or 0, meta.largest, size)
 
     def fingerprint(self) -> str:
-        """Name what tells these ids from others."""
-        return " ".join(meta.sha256 for meta in self.metas)
+        """Hash sizes and 64 pieces of every file, without reading it whole."""
+        digest = hashlib.sha256()
+        for ids in self.parts:
+            digest.update(f"{ids.dtype.str} {len(ids)} ".encode())
+            for first in np.linspace(0, max(0, len(ids) - SAMPLE), SAMPLES).astype(np.int64):
+                digest.update(np.ascontiguousarray(ids[first : first + SAMPLE]))
+        return digest.hexdigest()
 
 
 class Joined:
@@ -128,7 +134,7 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
             digest = hashlib.file_digest(file, "sha256")
         digest.update((place / ENDS).read_bytes())
         tokens = Tokens([place], name=lines.name)
-        if digest.hexdigest() != tokens.fingerprint():
+        if digest.hexdigest() != tokens.metas[0].sha256:
             raise ValueError("another sha256 than that of what was written")
         return tokens
 
@@ -214,8 +220,9 @@ def _opened(path: Path, cache_dir: str, dtype: str | None) -> tuple[np.ndarray, 
         raise ValueError(f"{path}: {len(ids)} tokens, but {side.name} says {meta.tokens}")
     if not len(ids):
         raise ValueError(f"{path}: no tokens")
-    if meta.largest is None or meta.sha256 is None:
-        meta = meta._replace(**_read_once(file, ids, cache_dir))
+    if meta.largest is None or ids.dtype.kind == "i":
+        smallest, largest = _range(file, ids, cache_dir)
+        meta = meta._replace(smallest=smallest, largest=largest)
     return ids, meta
 
 
@@ -231,23 +238,21 @@ def _vector(path: Path) -> np.ndarray:
     return found
 
 
-def _read_once(file: Path, ids: np.ndarray, cache_dir: str) -> dict:
-    """Return smallest, largest and sha256 of a file, which are kept in the cache by the file's size and time."""
+def _range(file: Path, ids: np.ndarray, cache_dir: str) -> list[int]:
+    """Return smallest and largest id of a file, which are kept in the cache by the file's size and time."""
 
     def make(place: Path) -> None:
-        found, digest = [], hashlib.sha256()
+        found = []
         with Progress(f"checking {file.name}", len(ids), "token", scaled=True) as progress:
             for first in range(0, len(ids), IDS_AT_ONCE):
-                piece = np.ascontiguousarray(ids[first : first + IDS_AT_ONCE])
+                piece = ids[first : first + IDS_AT_ONCE]
                 found += [int(piece.min()), int(piece.max())]
-                digest.update(piece)
                 progress.add(len(piece))
-        about = dict(smallest=min(found), largest=max(found), sha256=digest.hexdigest())
-        write_whole(place, json.dumps(about), shared=True)
+        write_whole(place, json.dumps([min(found), max(found)]), shared=True)
 
-    def load(place: Path) -> dict:
-        about = json.loads(place.read_text("utf-8"))
-        return dict(smallest=int(about["smallest"]), largest=int(about["largest"]), sha256=str(about["sha256"]))
+    def load(place: Path) -> list[int]:
+        smallest, largest = map(int, json.loads(place.read_text("utf-8")))
+        return [smallest, largest]
 
     stat = file.stat()
     return cached(cache_dir, file.name, [FORMAT, str(file.resolve()), stat.st_size, stat.st_mtime_ns], load, make)
