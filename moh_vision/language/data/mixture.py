@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple, Sequence
+from typing import Sequence
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -19,14 +19,6 @@ from moh_vision.language.data.causal import CausalWindows
 
 LONGEST_ROUND = 1 << 17
 KEPT = 4  # rounds at hand, and permutations of each source
-
-
-class Draw(NamedTuple):
-    """The block at a position of the run."""
-
-    source: int
-    block: int
-    epoch: int  # of that source, from 0
 
 
 class Mixture:
@@ -55,12 +47,13 @@ class Mixture:
         self._round = lru_cache(KEPT)(self._make_round)
         self._order = lru_cache(KEPT * len(blocks))(self._make_order)
 
-    def __getitem__(self, position: int) -> Draw:
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        """Return (source, its block) at a position of the run."""
         number, place = divmod(position, self.length)
         which, nth, before = self._round(number)
         source = int(which[place])
         epoch, place = divmod(before[source] + int(nth[place]), self.blocks[source])
-        return Draw(source, self._order(source, epoch)[place], epoch)
+        return source, self._order(source, epoch)[place]
 
     def drawn(self, position: int) -> list[int]:
         """Blocks of each source before a position."""
@@ -97,8 +90,8 @@ class MixedBatches(StepBatches):
         self.starts = np.cumsum([0, *mixture.blocks])
 
     def sample(self, position: int) -> int:
-        draw = self.mixture[position]
-        return int(self.starts[draw.source]) + draw.block
+        source, block = self.mixture[position]
+        return int(self.starts[source]) + block
 
     def epoch(self, step: int) -> int:
         """Return the epoch, from 0, of the most repeated source; the same on every rank."""

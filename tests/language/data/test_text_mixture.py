@@ -45,12 +45,12 @@ def test_permutations_are_shuffled():
 def test_shares_are_exact():
     mixture = Mixture(TABLE_B, [1000] * 7, seed=0)
     assert mixture.length <= 10_000
-    counts = Counter(mixture[p].source for p in range(10_000))
+    counts = Counter(mixture[p][0] for p in range(10_000))
     assert [counts[s] / 100 for s in range(7)] == TABLE_B
     assert mixture.drawn(10_000) == [round(100 * weight) for weight in TABLE_B]
     some = mixture.drawn(12_345)
     assert sum(some) == 12_345 and all(abs(n - 123.45 * w) < 100 for n, w in zip(some, TABLE_B))
-    counts.update(mixture[p].source for p in range(10_000, 12_345))
+    counts.update(mixture[p][0] for p in range(10_000, 12_345))
     assert [counts[s] for s in range(7)] == some
 
 
@@ -69,17 +69,15 @@ def test_odd_weights_are_never_a_block_from_their_share():
 def test_a_source_is_gone_through_before_it_repeats():
     blocks = [13, 50, 7]
     mixture = Mixture([0.5, 0.3, 0.2], blocks, seed=4)
-    seen, epochs = defaultdict(list), defaultdict(set)
+    seen = defaultdict(list)
     for position in range(400):
-        draw = mixture[position]
-        seen[draw.source].append(draw.block)
-        epochs[draw.source].add(draw.epoch)
-        assert draw.epoch == (len(seen[draw.source]) - 1) // blocks[draw.source]
+        source, block = mixture[position]
+        seen[source].append(block)
     for source, count in enumerate(blocks):
         whole = [seen[source][i : i + count] for i in range(0, len(seen[source]) - count + 1, count)]
         assert whole and all(sorted(epoch) == list(range(count)) for epoch in whole)
         assert len(whole) < 2 or whole[0] != whole[1]
-    assert len(epochs[0]) > 10
+    assert len(seen[0]) > 10 * blocks[0]
     other = Mixture([0.5, 0.3, 0.2], blocks, seed=5)
     assert [other[p] for p in range(50)] != [mixture[p] for p in range(50)]
 
