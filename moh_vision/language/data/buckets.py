@@ -32,14 +32,11 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
 
 
 class TokenBatches:
-    """The micro-batches of one rank, step after step, as lists of sample numbers; see `StepBatches` for its arguments.
+    """The micro-batches of one rank as lists of sample numbers, at most `max_tokens` padded tokens each (sentences x
+    longest of either side with eos, as in fairseq). Samples are cut by length alone: epochs have equally many batches.
 
-    The padded size, sentences x longest of either side with eos (as in fairseq), is at most `max_tokens`. Samples are
-    sorted by `lengths` [n, sides] and cut by them alone, so all epochs have equally many batches. The order of batches,
-    and of samples of equal length, is drawn from (seed, epoch). An epoch has every sample once; a step may span two.
-
-    Micro-batch `micro` of a rank is batch step * (world * accumulation) + micro * world + rank of the run, so one
-    process with twice the accumulation sees the same steps as two.
+    Micro-batch `micro` of a rank is number step * (world * accumulation) + micro * world + rank of the run. An epoch
+    has every sample once, in an order drawn from (seed, epoch); a step may span two.
     """
 
     def __init__(

@@ -14,11 +14,9 @@ from moh_vision.language.data.vocabulary import EOS, PAD
 class CausalWindows(Dataset):
     """Items (position, window number) -> (inputs [W], labels [W]), int64; the position has no effect.
 
-    Labels are a piece of `tokens`, inputs the piece one token earlier, with eos before the first (without a known eos
-    it is not predicted). Windows advance by `stride` and label only what no earlier window labels; the last ends with
-    the text. Training takes stride = width: the same blocks in every epoch, as fairseq's break mode "none". Evaluation
-    "512/480": width 512 and stride 32, so tokens after the first 480 have 480 to 511 before them. With the `size` of
-    the vocabulary ids are checked as they are read.
+    Labels are a piece of `tokens`, inputs the piece one token earlier, with eos before the first. Windows advance by
+    `stride` and label only what no earlier one labels. Training takes stride = width, as fairseq's break mode "none";
+    evaluation "512/480" width 512 and stride 32: tokens after the first 480 have 480 to 511 before them.
     """
 
     def __init__(self, tokens, width: int, stride: int | None = None, eos: int | None = EOS, size: int | None = None):

@@ -27,9 +27,10 @@ TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
 
 class TextInputs:
-    """What a run on text reads: `vocabularies` (source and target; the same twice for one), and the data sets `train`,
-    `val` and `test`, which are None if not wanted. `tokenizer` is a run or file with the vocabularies; without it they
-    are made from the training split. `training` False: that split is not opened, and may be missing.
+    """What a run on text reads: `vocabularies` (source and target, or the same twice), `train`, `val` and `test`.
+
+    `tokenizer` is a run or file with the vocabularies; without it they are made from the training split. Without
+    `training` that split is not opened, and may be missing.
     """
 
     first: object  # what the data set calls its first sample
@@ -256,14 +257,14 @@ class CausalInputs(BlockInputs):
         vocabulary, files = self.vocabularies[0], find_tokens(root, split)
         if not files:
             return encoded(find_lines(root, split), vocabulary, self.cache_dir)
-        tokens = Tokens(files, self.cache_dir, self.data.bin_dtype)
+        tokens = Tokens(files, self.data.bin_dtype)
         strange = tokens.tokenizers - {vocabulary.fingerprint}
         if strange and not isinstance(vocabulary, NumberedVocabulary):
             raise ValueError(
                 f"{tokens.name}: made with another tokenizer.json (sha256 {min(strange)[:12]}...) than data.tokenizer "
                 f"({vocabulary.fingerprint[:12]}...)"
             )
-        tokens.check_ids(self.size)
+        tokens.check_ids(self.size, self.cache_dir)
         return tokens
 
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:

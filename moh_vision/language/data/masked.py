@@ -17,10 +17,8 @@ EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 def mask_tokens(
     ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hide tokens as BERT does (Devlin et al. 2019), drawn from (seed, position): each with `prob`, at least one.
-    80 % become the mask, 10 % a random token that is not special, 10 % stay. Pad, bos and eos are never chosen.
-
-    ids [T] -> (inputs [T], labels [T]: the token where chosen, else -100).
+    """Hide tokens [T] as BERT does (Devlin et al. 2019): each with `prob`, at least one, but no pad, bos and eos. 80 %
+    become the mask, 10 % a random token, 10 % stay. Returns inputs [T] and labels [T], -100 where not chosen.
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
     draw, kind = rng.random(len(ids)), rng.random(len(ids))
@@ -37,9 +35,8 @@ def mask_tokens(
 class MaskedBlocks(Dataset):
     """Items (position, block number) -> (inputs, labels), int64.
 
-    Lines that are not empty, each with eos, are joined and cut into bos and `block - 1` tokens; the last block may be
-    shorter. Paragraphs of WikiText are often longer than a block; RoBERTa's blocks of 512 hold whole sentences.
-    Validation takes `EVALUATION_SEED`, with position = block number.
+    Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
+    longer than a block. RoBERTa's blocks of 512 hold whole sentences.
     """
 
     def __init__(self, tokens: Tokens, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):

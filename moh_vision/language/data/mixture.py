@@ -24,9 +24,9 @@ KEPT = 4  # rounds at hand, and permutations of each source
 class Mixture:
     """The order of blocks of sources with weights above 0, in any unit.
 
-    A round of positions has the exact share of every source: percentages with two decimals make rounds of at most
-    10,000; others are rounded, so that at the end of a round every source is within one block of its share. Sources
-    are shuffled inside a round. Each goes through all its blocks, in a new order every epoch, before one repeats.
+    A round of positions, shuffled, has the exact share of every source: of percentages with two decimals at most
+    10,000. Odd weights are rounded: a source is within one block of its share. A source goes through all its blocks,
+    in a new order every epoch, before one repeats.
     """
 
     def __init__(self, weights: Sequence[float], blocks: Sequence[int], seed: int):

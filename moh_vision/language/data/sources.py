@@ -15,12 +15,11 @@ SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
 
 
 class HubText:
-    """Texts of one split of a data set, read as by `TextFile`: its column text, or `language` of its column
-    translation.
-    """
+    """Texts of a split of a data set: its column text, or `language` of its column translation."""
 
     def __init__(self, root: str, split: str, language: str | None = None):
-        column, self.language = "translation" if language else "text", language
+        self.language = language
+        column = "translation" if language else "text"
         self.table, name = hub_split(root, SPLIT_NAMES.get(split, (split,)))
         if column not in self.table.column_names:
             raise ValueError(f"data.root {name}: no column {column}; it has {', '.join(self.table.column_names)}")
@@ -99,10 +98,11 @@ def find_tokens(root: str, split: str) -> list[Path]:
     """Return the files or stores with token ids of a split; none if it is text, or not there."""
     folder = Path(root)
     for name in SPLIT_NAMES.get(split, (split,)) if folder.is_dir() else ():
-        groups = [[folder / f"{name}{ending}" for ending in (".bin", ".npy", "")], sorted(folder.glob(f"{name}-*"))]
-        forms = [[p for p in group if p.suffix == ".bin" and p.exists()] for group in groups]
-        forms += [[p for p in group if p.suffix == ".npy" and p.exists()] for group in groups]
-        forms += [[p for p in group if (p / IDS).exists()] for group in groups]
+        whole = [folder / f"{name}{ending}" for ending in (".bin", ".npy", "")]
+        forms = []
+        for paths in (whole, sorted(folder.glob(f"{name}-*"))):
+            forms += [[p for p in paths if p.suffix == ending and p.exists()] for ending in (".bin", ".npy")]
+            forms += [[p for p in paths if (p / IDS).exists()]]
         forms += [_there(folder, name, ".txt")]
         found = [files for files in forms if files]
         if len(found) > 1:

@@ -24,7 +24,7 @@ from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached
 
 IDS, ENDS, META = "ids.bin", "ends.npy", "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-LEAST = {"eos": 0, "tokens": 1, "smallest": 0, "largest": 0, "words": 1}  # whole numbers of a `Meta`
+LEAST = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # whole numbers of a `Meta`
 TEXTS_AT_ONCE, CHARACTERS_AT_ONCE, IDS_AT_ONCE = 2000, 1 << 23, 1 << 24
 SAMPLES, SAMPLE = 64, 1 << 15  # ids of a fingerprint
 
@@ -35,7 +35,6 @@ class Meta(NamedTuple):
     dtype: str | None = None
     eos: int | None = None  # ends a text
     tokens: int | None = None
-    smallest: int | None = None
     largest: int | None = None
     words: int | None = None  # for perplexity per word
     tokenizer: str | None = None  # sha256 of its tokenizer.json
@@ -43,8 +42,7 @@ class Meta(NamedTuple):
 
 
 class Tokens:
-    """Token ids of a split: its files or stores, joined. Ranges that no file tells are found by reading it once,
-    and kept in `cache_dir`. `name` is for messages.
+    """Token ids of a split: its files or stores, joined. `name` is for messages.
 
     Attributes:
         ids: has a length, and takes slices: a memory map, or several.
@@ -53,9 +51,9 @@ class Tokens:
         tokenizers: sha256 of each tokenizer.json that made some of them.
     """
 
-    def __init__(self, paths: Sequence[Path], cache_dir: str = "", dtype: str | None = None, name: str = ""):
-        self.arguments, self.paths = (paths, cache_dir, dtype, name), paths
-        self.parts, self.metas = zip(*(_opened(path, cache_dir, dtype) for path in paths))
+    def __init__(self, paths: Sequence[Path], dtype: str | None = None, name: str = ""):
+        self.arguments, self.paths = (paths, dtype, name), paths
+        self.parts, self.metas = zip(*(_opened(path, dtype) for path in paths))
         self.ids = self.parts[0] if len(paths) == 1 else Joined(self.parts)
         self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         known = {meta.eos: path.name for path, meta in zip(paths, self.metas) if meta.eos is not None}
@@ -80,10 +78,14 @@ class Tokens:
         """Ids of a text of a store, int64."""
         return np.array(self.ids[self.ends[text] - self.lengths[text] : self.ends[text]], np.int64)
 
-    def check_ids(self, size: int) -> None:
-        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks."""
-        for path, meta in zip(self.paths, self.metas):
-            refuse_ids(str(path), meta.smallest or 0, meta.largest, size)
+    def check_ids(self, size: int, cache_dir: str) -> None:
+        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks. A file without
+        its largest id is read once; what was found is kept in `cache_dir`.
+        """
+        for path, ids, meta in zip(self.paths, self.parts, self.metas):
+            known = meta.largest is not None and ids.dtype.kind == "u"
+            smallest, largest = (0, meta.largest) if known else _range(path, ids, cache_dir)
+            refuse_ids(str(path), smallest, largest, size)
 
     def fingerprint(self) -> str:
         """Hash sizes and 64 pieces of every file, without reading it whole."""
@@ -108,7 +110,8 @@ class Joined:
         """A piece of the whole, int64."""
         first, end, _ = where.indices(len(self))
         found = [np.empty(0, np.int64)]
-        for number in range(np.searchsorted(self.starts, first, "right") - 1, np.searchsorted(self.starts, end)):
+        one = np.searchsorted(self.starts, first, "right") - 1
+        for number in range(one, np.searchsorted(self.starts, end)):
             start = self.starts[number]
             found.append(self.parts[number][max(0, first - start) : end - start])
         return np.concatenate(found)
@@ -123,7 +126,8 @@ def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
 
 def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = False) -> Tokens:
     """Return the store of a text, `TextFile` or `HubText`, from the cache, or make it."""
-    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in Path(lines.name.removesuffix(".gz")).name)[:60]
+    last = Path(lines.name.removesuffix(".gz")).name
+    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in last)[:60]
 
     def make(place: Path) -> None:
         texts = Progress.over(lines, f"encoding {name}", "line")
@@ -170,8 +174,9 @@ def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name:
         np.save(file, ends)
         file.seek(0)
         digest.update(file.read())
-    known = Meta(kind, vocabulary.eos, int(ends[-1]), 0, largest, words, vocabulary.fingerprint, digest.hexdigest())
-    about = dict(known._asdict(), texts=len(ends), **made_from)
+    counts = dict(tokens=int(ends[-1]), largest=largest, words=words, texts=len(ends))
+    sums = dict(tokenizer=vocabulary.fingerprint, sha256=digest.hexdigest())
+    about = dict(dtype=kind, eos=vocabulary.eos, **counts, **sums, **made_from)
     write_whole(place / META, json.dumps(about, indent=1) + "\n", shared=True)
     return about
 
@@ -197,8 +202,8 @@ def read_meta(side: Path) -> Meta:
     return meta
 
 
-def _opened(path: Path, cache_dir: str, dtype: str | None) -> tuple[np.ndarray, Meta]:
-    """(memory map of the ids, all that can be known of them) of a file or store."""
+def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, Meta]:
+    """(memory map of the ids, what is known of them) of a file or store."""
     store = path.is_dir()
     file, side = (path / IDS, path / META) if store else (path, path.with_suffix(".json"))
     if not file.is_file() or store and not side.is_file():
@@ -220,9 +225,6 @@ def _opened(path: Path, cache_dir: str, dtype: str | None) -> tuple[np.ndarray, 
         raise ValueError(f"{path}: {len(ids)} tokens, but {side.name} says {meta.tokens}")
     if not len(ids):
         raise ValueError(f"{path}: no tokens")
-    if meta.largest is None or ids.dtype.kind == "i":
-        smallest, largest = _range(file, ids, cache_dir)
-        meta = meta._replace(smallest=smallest, largest=largest)
     return ids, meta
 
 

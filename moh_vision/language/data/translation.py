@@ -17,9 +17,8 @@ IGNORE = -100  # a label that nothing is to be predicted for
 class ParallelTokens(Dataset):
     """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Limits count tokens without eos, as when corpora are cleaned after BPE; `max_ratio`, longer side over shorter, is 1.5
-    for the papers' IWSLT and EN-FR. The `share` of what remains is drawn whatever the run's seed, and a larger share
-    includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+    Limits count tokens without eos, as when corpora are cleaned after BPE. A larger `share`, drawn whatever the
+    run's seed, includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.
@@ -42,6 +41,7 @@ class ParallelTokens(Dataset):
         faults = {
             "empty": short < 1,
             "too long": long > (np.inf if max_length is None else max_length),
+            # 1.5 for the papers' IWSLT and EN-FR
             "ratio": long > np.maximum(short, 1) * (max_ratio or np.inf),
         }
         good, self.left_out = np.ones(len(long), bool), {}

@@ -38,8 +38,8 @@ USUAL_ROLES = {
 
 
 class Vocabulary:
-    """A tokenizer.json, from its bytes; `where` names it in messages. A foreign one, where `foreign` allows it, has
-    `roles`: the tokens of its tokenizer_config.json.
+    """A tokenizer.json: its bytes, its name for messages and, if it may be `foreign`, the tokens by role that its
+    tokenizer_config.json names.
 
     Attributes:
         kind: "bpe", "word" or "foreign".
@@ -99,9 +99,7 @@ class Vocabulary:
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode texts as the tokenizer does, with its first tokens (LLaMA's bos), but without eos. Special tokens that
-        stand in a text, but for "<unk>" in our own, are text.
-        """
+        """Encode texts as the tokenizer does, with LLaMA's bos, but without eos. Special tokens in them are text."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
             return [ids[:-1] for ids in found]
@@ -192,8 +190,8 @@ def trained_vocabulary(
 
 
 def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
-    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. The place is named by what
-    it is made from, so changed texts get another. Caches are safe to delete: a run saves its vocabulary.
+    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. Changed texts get another
+    place. Caches are safe to delete: a run saves its vocabulary.
     """
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     place = Path(cache_dir, f"{name}.{key}")

@@ -37,7 +37,7 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
 
 
 def read(root, split="train", **more):
-    return Tokens(find_tokens(str(root), split), str(root / "cache"), **more)
+    return Tokens(find_tokens(str(root), split), **more)
 
 
 def load_vocabulary(path):
@@ -80,9 +80,9 @@ def test_every_form_gives_the_same_windows(tmp_path, kind):
         assert windows[0, 0][0][0] == tokens.eos and found == ids.tolist()
     again = pickle.loads(pickle.dumps(windows))
     assert all((a == b).all() for a, b in zip(again[0, last], windows[0, last]))
-    tokens.check_ids(300)
+    tokens.check_ids(300, str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"token id (299|6), but the vocabulary has \d+ tokens"):
-        tokens.check_ids(int(ids.max()))
+        tokens.check_ids(int(ids.max()), str(tmp_path / "cache"))
     assert len(tokens.fingerprint()) == 64
 
 
@@ -90,21 +90,21 @@ def test_the_file_with_a_strange_id_is_named(tmp_path):
     np.save(tmp_path / "train-0.npy", np.arange(10))
     np.save(tmp_path / "train-1.npy", np.array([1, -2, 3]))
     with pytest.raises(ValueError, match=r"train-1.npy: token id -2, but the vocabulary has 50 tokens, 0 to 49"):
-        read(tmp_path).check_ids(50)
+        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
     # What was found is remembered, for this very file.
     remembered = sorted((tmp_path / "cache").iterdir())
     assert [json.loads(file.read_text()) for file in remembered] == [[0, 9], [-2, 3]]
     remembered[0].write_text("[0, 77]")
     with pytest.raises(ValueError, match=r"train-0.npy: token id 77"):
-        read(tmp_path).check_ids(50)
+        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
     np.save(tmp_path / "train-0.npy", np.arange(12))
     with pytest.raises(ValueError, match="train-1.npy"):
-        read(tmp_path).check_ids(50)
+        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
     # Ids are looked at again where they are read: a file may lie about its largest.
     np.array([1, 2, 3, 900, 5], "<u2").tofile(tmp_path / "val.bin")
     (tmp_path / "val.json").write_text('{"dtype": "uint16", "largest": 5}')
     lying = read(tmp_path, "val")
-    lying.check_ids(50)
+    lying.check_ids(50, str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"val.bin, token 0: token id 900"):
         CausalWindows(lying, 5, size=50)[0, 0]
 
