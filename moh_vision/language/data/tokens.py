@@ -65,7 +65,7 @@ class Tokens:
         self.words = None if None in words else sum(words)
         self.tokenizers = {meta.tokenizer for meta in self.metas if meta.tokenizer}
         if len(paths) == 1 and paths[0].is_dir():
-            self.ends = _vector(paths[0] / ENDS)
+            self.ends = np.array(_vector(paths[0] / ENDS))  # a memory map of it would be read slowly
             self.lengths = np.diff(self.ends, prepend=0)
 
     def __reduce__(self):
