@@ -190,15 +190,14 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from moh_vision.language.data.foreign import is_ours
     from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, SPECIALS, UNK, Vocabulary
 
     if not file.is_file():
         return False
-    if not is_ours(file):
+    vocabulary = Vocabulary.load(file, foreign=True)
+    if vocabulary.kind == "foreign":
         AutoTokenizer.from_pretrained(file.parent).save_pretrained(folder)
         return True
-    vocabulary = Vocabulary.load(file)
     roles = dict(pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
     if vocabulary.specials > MASK:
         roles["mask_token"] = MASK

@@ -60,7 +60,7 @@ class TextDataConfig(Section, section="data"):
     root: str = key("data/text")
     """A folder with SPLIT.LANGUAGE[.gz], line n of one language being the translation of line n of the other, or with
     SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] of a Hugging Face data set. Causal language models also read
-    token ids: SPLIT.bin or SPLIT.npy."""
+    token ids: SPLIT.bin, SPLIT.npy, or what tokenise wrote."""
     mixture: Optional[List[Dict[str, Any]]] = key(None, needs=CAUSAL)
     """What is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of the blocks drawn, a source has the share
     weight / sum of weights. A relative root is inside data.root, where val and test are."""

@@ -218,7 +218,7 @@ def test_mistakes(place, tmp_path, capsys):
     error = refused(run, capsys, *CLM, *ids, "--model.pretrained", config)
     assert f"model.pretrained {config} is a file: give its folder; --init-from takes" in error
     error = refused(run, capsys, *llama, "--data.vocab_size", 12)
-    assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000.bin" in error
+    assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000:" in error
     broken = tmp_path / "broken"
     shutil.copytree(place / "llama", broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off

@@ -1,4 +1,4 @@
-"""Text: its files (`sources`), tokens (`vocabulary`, `token_cache`) and training items (`inputs`).
+"""Text: its files (`sources`), tokens (`vocabulary`, `tokens`) and training items (`inputs`).
 
 `translation` and `buckets` are for pairs, `masked`, `causal` and `mixture` for plain text.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Iterator, List, Tuple
+from typing import Iterator
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def length_key(lengths: np.ndarray) -> np.ndarray:
     return key
 
 
-def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
+def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
     """Cut sentences sorted by size into batches of at most max_tokens, longest size x sentences.
     A longer sentence is alone."""
     ends = [0]
@@ -32,22 +32,11 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> List[int]:
 
 
 class TokenBatches:
-    """The micro-batches of one rank, step after step, as lists of sample numbers.
+    """The micro-batches of one rank as lists of sample numbers, at most `max_tokens` padded tokens each (sentences x
+    longest of either side with eos, as in fairseq). Samples are cut by length alone: epochs have equally many batches.
 
-    The padded size, sentences x longest source or target with eos (as in fairseq), is at most `max_tokens`. Samples
-    are sorted by length and cut by the lengths alone, so all epochs have equally many batches. The order of batches,
-    and of samples of equal length, is drawn from (seed, epoch). An epoch has every sample once.
-
-    Micro-batch `micro` of a rank is batch step * (world * accumulation) + micro * world + rank of the run, so
-    one process with twice the accumulation sees the same steps as two. A step may span two epochs.
-
-    Args:
-        lengths: [n, sides] tokens of each sample as batches hold them.
-        max_tokens: of a micro-batch, each side.
-        seed: of the run.
-        accumulation: micro-batches per step and rank.
-        rank, world: this process, and how many there are.
-        start, stop: first step, and the one after the last.
+    Micro-batch `micro` of a rank is number step * (world * accumulation) + micro * world + rank of the run. An epoch
+    has every sample once, in an order drawn from (seed, epoch); a step may span two.
     """
 
     def __init__(
@@ -74,7 +63,7 @@ class TokenBatches:
         self.bounds = [0, *batch_ends(np.sort(lengths.max(1)), max_tokens)]
         self.seed, self.accumulation, self.rank, self.world = seed, accumulation, rank, world
         self.start, self.stop = start, stop
-        self._drawn: Tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
+        self._drawn: tuple[int, np.ndarray, np.ndarray] = (-1, np.empty(0), np.empty(0))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -88,12 +77,12 @@ class TokenBatches:
     def __len__(self) -> int:
         return max(0, self.stop - self.start) * self.accumulation
 
-    def __iter__(self) -> Iterator[List[int]]:
+    def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start, self.stop):
             for micro in range(self.accumulation):
                 yield self.samples((step * self.accumulation + micro) * self.world + self.rank)
 
-    def samples(self, number: int) -> List[int]:
+    def samples(self, number: int) -> list[int]:
         """Sample numbers of a batch of the run."""
         epoch, place = divmod(number, self.batches_per_epoch)
         if self._drawn[0] != epoch:
@@ -107,7 +96,7 @@ class TokenBatches:
         return order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
 
-def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> List[List[int]]:
+def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> list[list[int]]:
     """Return evaluation batches of similar lengths; all ranks together have every sample once.
     A sample longer than `max_tokens` is alone.
     """

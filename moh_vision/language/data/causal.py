@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Tuple
-
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moh_vision.language.data.token_files import refuse_ids
+from moh_vision.language.data.tokens import refuse_ids
 from moh_vision.language.data.translation import IGNORE, padded
 from moh_vision.language.data.vocabulary import EOS, PAD
 
@@ -16,26 +14,13 @@ from moh_vision.language.data.vocabulary import EOS, PAD
 class CausalWindows(Dataset):
     """Items (position, window number) -> (inputs [W], labels [W]), int64; the position has no effect.
 
-    The stream is the lines, with empty ones (WikiText's words are counted so), each followed by eos; or documents that
-    come as ids. Labels are a piece of the stream; inputs are the piece one token earlier, with eos before the first
-    token. Windows advance by `stride` and label only tokens that no earlier window labels. The last window
-    is as wide and ends with the stream.
-
-    Training takes stride = width: contiguous blocks, the same in every epoch, as fairseq's break mode "none".
-    Evaluation "512/480": width 512 and stride 32, so tokens after the first 480 have 480 to 511 before them.
-
-    Args:
-        tokens: a `TokenCache` encoded with empty lines, or `TokenFiles`.
-        width: tokens of a window, W.
-        stride: 1 <= stride <= width; left out: width.
-        eos: id before the first token; None: unknown, and the first token is not predicted.
-        size: of the vocabulary, to check ids as they are read; None: no check.
+    Labels are a piece of `tokens`, inputs the piece one token earlier, with eos before the first. Windows advance by
+    `stride` and label only what no earlier one labels. Training takes stride = width, as fairseq's break mode "none";
+    evaluation "512/480" width 512 and stride 32: tokens after the first 480 have 480 to 511 before them.
     """
 
-    def __init__(
-        self, tokens, width: int, stride: Optional[int] = None, eos: Optional[int] = EOS, size: Optional[int] = None
-    ):
-        self.tokens, self.width = tokens, width
+    def __init__(self, tokens, width: int, stride: int | None = None, eos: int | None = EOS, size: int | None = None):
+        self.tokens, self.stores, self.width = tokens, [tokens], width
         self.stride = width if stride is None else stride
         self.eos, self.size = eos, size
         if not 1 <= self.stride <= width:
@@ -50,12 +35,12 @@ class CausalWindows(Dataset):
     def __len__(self) -> int:
         return 1 - (self.width - len(self.tokens.ids)) // self.stride
 
-    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         _, number = item
         first = min(number * self.stride, len(self.tokens.ids) - self.width)
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
         if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
-            refuse_ids(self.tokens.where(first), int(piece.min()), int(piece.max()), self.size)
+            refuse_ids(f"{self.tokens.name}, token {first}", int(piece.min()), int(piece.max()), self.size)
         if not first:
             before = piece[:1] if self.eos is None else [self.eos]
             piece = np.concatenate([before, piece])
@@ -68,7 +53,7 @@ class CausalWindows(Dataset):
         return piece[:-1], labels
 
     @staticmethod
-    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+    def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
         """dict of int64 [B, W]: input_ids, labels."""
         inputs, labels = zip(*items)
         return dict(input_ids=padded(inputs, PAD), labels=padded(labels, IGNORE))

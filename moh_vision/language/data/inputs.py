@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Iterable, Iterator
 
 import numpy as np
 from torch import Tensor
@@ -15,45 +15,28 @@ from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.buckets import TokenBatches, length_slices
 from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.foreign import (
-    COMPANION,
-    AnyVocabulary,
-    NumberedVocabulary,
-    load_vocabulary,
-    write_companion,
-)
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
-from moh_vision.language.data.token_cache import encoded
-from moh_vision.language.data.token_files import TokenFiles
+from moh_vision.language.data.tokens import Tokens, encoded
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, Vocabulary, trained_vocabulary
+from moh_vision.language.data.vocabulary import TOKENIZER, NumberedVocabulary, Vocabulary, trained_vocabulary
 
-TOKENIZER, TARGET_TOKENIZER, RECORD = "tokenizer.json", "target_tokenizer.json", "text.json"
+TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
 
 class TextInputs:
-    """Base class of the tasks' inputs.
+    """What a run on text reads: `vocabularies` (source and target, or the same twice), `train`, `val` and `test`.
 
-    Args:
-        data: a `TextDataConfig`.
-        cache_dir: folder of caches.
-        seed: of the run.
-        tokenizer: run or tokenizer.json with the vocabularies; None: made from the training split.
-        training: False: the training split is not opened, and may be missing.
-
-    Attributes:
-        vocabularies: source and target; the same twice for one.
-        train, val, test: data sets; train and test may be None.
+    `tokenizer` is a run or file with the vocabularies; without it they are made from the training split. Without
+    `training` that split is not opened, and may be missing.
     """
 
-    vocabularies: Tuple[AnyVocabulary, AnyVocabulary]
     first: object  # what the data set calls its first sample
-    load = staticmethod(Vocabulary.load)  # reads a tokenizer.json
+    foreign = False  # whether foreign tokenizers are allowed
 
-    def __init__(self, data, cache_dir: str, seed: int, tokenizer: Optional[str] = None, training: bool = True):
+    def __init__(self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True):
         self.data, self.seed = data, seed
         self.cache_dir, self.tokenizer = cache_dir, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
@@ -61,7 +44,18 @@ class TextInputs:
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
 
-    def sources(self) -> List[Tuple[str, str, float]]:
+    def given(self) -> tuple[Vocabulary, Vocabulary] | None:
+        """Load the vocabularies of `tokenizer`; None without one."""
+        if not self.tokenizer:
+            return None
+        place = Path(self.tokenizer)
+        file = place / TOKENIZER if place.is_dir() else place
+        if not file.is_file():
+            raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
+        source, target = Vocabulary.load(file, self.foreign), file.with_name(TARGET_TOKENIZER)
+        return source, (Vocabulary.load(target) if target.is_file() else source)
+
+    def sources(self) -> list[tuple[str, str, float]]:
         """Return (name, root, weight) of each training source."""
         d = self.data
         if not d.mixture:
@@ -71,21 +65,20 @@ class TextInputs:
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
         d, found = self.data, []
-        trained = {place for _, root, _ in self.sources() for place in self.places(root, d.train)}
-        for key, title in (("val", "validation"), ("test", "test")):
-            split = getattr(d, key)
-            places = self.places(d.root, split) if split else []
-            for place in filter(trained.__contains__, places):
-                raise ValueError(
-                    f"data.{key} {split} is {place}, which data.train {d.train} trains on: give another split, "
-                    "for scores of text that the model has not learnt"
-                )
-            found += [f"{title}: {' and '.join(places)}"] if places else []
+        trained = {path for tokens in self.train.stores for path in tokens.paths}
+        for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
+            for tokens in dataset.stores if dataset else ():
+                if not trained.isdisjoint(tokens.paths):
+                    raise ValueError(
+                        f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
+                        "another split, for scores of text that the model has not learnt"
+                    )
+            found += [f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}"] if dataset else []
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
         """Record what a resumed run must match: text, and in translation micro-batches per step."""
-        return dict(train=self.fingerprint())
+        return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
     def save(self, run: Path, micro_batches: int) -> None:
         """Save the vocabularies beside the weights, for `data.tokenizer`, and the record. A step has
@@ -118,33 +111,22 @@ class TextInputs:
                 f"{micro_batches}: another step, and another order"
             )
 
-    def example(self) -> Dict[str, Tensor]:
+    def example(self) -> dict[str, Tensor]:
         """The model's inputs for one training sample."""
         batch = self.train.collate([self.train[self.first]])
         return {name: value for name, value in batch.items() if name != "labels"}
 
-    def stream(self, batches) -> Iterator[Dict[str, Tensor]]:
+    def stream(self, batches) -> Iterator[dict[str, Tensor]]:
         """The micro-batches of one rank, in order."""
         return load_batches(self.train, batches, self.data.workers)
 
-    def eval_batches(self, dataset, rank: int, world: int) -> Iterable[Dict[str, Tensor]]:
+    def eval_batches(self, dataset, rank: int, world: int) -> Iterable[dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
-    def texts(self) -> List[Tuple[str, object]]:
+    def texts(self) -> list[tuple[str, object]]:
         """Return names and data sets of texts with their own head load, first validation."""
         return [(self.data.val, self.val)]
-
-    def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
-        """Load the vocabularies of `tokenizer`; None without one."""
-        if not self.tokenizer:
-            return None
-        place = Path(self.tokenizer)
-        file = place / TOKENIZER if place.is_dir() else place
-        if not file.is_file():
-            raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
-        source, target = self.load(file), file.with_name(TARGET_TOKENIZER)
-        return source, (self.load(target) if target.is_file() else source)
 
 
 class TranslationInputs(TextInputs):
@@ -155,11 +137,7 @@ class TranslationInputs(TextInputs):
     def pair(self, split: str) -> ParallelText:
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
-    def places(self, root: str, split: str) -> List[str]:
-        """Names of the files of a split, or of the table on the hub."""
-        return [side.name for side in self.pair(split)]
-
-    def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+    def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
 
         def make(texts, merges: int) -> Vocabulary:  # checks pairs before training
@@ -190,21 +168,17 @@ class TranslationInputs(TextInputs):
         return dict(vocab_size=len(source), **sizes)
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
-        """See `TokenBatches`: accumulation, rank, world, start, stop; data.max_tokens limits sentences."""
+        """See `TokenBatches`; data.max_tokens limits sentences."""
         return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
 
-    def slices(self, dataset: ParallelTokens, rank: int, world: int) -> List[list]:
+    def slices(self, dataset: ParallelTokens, rank: int, world: int) -> list[list]:
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
-
-    def fingerprint(self) -> str:
-        """Fingerprint of the training text."""
-        return " ".join(side.fingerprint() for side in self.pair(self.data.train))
 
     def record(self, micro_batches: int) -> dict:
         # They decide how many sentences a step has; blocks are shared out among them instead.
         return dict(super().record(micro_batches), micro_batches=micro_batches)
 
-    def references(self, split: str, pairs: ParallelTokens) -> List[str]:
+    def references(self, split: str, pairs: ParallelTokens) -> list[str]:
         """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
         found = [lines[number] for number in pairs.numbers]
@@ -217,38 +191,19 @@ class BlockInputs(TextInputs):
     first = (0, 0)
     mask = False
 
-    def places(self, root: str, split: str) -> List[str]:
-        """Names of the files of a split, or of the table on the hub."""
-        return [find_lines(root, split).name]
-
-    def training_texts(self) -> list:
-        """The lines that a vocabulary is made from."""
-        return [find_lines(self.data.root, self.data.train)]
-
-    def make_vocabularies(self) -> Tuple[Vocabulary, Vocabulary]:
+    def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
-        if d.words is None:
-            kind, size = "bpe", dict(merges=d.merges)
-        else:
-            kind, size = "word", dict(max_words=d.words or None)
+        lines = [find_lines(root, d.train) for _, root, _ in self.sources()]
+        size = dict(merges=d.merges) if d.words is None else dict(max_words=d.words or None)
         options = dict(size, mask=self.mask, lowercase=d.lowercase)
-        made = trained_vocabulary(self.training_texts(), self.cache_dir, kind, **options)
+        made = trained_vocabulary(lines, self.cache_dir, "bpe" if d.words is None else "word", **options)
         return made, made
 
-    def fingerprint(self) -> str:
-        """Fingerprint of the training text."""
-        return find_lines(self.data.root, self.data.train).fingerprint()
-
-    def tokens(self, root: str, split: str, skip_empty: bool):
-        """The encoded text of a split."""
-        lines = find_lines(root, split)
-        return encoded(lines, self.vocabularies[0], self.cache_dir, skip_empty=skip_empty)
-
     def batches(self, batch_size: int, **arguments) -> StepBatches:
-        """See `StepBatches`: accumulation, rank, world, start, stop; `batch_size` blocks a step."""
+        """See `StepBatches`; `batch_size` blocks a step."""
         return StepBatches([len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments)
 
-    def slices(self, dataset, rank: int, world: int) -> List[list]:
+    def slices(self, dataset, rank: int, world: int) -> list[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
         # Masks are drawn by the block's number.
         return [[(number, number) for number in batch] for batch in batches]
@@ -260,36 +215,30 @@ class MaskedInputs(BlockInputs):
     mask = True
 
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
-        d, seed = self.data, self.seed if training else EVALUATION_SEED
-        tokens = self.tokens(d.root, split, skip_empty=True)
-        return MaskedBlocks(tokens, d.block, self.vocabularies[0], seed, d.mask_prob)
+        d, seed, vocabulary = self.data, self.seed if training else EVALUATION_SEED, self.vocabularies[0]
+        tokens = encoded(find_lines(d.root, split), vocabulary, self.cache_dir, skip_empty=True)
+        return MaskedBlocks(tokens, d.block, vocabulary, seed, d.mask_prob)
 
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
-        size = len(self.vocabularies[0])
-        return dict(vocab_size=size, max_position_embeddings=self.data.block + 2)
+        return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
 
 
 class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
-    load = staticmethod(load_vocabulary)
+    foreign = True
 
-    def places(self, root: str, split: str) -> List[str]:
-        """See `BlockInputs`; of ids the files."""
-        return [str(path) for path in find_tokens(root, split) or ()] or super().places(root, split)
-
-    def training_texts(self) -> list:
-        roots = [root for _, root, _ in self.sources()]
-        for root in roots:
+    def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
+        for _, root, _ in self.sources():
             if find_tokens(root, self.data.train):
                 raise ValueError(
                     f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer, or "
                     "data.vocab_size how many tokens there are"
                 )
-        return [find_lines(root, self.data.train) for root in roots]
+        return super().make_vocabularies()
 
-    def given(self) -> Optional[Tuple[AnyVocabulary, AnyVocabulary]]:
+    def given(self) -> tuple[Vocabulary, Vocabulary] | None:
         size = self.data.vocab_size
         if size and not self.tokenizer:
             return (NumberedVocabulary(size),) * 2
@@ -298,12 +247,17 @@ class CausalInputs(BlockInputs):
             raise ValueError(f"data.vocab_size {size}: data.tokenizer {self.tokenizer} has {len(given[0])} tokens")
         return given
 
-    def tokens(self, root: str, split: str, skip_empty: bool = False):
-        vocabulary = self.vocabularies[0]
-        files = find_tokens(root, split)
+    @property
+    def size(self) -> int:
+        """Tokens of the model."""
+        return self.data.vocab_size or len(self.vocabularies[0])
+
+    def tokens(self, root: str, split: str) -> Tokens:
+        """Open the ids of a split, or encode its text."""
+        vocabulary, files = self.vocabularies[0], find_tokens(root, split)
         if not files:
-            return super().tokens(root, split, skip_empty)
-        tokens = TokenFiles(files, self.data.bin_dtype)
+            return encoded(find_lines(root, split), vocabulary, self.cache_dir)
+        tokens = Tokens(files, self.data.bin_dtype)
         strange = tokens.tokenizers - {vocabulary.fingerprint}
         if strange and not isinstance(vocabulary, NumberedVocabulary):
             raise ValueError(
@@ -313,15 +267,9 @@ class CausalInputs(BlockInputs):
         tokens.check_ids(self.size, self.cache_dir)
         return tokens
 
-    @property
-    def size(self) -> int:
-        """Tokens of the model."""
-        return self.data.vocab_size or len(self.vocabularies[0])
-
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:
-        tokens, vocabulary = self.tokens(root, split), self.vocabularies[0]
-        eos = getattr(tokens, "eos", None) if vocabulary.eos is None else vocabulary.eos
-        return CausalWindows(tokens, self.data.block, stride, eos, self.size)
+        tokens, eos = self.tokens(root, split), self.vocabularies[0].eos
+        return CausalWindows(tokens, self.data.block, stride, tokens.eos if eos is None else eos, self.size)
 
     def dataset(self, split: str, training: bool = False):
         d = self.data
@@ -346,7 +294,7 @@ class CausalInputs(BlockInputs):
             )
         return made
 
-    def texts(self) -> List[Tuple[str, CausalWindows]]:
+    def texts(self) -> list[tuple[str, CausalWindows]]:
         """As in the base class; with data.mixture also the first training tokens of each source, as
         many as in validation."""
         found = super().texts()
@@ -357,15 +305,6 @@ class CausalInputs(BlockInputs):
                 found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
         return found
 
-    def fingerprint(self) -> str:
-        texts = self.train.texts if isinstance(self.train, MixedWindows) else [self.train]
-        found = []
-        for (_, root, _), text in zip(self.sources(), texts, strict=True):
-            # Ids are already open; for text take the lines, from which the cache is made.
-            ids = isinstance(text.tokens, TokenFiles)
-            found.append((text.tokens if ids else find_lines(root, self.data.train)).fingerprint())
-        return " ".join(found)
-
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
         return dict(vocab_size=self.size)
@@ -373,25 +312,16 @@ class CausalInputs(BlockInputs):
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
-        # Our own has a bos, which no text holds: eos is what stands before the first token.
-        first = vocabulary.eos if isinstance(vocabulary, Vocabulary) else vocabulary.bos
-        known = dict(bos_token_id=first, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
-        if known["eos_token_id"] is None:  # ids without a tokenizer may still say it
-            known["eos_token_id"] = getattr(self.val.tokens, "eos", None)
+        # Ids without a tokenizer may still say their eos.
+        eos = self.val.tokens.eos if vocabulary.eos is None else vocabulary.eos
+        known = dict(bos_token_id=vocabulary.bos, eos_token_id=eos, pad_token_id=vocabulary.pad)
         return {name: number for name, number in known.items() if number is not None}
-
-    def save(self, run: Path, micro_batches: int) -> None:
-        """Also write the tokenizer_config.json that AutoTokenizer needs."""
-        super().save(run, micro_batches)
-        if isinstance(self.vocabularies[0], Vocabulary):
-            names = dict(bos_token=SPECIALS[EOS], eos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
-            write_companion(run / COMPANION, names)
 
 
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # by task
 
 
-def tokenizer_of(config, resumed: bool) -> Optional[str]:
+def tokenizer_of(config, resumed: bool) -> str | None:
     """Return the path of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder
     of the first weights (init_from or model.pretrained). None: make it from the text.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from moh_vision.data.workers import leave_signals_to_the_parent
 
 
-def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[Dict[str, Tensor]]:
+def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[dict[str, Tensor]]:
     """Load batches of a text data set in order, the same for any number of workers. Each of `batches` lists
     items. Encoded text rarely needs `workers`.
     """

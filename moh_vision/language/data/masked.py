@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Tuple
-
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moh_vision.engine.seeds import Stream, derive_seed
-from moh_vision.language.data.token_cache import TokenCache
+from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.translation import IGNORE, padded
 from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary
 
@@ -18,16 +16,9 @@ EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 
 def mask_tokens(
     ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
-) -> Tuple[np.ndarray, np.ndarray]:
-    """Hide tokens as BERT does (Devlin et al. 2019), drawn from (seed, position): each with `prob`, at least one.
-    80 % become the mask, 10 % a random token, 10 % stay. Pad, bos and eos are never chosen.
-
-    Args:
-        ids: [T].
-        vocabulary_size: random tokens are len(SPECIALS) <= id < this.
-
-    Returns:
-        (inputs [T], labels [T]: the token where chosen, else -100).
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hide tokens [T] as BERT does (Devlin et al. 2019): each with `prob`, at least one, but no pad, bos and eos. 80 %
+    become the mask, 10 % a random token, 10 % stay. Returns inputs [T] and labels [T], -100 where not chosen.
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
     draw, kind = rng.random(len(ids)), rng.random(len(ids))
@@ -44,23 +35,15 @@ def mask_tokens(
 class MaskedBlocks(Dataset):
     """Items (position, block number) -> (inputs, labels), int64.
 
-    Joins the lines that are not empty, each with eos, and cuts them into bos and `block - 1` tokens; the last
-    block may be shorter. Blocks cut lines, because paragraphs of WikiText are often longer than a block;
-    RoBERTa's blocks of 512 hold whole sentences.
-
-    Args:
-        tokens: encoded with skip_empty.
-        block: positions of a block, at least 3.
-        vocabulary: with a mask.
-        seed: of the run; for validation `EVALUATION_SEED`, with position = block number.
-        prob: see `mask_tokens`.
+    Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
+    longer than a block. RoBERTa's blocks of 512 hold whole sentences.
     """
 
-    def __init__(self, tokens: TokenCache, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):
+    def __init__(self, tokens: Tokens, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):
         if vocabulary.specials <= MASK:
             raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
         assert block >= 3
-        self.tokens, self.room = tokens, block - 1
+        self.tokens, self.stores, self.room = tokens, [tokens], block - 1
         self.seed, self.prob = seed, prob
         self.vocabulary_size = len(vocabulary)
 
@@ -68,14 +51,14 @@ class MaskedBlocks(Dataset):
         # A last block of one eos would have nothing to predict.
         return -(-(len(self.tokens.ids) - 1) // self.room)
 
-    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
         own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
         ids = np.concatenate([[BOS], own])
         return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
     @staticmethod
-    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+    def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
         """dict of int64 [B, T]: input_ids, attention_mask, labels."""
         inputs, labels = zip(*items)
         return dict(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import Sequence
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -21,25 +21,12 @@ LONGEST_ROUND = 1 << 17
 KEPT = 4  # rounds at hand, and permutations of each source
 
 
-class Draw(NamedTuple):
-    """The block at a position of the run."""
-
-    source: int
-    block: int
-    epoch: int  # of that source, from 0
-
-
 class Mixture:
-    """The order of blocks of weighted sources.
+    """The order of blocks of sources with weights above 0, in any unit.
 
-    A round of positions has the exact share of every source: percentages with two decimals make rounds of at most
-    10,000; others are rounded, so that at the end of a round every source is within one block of its share. Sources
-    are shuffled inside a round. Each goes through all its blocks, in a new order every epoch, before one repeats.
-
-    Args:
-        weights: above 0, in any unit.
-        blocks: of each source.
-        seed: of the run.
+    A round of positions, shuffled, has the exact share of every source: of percentages with two decimals at most
+    10,000. Odd weights are rounded: a source is within one block of its share. A source goes through all its blocks,
+    in a new order every epoch, before one repeats.
     """
 
     def __init__(self, weights: Sequence[float], blocks: Sequence[int], seed: int):
@@ -60,25 +47,26 @@ class Mixture:
         self._round = lru_cache(KEPT)(self._make_round)
         self._order = lru_cache(KEPT * len(blocks))(self._make_order)
 
-    def __getitem__(self, position: int) -> Draw:
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        """Return (source, its block) at a position of the run."""
         number, place = divmod(position, self.length)
         which, nth, before = self._round(number)
         source = int(which[place])
         epoch, place = divmod(before[source] + int(nth[place]), self.blocks[source])
-        return Draw(source, self._order(source, epoch)[place], epoch)
+        return source, self._order(source, epoch)[place]
 
-    def drawn(self, position: int) -> List[int]:
+    def drawn(self, position: int) -> list[int]:
         """Blocks of each source before a position."""
         number, place = divmod(position, self.length)
         which, _, before = self._round(number)
         return [n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))]
 
-    def _before(self, number: int) -> List[int]:
+    def _before(self, number: int) -> list[int]:
         """Count blocks of each source before a round: differences of rounded shares."""
         ends = [int(bound * self.length * number) for bound in self.bounds]
         return [end - start for start, end in zip([0, *ends], ends)]
 
-    def _make_round(self, number: int) -> Tuple[np.ndarray, np.ndarray, List[int]]:
+    def _make_round(self, number: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Return (source [length], its earlier positions [length], `_before`)."""
         before = self._before(number)
         counts = np.subtract(self._before(number + 1), before)
@@ -102,15 +90,15 @@ class MixedBatches(StepBatches):
         self.starts = np.cumsum([0, *mixture.blocks])
 
     def sample(self, position: int) -> int:
-        draw = self.mixture[position]
-        return int(self.starts[draw.source]) + draw.block
+        source, block = self.mixture[position]
+        return int(self.starts[source]) + block
 
     def epoch(self, step: int) -> int:
         """Return the epoch, from 0, of the most repeated source; the same on every rank."""
         drawn = self.mixture.drawn(step * self.batch_size)
         return max(count // blocks for count, blocks in zip(drawn, self.mixture.blocks))
 
-    def epochs(self) -> List[float]:
+    def epochs(self) -> list[float]:
         """How often a run to `stop` goes through each source."""
         drawn = self.mixture.drawn(self.stop * self.batch_size)
         return [n / blocks for n, blocks in zip(drawn, self.mixture.blocks)]
@@ -124,12 +112,13 @@ class MixedWindows(Dataset):
     def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
         self.texts, self.names = list(texts), list(names)
         self.weights = list(weights)
+        self.stores = [text.tokens for text in texts]
         self.starts = np.cumsum([0, *map(len, texts)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def __getitem__(self, item: Tuple[int, int]) -> Tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
         source = int(np.searchsorted(self.starts, number, "right")) - 1
         return self.texts[source][position, number - int(self.starts[source])]

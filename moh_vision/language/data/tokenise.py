@@ -2,131 +2,84 @@
 
     python -m moh_vision tokenise --tokenizer tokenizer.json --out FOLDER --split train FILE ...
 
-Every FILE (.txt: a document a line; .jsonl: an object a line, with the text under --key; or these with .gz) becomes
-FOLDER/SPLIT-00000.bin and so on, in the order they are given, with a .json beside it that says what it holds. A
-document is what the tokenizer makes of it, and eos. Files that are finished are kept: after a kill, the same command
-goes on with the next.
+Every FILE (.txt: a document a line; .jsonl: an object a line, with the text under --key; or these with .gz) becomes a
+store FOLDER/SPLIT-00000 and so on, in the order they are given: ids.bin, ends.npy and a meta.json that says what it
+holds. A document is what the tokenizer makes of it, and eos. Stores that are finished are kept: after a kill, the same
+command goes on with the next.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple
-
-import numpy as np
+from typing import Iterator
 
 from moh_vision.engine.commands import Parser, Progress, exit_code, refuse_unwritable, say, user_errors
-from moh_vision.engine.io import sha256_of, whole_file, write_whole
-from moh_vision.language.data.lines import decoded, raw_lines
+from moh_vision.engine.io import sha256_of
+from moh_vision.language.data.lines import text_lines
 
 with user_errors("tokenise"):
-    from moh_vision.language.data.foreign import AnyVocabulary, load_vocabulary
-    from moh_vision.language.data.token_files import DTYPES
+    from moh_vision.language.data.tokens import IDS, META, read_meta, write_store
+    from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary
 
 FORMS = (".txt", ".jsonl", ".json")
-MAX_LINE = 1 << 28  # bytes
-DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 2000, 1 << 23
 
 
-def tokenise(files: List[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> List[Path]:
-    """Write missing .bin files of token ids to `out`, and return all paths.
+def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> list[Path]:
+    """Write missing stores of token ids to `out`, and return all paths.
     `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
     """
     refuse_unwritable("--out", out)
-    place = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    place = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
     if not place.is_file():
-        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file, or a folder without tokenizer.json")
+        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file, or a folder without {TOKENIZER}")
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
-        form_of(file)
-    vocabulary = load_vocabulary(place)
-    made = [out / f"{split}-{number:05d}.bin" for number in range(len(files))]
-    extra = sorted(set(out.glob(f"{split}-*.bin")) - set(made))
+        if Path(file.name.removesuffix(".gz")).suffix not in FORMS:
+            raise ValueError(f"{file}: expected {', '.join(FORMS)}, or one of these with .gz")
+    vocabulary = Vocabulary.load(place, foreign=True)
+    made = [out / f"{split}-{number:05d}" for number in range(len(files))]
+    found = (path for path in out.glob(f"{split}-*") if path.suffix == ".bin" or (path / IDS).exists())
+    extra = sorted(set(found) - set(made))
     if extra:
         raise ValueError(
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
         )
-    for file, target in zip(files, made):
-        made_from = dict(source=file.name, source_sha256=sha256_of(file))
-        made_from.update(tokenizer=vocabulary.fingerprint, key=key)
-        if is_finished(target, made_from):
-            say(f"{target}: there already")
+    for file, store in zip(files, made):
+        made_from = dict(source=file.name, source_sha256=sha256_of(file), key=key)
+        if is_finished(store, dict(made_from, tokenizer=vocabulary.fingerprint)):
+            say(f"{store}: there already")
         else:
-            about = write_ids(target, documents(file, key), vocabulary, file)
-            told = json.dumps({**about, **made_from}, indent=1)
-            write_whole(target.with_suffix(".json"), told + "\n", shared=True)
-            say(f"{target}: {about['documents']:,} documents, {about['tokens']:,} tokens")
+            with Progress(file.name, file.stat().st_size, "byte", scaled=True) as read:
+                about = write_store(store, documents(file, key, read), vocabulary, str(file), **made_from)
+            say(f"{store}: {about['texts']:,} documents, {about['tokens']:,} tokens")
     return made
 
 
-def is_finished(target: Path, made_from: dict) -> bool:
-    """Whether a file is there as a whole, made from the same."""
-    side = target.with_suffix(".json")
+def is_finished(store: Path, made_from: dict) -> bool:
+    """Whether a store is there as a whole, made from the same."""
+    side = store / META
     if not side.exists():  # it is written last
         return False
-    try:
-        about = json.loads(side.read_text("utf-8"))
-        known = {name: about[name] for name in made_from}
-        size = about["tokens"] * DTYPES[about["dtype"]].itemsize
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{side}: not written by this command ({error!r}); take another --out") from None
+    meta, about = read_meta(side), json.loads(side.read_text("utf-8"))
     for name, value in made_from.items():
-        if known[name] != value:
-            raise ValueError(f"{side}: made with {name} {known[name]}, now it is {value}; take another --out")
-    return target.exists() and target.stat().st_size == size
+        if about.get(name) != value:
+            raise ValueError(f"{side}: made with {name} {about.get(name)}, now it is {value}; take another --out")
+    ids = store / IDS
+    return ids.exists() and ids.stat().st_size == (meta.tokens or 0) * (2 if meta.dtype == "uint16" else 4)
 
 
-def write_ids(target: Path, texts: Iterator[Tuple[str, int]], vocabulary: AnyVocabulary, source: Path) -> dict:
-    """Write the ids of all documents; returns what the .json beside them says."""
-    kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
-    count = tokens = words = largest = 0
-    digest = hashlib.sha256()
-    read = Progress(source.name, source.stat().st_size, "byte", scaled=True)
-    with whole_file(target, shared=True) as file, read:
-        for batch, position in batched(texts):
-            rows = vocabulary.encode(batch)
-            ids = np.fromiter((i for row in rows for i in (*row, vocabulary.eos)), DTYPES[kind])
-            data = ids.tobytes()
-            digest.update(data)
-            file.write(data)
-            count += len(batch)
-            tokens += len(ids)
-            largest = max(largest, int(ids.max()))
-            words += sum(len(text.split()) + 1 for text in batch)
-            read.add(position - read.done)
-        if not count:
-            raise ValueError(f"{source}: no text")
-    return dict(
-        dtype=kind, eos=vocabulary.eos, tokens=tokens, largest=largest, words=words, documents=count,
-        sha256=digest.hexdigest(),
-    )  # fmt: skip
-
-
-def form_of(path: Path) -> str:
-    """Which of `FORMS` a file is, by its name without .gz."""
-    form = Path(path.name.removesuffix(".gz")).suffix
-    if form not in FORMS:
-        raise ValueError(f"{path}: expected {', '.join(FORMS)}, or one of these with .gz")
-    return form
-
-
-def documents(path: Path, key: str = "text") -> Iterator[Tuple[str, int]]:
-    """Yield (text, bytes of the file read so far) of every document that is not empty: a stripped line
-    (.txt), or the text under `key` of an object a line (.jsonl, .json).
+def documents(path: Path, key: str, read: Progress) -> Iterator[str]:
+    """Yield every document that is not empty: a stripped line (.txt), or the text under `key` of an object a
+    line (.jsonl, .json).
     """
-    plain = form_of(path) == ".txt"
-    for number, line, position in raw_lines(path, MAX_LINE, "document"):
-        where = f"{path}, line {number}"
-        text = decoded(line, where).strip()
-        if text and not plain:
-            text = _text_of(text, key, where)
-        if "\0" in text:
-            raise ValueError(f"{where}: a NUL character; expected text")
+    plain = path.name.removesuffix(".gz").endswith(".txt")
+    for where, line, position in text_lines(path):
+        text = line if plain or not line else _text_of(line, key, where)
+        read.add(position - read.done)
         if text:
-            yield text, position
+            yield text
 
 
 def _text_of(line: str, key: str, where: str) -> str:
@@ -136,24 +89,12 @@ def _text_of(line: str, key: str, where: str) -> str:
         raise ValueError(f"{where}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict) or not isinstance(content.get(key), str):
         raise ValueError(f"{where}: no text under the key {key!r}; expected an object a line that has it (--key)")
+    if "\0" in content[key]:
+        raise ValueError(f"{where}: a NUL character; expected text")
     return content[key]
 
 
-def batched(texts: Iterator[Tuple[str, int]]) -> Iterator[Tuple[List[str], int]]:
-    """(documents, position in the file), so many that memory does not grow with the file."""
-    batch: List[str] = []
-    characters = position = 0
-    for text, position in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) >= DOCUMENTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
-            yield batch, position
-            batch, characters = [], 0
-    if batch:
-        yield batch, position
-
-
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
 
     def work() -> None:
@@ -167,7 +108,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
         tokenise(**vars(parser.parse(argv)))
 
-    return exit_code("tokenise", work, kept="files")
+    return exit_code("tokenise", work, kept="stores")
 
 
 if __name__ == "__main__":

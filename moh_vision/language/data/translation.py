@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Tuple
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moh_vision.engine.seeds import Stream, derive_seed
-from moh_vision.language.data.token_cache import TokenCache
+from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import BOS, PAD
 
 IGNORE = -100  # a label that nothing is to be predicted for
@@ -19,14 +17,8 @@ IGNORE = -100  # a label that nothing is to be predicted for
 class ParallelTokens(Dataset):
     """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Limits count tokens without eos, as when corpora are cleaned after BPE.
-
-    Args:
-        source, target: encoded lines, as many each.
-        max_length: of the longer side; longer pairs are left out; None: any.
-        max_ratio: longer side over shorter, 1.5 for the papers' IWSLT and EN-FR; None: any.
-        share: of the remaining pairs, 0 < share <= 1, drawn whatever the run's seed; a larger share
-            includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+    Limits count tokens without eos, as when corpora are cleaned after BPE. A larger `share`, drawn whatever the
+    run's seed, includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.
@@ -36,19 +28,20 @@ class ParallelTokens(Dataset):
 
     def __init__(
         self,
-        source: TokenCache,
-        target: TokenCache,
-        max_length: Optional[int] = None,
-        max_ratio: Optional[float] = None,
+        source: Tokens,
+        target: Tokens,
+        max_length: int | None = None,
+        max_ratio: float | None = None,
         share: float = 1.0,
     ):
         assert len(source) == len(target)
-        self.source, self.target = source, target
+        self.source, self.target, self.stores = source, target, [source, target]
         words = np.stack([source.lengths, target.lengths], axis=1) - 1
         short, long = words.min(1), words.max(1)
         faults = {
             "empty": short < 1,
             "too long": long > (np.inf if max_length is None else max_length),
+            # 1.5 for the papers' IWSLT and EN-FR
             "ratio": long > np.maximum(short, 1) * (max_ratio or np.inf),
         }
         good, self.left_out = np.ones(len(long), bool), {}
@@ -73,12 +66,12 @@ class ParallelTokens(Dataset):
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
         return f"{len(self.numbers)} of {len(self.source)} pairs" + (f" (left out: {reasons})" if reasons else "")
 
-    def __getitem__(self, number: int) -> Tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         line = self.numbers[number]
         return self.source[line], self.target[line]
 
     @staticmethod
-    def collate(items: List[Tuple[np.ndarray, np.ndarray]]) -> Dict[str, Tensor]:
+    def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
         """Make an int64 dict: input_ids x1..xm eos and attention_mask [B, S], decoder_input_ids bos y1..yn and
         labels y1..yn eos [B, T], right-padded with PAD, labels with -100."""
         sources, targets = zip(*items)

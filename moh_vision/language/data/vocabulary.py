@@ -1,8 +1,8 @@
-"""Text to token ids and back, by a tokenizer.json of the package tokenizers.
+"""Text to token ids and back, by a tokenizer.json of the package tokenizers: one's own or a foreign one.
 
-BPE is byte-level (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is unknown,
-and decoding restores the text exactly, so BLEU needs no post-processing. It separates punctuation, so raw text
-can go in. Words, split at blanks as in WikiText and numbered by falling frequency, are for adaptive softmaxes.
+One's own is byte-level BPE (Radford et al. 2019; RoBERTa, whose vocabulary MoA's masked models use): no character is
+unknown, and decoding restores the text exactly, so raw text can go in and BLEU needs no post-processing. Or it is
+words, split at blanks as in WikiText and numbered by falling frequency, for adaptive softmaxes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
 from itertools import chain
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import write_whole
@@ -24,86 +23,119 @@ from moh_vision.engine.ranks import say
 PAD, BOS, EOS, UNK, MASK = range(5)
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
 UNKNOWN = SPECIALS[UNK]
-BLANK = "\u0120"  # how byte-level BPE writes it
-MAX_BYTES = 1 << 28  # of a tokenizer.json
-FORMAT = "1"  # of cached vocabularies
+MAX_BYTES, MAX_TOKENS = 1 << 28, 1 << 24  # of a tokenizer.json
+FORMAT = "2"  # of caches
+KINDS = {models.BPE: ("bpe", pre_tokenizers.ByteLevel), models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit)}
+TOKENIZER, COMPANION = "tokenizer.json", "tokenizer_config.json"
+# Our texts have no bos: eos stands before the first token too.
+OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
+# Of foreign tokenizers without a tokenizer_config.json: the names in LLaMA, GPT-2 and their successors.
+USUAL_ROLES = {
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]"),
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
+    "pad_token": ("<pad>", "<|pad|>", "[PAD]"),
+}
 
 
 class Vocabulary:
-    """Turns text into token ids and back, by a tokenizer.json.
-
-    Kind, tokens and merges are read from the file and checked, and a new tokenizer is built from them;
-    nothing of the file is run as it is.
-
-    Args:
-        data: the file's bytes.
-        where: its name, for messages.
+    """A tokenizer.json: its bytes, its name for messages and, if it may be `foreign`, the tokens by role that its
+    tokenizer_config.json names.
 
     Attributes:
-        kind: "bpe" or "word".
-        lowercase: whether texts are.
-        specials: ids below this are special: 4, or 5 with a mask.
-        fingerprint: sha256 of the file, kept in checkpoints.
-        bos, eos, pad: ids.
+        kind: "bpe", "word" or "foreign".
+        lowercase: whether our own texts are.
+        specials: ids below this are special in our own: 4, or 5 with a mask.
+        bos, eos, pad: ids; bos and pad may be None.
+        fingerprint: sha256 of tokenizer.json, kept in checkpoints.
     """
 
-    bos, eos, pad = BOS, EOS, PAD
-
-    def __init__(self, data: bytes, where: str):
-        self.data, self.fingerprint = data, hashlib.sha256(data).hexdigest()
+    def __init__(self, data: bytes, where: str, roles: dict[str, str] | None = None, foreign: bool = False):
+        self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
         try:
-            self.kind, self.lowercase, tokens, merges = _read(data)
-            self._tokenizer = _build(self.kind, tokens, merges, self.lowercase)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"no entry {error}" if isinstance(error, KeyError) else reason_of(error)
-            raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})") from None
-        self._tokens = tokens
-        self.specials = _specials(tokens)
+            self._tokenizer = Tokenizer.from_buffer(data)
+            numbers = self._tokenizer.get_vocab(with_added_tokens=True)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of the package tokenizers are no Exception
+            raise ValueError(f"{where}: not a tokenizer.json ({reason_of(error)})") from None
+        self._size = max(numbers.values(), default=-1) + 1
+        if self._size > MAX_TOKENS:
+            raise ValueError(f"{where}: a token has the number {self._size - 1}; allowed are {MAX_TOKENS} tokens")
+        reason = _why_foreign(self._tokenizer, numbers)
+        if reason and not foreign:
+            raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})")
+        self.kind = "foreign" if reason else KINDS[type(self._tokenizer.model)][0]
+        self.lowercase = not reason and self._tokenizer.normalizer is not None
+        self.specials = 0 if reason else MASK + (numbers.get(SPECIALS[MASK]) == MASK)
+        self.roles = _roles(roles or {}, numbers, where) if reason else OWN_ROLES
+        self.eos, self.bos, self.pad = (numbers.get(self.roles.get(role)) for role in USUAL_ROLES)
+        self._tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
 
     @classmethod
-    def load(cls, path: Path) -> Vocabulary:
-        """Read a tokenizer.json; raises FileNotFoundError, or ValueError that names the file."""
-        return cls(read_json(path), str(path))
+    def load(cls, path: Path, foreign: bool = False) -> Vocabulary:
+        """Read a tokenizer.json; `foreign`: of any tokenizer."""
+        return cls(_read(path), str(path), _companion(path) if foreign else None, foreign)
 
     def save(self, path: Path) -> None:
-        """Write the file it came from."""
+        """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
+        about = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
+        write_whole(
+            Path(path).with_name(COMPANION), json.dumps(about, indent=1, ensure_ascii=False) + "\n", shared=True
+        )
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        """One more than the largest id."""
+        return self._size
 
     def __reduce__(self):
-        return Vocabulary, (self.data, "tokenizer.json")
+        return Vocabulary, (self.data, self.where, self.roles, True)
 
     def token(self, number: int) -> str:
         """A token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
-        return self._tokens[number]
+        return self._tokenizer.id_to_token(number) or f"<{number}>"
 
-    def encode(self, texts: Sequence[str]) -> List[List[int]]:
-        """Encode texts without bos and eos. Special tokens but "<unk>" are read as text."""
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts as the tokenizer does, with LLaMA's bos, but without eos. Special tokens in them are text."""
         found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        if self._ends_with_eos:
+            return [ids[:-1] for ids in found]
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
-            found = [[i if i >= self.specials else UNK for i in ids] for ids in found]
+            return [[i if i >= self.specials else UNK for i in ids] for ids in found]
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, on one line; pad, bos, eos and mask are left out."""
-        ids = [i for i in ids if i >= self.specials or i == UNK]
-        tokens = [self._tokens[i] for i in ids]
-        if self.kind == "word":
-            return " ".join(tokens)
-        tokens = [BLANK + t if i == UNK else t for i, t in zip(ids, tokens)]
-        text = decoders.ByteLevel().decode(tokens)
+        """The text, on one line, without special tokens but "<unk>"."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
 
 
-def read_json(path: Path) -> bytes:
-    """Read a tokenizer.json or a file beside it; raises ValueError if it is far too large."""
-    with open(path, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
-    return data
+class NumberedVocabulary:
+    """A vocabulary of `size` tokens that are known only as ids."""
+
+    kind, lowercase, specials = "numbers", False, 0
+    bos = eos = pad = None
+
+    def __init__(self, size: int):
+        self.size, self.fingerprint = size, f"{size} tokens"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def save(self, path: Path) -> None:
+        """There is nothing to write."""
+
+    def token(self, number: int) -> str:
+        return f"<{number}>"
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        raise ValueError("data.vocab_size says how many tokens there are, not which; text needs data.tokenizer")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(self.token, ids))
 
 
 def train_bpe(
@@ -112,119 +144,138 @@ def train_bpe(
     """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
     comes twice. A joint vocabulary takes the texts of both sides.
     """
-    tokens = _first_tokens(mask)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = _build("bpe", [*tokens, *alphabet], [], lowercase)
+    tokenizer, specials = Tokenizer(models.BPE()), list(SPECIALS[: MASK + mask])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
+    parts = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
     trainer = trainers.BpeTrainer(
-        vocab_size=len(tokens) + 256 + merges,
+        vocab_size=len(specials) + 256 + merges,
         min_frequency=2,
         show_progress=progress,
-        special_tokens=tokens,
+        special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator((text.replace(UNKNOWN, " ") for text in texts), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    ordered = sorted(model["vocab"], key=model["vocab"].get)
-    # Build it anew: the trainer makes <unk> special, and encoding would read it as text.
-    return _written(_build("bpe", ordered, [tuple(pair) for pair in model["merges"]], lowercase))
+    return _trained(tokenizer, trainer, (text.replace(UNKNOWN, " ") for text in texts), lowercase)
 
 
 def count_words(
-    texts: Iterable[str], *, max_words: Optional[int] = None, mask: bool = False, lowercase=False
+    texts: Iterable[str], *, max_words: int | None = None, mask: bool = False, lowercase: bool = False
 ) -> Vocabulary:
     """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
-    counts: Counter = Counter()
-    for text in texts:
-        counts.update((text.lower() if lowercase else text).split())
-    for special in SPECIALS:
-        counts.pop(special, None)
-    words = sorted(counts, key=lambda w: (-counts[w], w))
-    return _written(_build("word", [*_first_tokens(mask), *words[:max_words]], [], lowercase))
+    tokenizer, specials = Tokenizer(models.WordLevel(unk_token=UNKNOWN)), list(SPECIALS[: MASK + mask])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    size = MAX_TOKENS if max_words is None else len(specials) + max_words
+    trainer = trainers.WordLevelTrainer(vocab_size=size, show_progress=False, special_tokens=specials)
+    lines = (text.lower() if lowercase else text for text in texts)
+    words = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
+    return _trained(tokenizer, trainer, words, lowercase)
 
 
 def trained_vocabulary(
     texts: Sequence, cache_dir: str, kind: str, before: Callable = lambda: None, **options
 ) -> Vocabulary:
     """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and
-    train it. `options` are for `train_bpe` or `count_words`. Caches are safe to delete: a run saves its
-    vocabulary.
+    train it. `options` are for `train_bpe` or `count_words`.
     """
-    fingerprints = [text.fingerprint() for text in texts]
-    made_from = json.dumps([FORMAT, kind, sorted(options.items()), fingerprints])
-    digest = hashlib.sha256(made_from.encode()).hexdigest()
-    place = Path(cache_dir, f"{kind}.{digest[:16]}.tokenizer.json")
-    if place.exists():
-        try:
-            return Vocabulary.load(place)
-        except ValueError as error:
-            say(f"{error}; training it again")
-    before()
-    lines = Progress.over(chain(*texts), "reading", "line")
-    if kind == "bpe":
-        vocabulary = train_bpe(lines, progress=sys.stderr.isatty(), **options)
-    else:
-        vocabulary = count_words(lines, **options)
-    vocabulary.save(place)
-    return vocabulary
+
+    def make(place: Path) -> None:
+        before()
+        lines = Progress.over(chain(*texts), "reading", "line")
+        show = dict(progress=sys.stderr.isatty()) if kind == "bpe" else {}
+        (train_bpe if kind == "bpe" else count_words)(lines, **show, **options).save(place / TOKENIZER)
+
+    made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
+    return cached(cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make)
 
 
-def _first_tokens(mask: bool) -> List[str]:
-    return list(SPECIALS if mask else SPECIALS[:MASK])
+def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
+    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. Changed texts get another
+    place. Caches are safe to delete: a run saves its vocabulary.
+    """
+    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    place = Path(cache_dir, f"{name}.{key}")
+    try:
+        return load(place)
+    except FileNotFoundError:
+        pass
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        say(f"{place}: damaged ({reason_of(error)}); making it again")
+    make(place)
+    return load(place)
 
 
-def _specials(tokens: Sequence[str]) -> int:
-    return MASK + (len(tokens) > MASK and tokens[MASK] == SPECIALS[MASK])
+def is_ours(path: Path) -> bool:
+    """Whether a tokenizer.json is one that this package wrote."""
+    try:
+        return bool(Vocabulary.load(path))
+    except ValueError:
+        return False
 
 
-def _written(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary((tokenizer.to_str(pretty=True) + "\n").encode(), "the new vocabulary")
-
-
-def _build(kind: str, tokens: Sequence[str], merges: List[Tuple[str, str]], lowercase: bool) -> Tokenizer:
-    numbers = {token: number for number, token in enumerate(tokens)}
-    if kind == "bpe":
-        tokenizer = Tokenizer(models.BPE(numbers, merges))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=UNKNOWN))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def _trained(tokenizer: Tokenizer, trainer, texts: Iterable[str], lowercase: bool) -> Vocabulary:
+    """Train a tokenizer whose <unk> is no special token: WikiText has it in its text."""
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
-    for token in tokens[: _specials(tokens)]:
-        if token != UNKNOWN:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == "bpe":  # WikiText has it in its text; the blank before it belongs to it
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False, lstrip=True)])
-    tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
-    return tokenizer
+    tokenizer.train_from_iterator(texts, trainer)
+    content = json.loads(tokenizer.to_str())
+    if isinstance(tokenizer.model, models.BPE):
+        content["added_tokens"][UNK].update(special=False, lstrip=True)
+    else:  # a word as others
+        del content["added_tokens"][UNK]
+    data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return Vocabulary(data.encode(), "the new vocabulary")
 
 
-def _read(data: bytes) -> Tuple[str, bool, List[str], List[Tuple[str, str]]]:
-    """Return checked kind, lowercase, tokens by number and merges: tokenizers aborts on some."""
-    content = json.loads(data)
-    model = content["model"]
-    kinds = {"BPE": ("bpe", "ByteLevel"), "WordLevel": ("word", "WhitespaceSplit")}
-    if model.get("type") not in kinds:
-        raise ValueError(f"its model is {model.get('type')!r}, allowed are {' and '.join(kinds)}")
-    kind, splitter = kinds[model["type"]]
-    normalizer = content.get("normalizer")
-    if content["pre_tokenizer"]["type"] != splitter or normalizer not in (None, {"type": "Lowercase"}):
-        raise ValueError("its normalizer or pre_tokenizer is another one")
-    numbers: Dict[str, int] = model["vocab"]
+def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:
+    """Return why a tokenizer is not one of our own; empty if it is."""
     tokens = sorted(numbers, key=numbers.__getitem__)
-    if any(type(n) is not int for n in numbers.values()) or [numbers[t] for t in tokens] != list(range(len(tokens))):
-        raise ValueError("its tokens are not numbered from 0 on, each once")
+    kind, splitter = KINDS.get(type(tokenizer.model), ("", None))
+    if not kind:
+        return f"its model is {type(tokenizer.model).__name__}, allowed are BPE and WordLevel"
     if tuple(tokens[:MASK]) != SPECIALS[:MASK]:
-        raise ValueError(
-            f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
-        )
-    if kind == "word":
-        return kind, normalizer is not None, tokens, []
-    if not numbers.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
-        raise ValueError("it has not all 256 bytes")
-    merges = [tuple(pair) for pair in model["merges"]]
-    for pair in merges:
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
-            raise ValueError(f"its merge {pair!r} is not of two of its tokens to a third")
-    return kind, normalizer is not None, tokens, merges
+        return f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
+    if [numbers[token] for token in tokens] != list(range(len(tokens))):
+        return "its tokens are not numbered from 0 on, each once"
+    normal = tokenizer.normalizer is None or isinstance(tokenizer.normalizer, normalizers.Lowercase)
+    if not normal or not isinstance(tokenizer.pre_tokenizer, splitter):
+        return "its normalizer or pre_tokenizer is another one"
+    return ""
+
+
+def _read(path: Path) -> bytes:
+    """Read a tokenizer.json or the file beside it; refuse one that is far too large."""
+    if Path(path).stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
+    return Path(path).read_bytes()
+
+
+def _companion(path: Path) -> dict[str, str]:
+    """Read the tokens by role from the tokenizer_config.json beside a file; empty without one."""
+    file = Path(path).with_name(COMPANION)
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(_read(file))
+        found = {role: content.get(role) for role in USUAL_ROLES}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _roles(named: dict[str, str], numbers: dict[str, int], where: str) -> dict[str, str]:
+    """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
+    found = {}
+    for role, usual in USUAL_ROLES.items():
+        there = [named[role]] if role in named else [] if named else [name for name in usual if name in numbers]
+        if len(there) > 1:
+            raise ValueError(
+                f"{where}: {role} may be {' or '.join(there)}; put a {COMPANION} beside it that says which"
+            )
+        if there and there[0] not in numbers:
+            raise ValueError(f"{where}: it has no token {there[0]!r}, which its {COMPANION} names as {role}")
+        found.update((role, name) for name in there)
+    if "eos_token" not in found:
+        raise ValueError(f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it")
+    return found

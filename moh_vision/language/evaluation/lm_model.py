@@ -25,10 +25,9 @@ from moh_vision.attention import RoutingStats, attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
 from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.foreign import is_ours
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary
+from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary, is_ours
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad

@@ -7,8 +7,8 @@ from typing import Tuple
 
 from torch import nn
 
-from moh_vision.language.data.foreign import NumberedVocabulary, load_vocabulary
-from moh_vision.language.data.inputs import TOKENIZER, CausalInputs, TextInputs
+from moh_vision.language.data.inputs import CausalInputs, TextInputs
+from moh_vision.language.data.vocabulary import TOKENIZER, NumberedVocabulary, Vocabulary
 from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.weights import model_as_saved, pretrained_model
 
@@ -58,7 +58,7 @@ def check_same_tokens(vocabulary, config) -> None:
     file = Path(config.model.pretrained, TOKENIZER)
     if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
         return
-    learnt = load_vocabulary(file)
+    learnt = Vocabulary.load(file, foreign=True)
     for number in range(min(len(vocabulary), len(learnt))):
         if vocabulary.token(number) != learnt.token(number):
             raise ValueError(

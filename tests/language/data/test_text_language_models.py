@@ -8,7 +8,7 @@ from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.language.data.causal import CausalWindows
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
-from moh_vision.language.data.token_cache import TokenCache, write_tokens
+from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 
 WORDS = [f"w{i}" for i in range(50)]
@@ -16,8 +16,8 @@ WORDS = [f"w{i}" for i in range(50)]
 
 def running_text(folder, lines, mask, skip_empty):
     vocabulary = count_words([" ".join(WORDS)], mask=mask)
-    write_tokens(folder / "tokens", lines, vocabulary, "", skip_empty)
-    return vocabulary, TokenCache(folder / "tokens")
+    write_store(folder / "tokens", filter(None, lines) if skip_empty else lines, vocabulary, "lines")
+    return vocabulary, Tokens([folder / "tokens"])
 
 
 def some_lines(count, seed=0):

@@ -13,13 +13,11 @@ from transformers import AutoTokenizer
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data import tokenise as command
 from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.foreign import ForeignVocabulary, NumberedVocabulary, load_vocabulary
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.lines import TextFile
 from moh_vision.language.data.sources import find_tokens
-from moh_vision.language.data.token_cache import encoded
-from moh_vision.language.data.token_files import TokenFiles
-from moh_vision.language.data.vocabulary import Vocabulary, count_words
+from moh_vision.language.data.tokens import Tokens, encoded
+from moh_vision.language.data.vocabulary import NumberedVocabulary, Vocabulary, count_words
 
 IDS = np.random.default_rng(0).integers(0, 300, 500)
 
@@ -39,7 +37,11 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
 
 
 def read(root, split="train", **more):
-    return TokenFiles(find_tokens(str(root), split), **more)
+    return Tokens(find_tokens(str(root), split), **more)
+
+
+def load_vocabulary(path):
+    return Vocabulary.load(path, foreign=True)
 
 
 # ---------------------------------------------------------------- plain files
@@ -63,19 +65,19 @@ def test_every_form_gives_the_same_windows(tmp_path, kind):
         (tmp_path / "lines").mkdir()
         (tmp_path / "lines" / "train.txt").write_text("a b c\n" * 100)
         cache = encoded(TextFile(tmp_path / "lines" / "train.txt"), count_words(["a b c"]), str(tmp_path / "c"))
-        cache.path.rename(tmp_path / "train.tokens.safetensors")
+        cache.paths[0].rename(tmp_path / "train")
         ids = np.array([4, 5, 6, 2] * 100)
     tokens = read(tmp_path, dtype="uint16" if kind == "cut bin" else None)
     assert len(tokens.ids) == len(ids) and (np.asarray(tokens.ids[0 : len(ids)]) == ids).all()
     assert (tokens.words == 400) if kind == "cache" else tokens.words is None
-    assert tokens.eos == (7 if kind.startswith("uint") else None)
+    assert tokens.eos == (7 if kind.startswith("uint") else 2 if kind == "cache" else None)
     windows = CausalWindows(tokens, 16, eos=tokens.eos, size=300)
     last = len(windows) - 1
     found = [i for n in range(len(windows)) for i in windows[0, n][1] if i != -100]
     if tokens.eos is None:  # nothing to predict the first from
         assert windows[0, 0][1][0] == -100 and found == ids[1:].tolist()
     else:
-        assert windows[0, 0][0][0] == 7 and found == ids.tolist()
+        assert windows[0, 0][0][0] == tokens.eos and found == ids.tolist()
     again = pickle.loads(pickle.dumps(windows))
     assert all((a == b).all() for a, b in zip(again[0, last], windows[0, last]))
     tokens.check_ids(300, str(tmp_path / "cache"))
@@ -87,15 +89,14 @@ def test_every_form_gives_the_same_windows(tmp_path, kind):
 def test_the_file_with_a_strange_id_is_named(tmp_path):
     np.save(tmp_path / "train-0.npy", np.arange(10))
     np.save(tmp_path / "train-1.npy", np.array([1, -2, 3]))
-    tokens = read(tmp_path)
     with pytest.raises(ValueError, match=r"train-1.npy: token id -2, but the vocabulary has 50 tokens, 0 to 49"):
-        tokens.check_ids(50, str(tmp_path / "cache"))
+        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
     # What was found is remembered, for this very file.
     remembered = sorted((tmp_path / "cache").iterdir())
     assert [json.loads(file.read_text()) for file in remembered] == [[0, 9], [-2, 3]]
     remembered[0].write_text("[0, 77]")
     with pytest.raises(ValueError, match=r"train-0.npy: token id 77"):
-        tokens.check_ids(50, str(tmp_path / "cache"))
+        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
     np.save(tmp_path / "train-0.npy", np.arange(12))
     with pytest.raises(ValueError, match="train-1.npy"):
         read(tmp_path).check_ids(50, str(tmp_path / "cache"))
@@ -103,7 +104,7 @@ def test_the_file_with_a_strange_id_is_named(tmp_path):
     np.array([1, 2, 3, 900, 5], "<u2").tofile(tmp_path / "val.bin")
     (tmp_path / "val.json").write_text('{"dtype": "uint16", "largest": 5}')
     lying = read(tmp_path, "val")
-    lying.check_ids(50, "")
+    lying.check_ids(50, str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"val.bin, token 0: token id 900"):
         CausalWindows(lying, 5, size=50)[0, 0]
 
@@ -124,10 +125,11 @@ def test_the_file_with_a_strange_id_is_named(tmp_path):
         ("train.npy", np.zeros(2), None, "float64 of shape"),
         ("train.npy", np.array([[1], "a"], dtype=object), None, "not an array that can be read"),
         ("train.npy", np.zeros(0, int), None, "train.npy"),
-        ("train.tokens.safetensors", b"abcd", None, "not encoded text that can be read"),
+        ("train/ids.bin", b"abcd", None, "not a file of token ids or a finished store of them"),
     ],
 )
 def test_damaged_files_are_named_in_one_line(tmp_path, name, data, side, words):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     if isinstance(data, bytes):
         (tmp_path / name).write_bytes(data)
     else:
@@ -145,13 +147,13 @@ def test_two_forms_are_refused(tmp_path):
     with pytest.raises(ValueError, match="both train.npy and train.txt; remove one"):
         find_tokens(str(tmp_path), "train")
     (tmp_path / "valid.txt").write_text("a\n")
-    assert find_tokens(str(tmp_path), "val") is None and find_tokens(str(tmp_path), "test") is None
+    assert find_tokens(str(tmp_path), "val") == find_tokens(str(tmp_path), "test") == []
     (tmp_path / "valid.txt").rename(tmp_path / "other.txt")
     np.save(tmp_path / "valid.npy", IDS)
     assert [path.name for path in find_tokens(str(tmp_path), "val")] == ["valid.npy"]
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "one.txt").write_text("x\n")
-    assert find_tokens(str(tmp_path), "part/one") is None  # text in a folder below
+    assert not find_tokens(str(tmp_path), "part/one")  # text in a folder below
 
 
 # ---------------------------------------------------------------- foreign tokenizers
@@ -160,7 +162,7 @@ def test_two_forms_are_refused(tmp_path):
 def test_a_foreign_tokenizer(tmp_path):
     folder = llama_like(tmp_path / "t")
     vocabulary = load_vocabulary(folder / "tokenizer.json")
-    assert isinstance(vocabulary, ForeignVocabulary) and len(vocabulary) == 12
+    assert vocabulary.kind == "foreign" and len(vocabulary) == 12
     assert (vocabulary.bos, vocabulary.eos, vocabulary.pad) == (0, 1, None)
     # LLaMA's bos comes from the tokenizer itself.
     assert vocabulary.encode(["a b", "", "h x a"]) == [[0, 3, 4], [0], [0, 10, 2, 3]]
@@ -201,10 +203,14 @@ def test_what_is_no_tokenizer(tmp_path):
     file = tmp_path / "tokenizer.json"
     good = json.loads((llama_like(tmp_path / "a") / "tokenizer.json").read_text())
     for change, words in (
-        (dict(model=dict(good["model"], vocab={"a": -1})), "not numbered"),
-        (dict(model=dict(good["model"], vocab={"a": 1 << 40})), "not numbered"),
+        (dict(model=dict(good["model"], vocab={"a": -1})), "integer `-1`"),
+        (dict(model=dict(good["model"], vocab={"a": 1 << 40})), "integer `1099511627776`"),
+        (
+            dict(model=dict(good["model"], vocab={"a": 1 << 30})),
+            "a token has the number 1073741824; allowed are 16777216",
+        ),
         (dict(model=dict(good["model"], type="Strange")), "not a tokenizer.json"),
-        (dict(model=dict(good["model"], vocab=3)), "no vocabulary"),
+        (dict(model=dict(good["model"], vocab=3)), "not a tokenizer.json"),
         (
             dict(pre_tokenizer=dict(type="Split", pattern=dict(Regex="("), behavior="Removed", invert=False)),
             "not a tok",
@@ -215,10 +221,10 @@ def test_what_is_no_tokenizer(tmp_path):
             load_vocabulary(file)
         assert str(file) in str(error.value)
     file.write_text("{")
-    with pytest.raises(ValueError, match="not a tokenizer.json that this package wrote"):
+    with pytest.raises(ValueError, match="not a tokenizer.json"):
         load_vocabulary(file)
     count_words(["a b"]).save(file)
-    assert isinstance(load_vocabulary(file), Vocabulary)
+    assert load_vocabulary(file).kind == "word"
 
 
 # ---------------------------------------------------------------- the command
@@ -241,24 +247,24 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
     assert np.asarray(tokens.ids[0:99]).tolist() == [0, 3, 4, 1, 0, 5, 1, 0, 6, 7, 8, 1]
     assert tokens.eos == 1 and tokens.words == 9
     assert tokens.tokenizers == {load_vocabulary(tokenizer / "tokenizer.json").fingerprint}
-    about = json.loads((tmp_path / "o" / "train-00001.json").read_text())
-    assert about["documents"] == 1 and about["largest"] == 8 and about["dtype"] == "uint16"
-    # What is finished stays; what a kill has cut off, which has no .json yet, is made again.
-    first, second = (tmp_path / "o" / f"train-0000{i}.bin" for i in range(2))
+    about = json.loads((tmp_path / "o" / "train-00001" / "meta.json").read_text())
+    assert about["texts"] == 1 and about["largest"] == 8 and about["dtype"] == "uint16"
+    # What is finished stays; what a kill has cut off, which has no meta.json yet, is made again.
+    first, second = (tmp_path / "o" / f"train-0000{i}" / "ids.bin" for i in range(2))
     before, whole = first.stat().st_mtime_ns, second.read_bytes()
     second.write_bytes(b"cut")
-    second.with_suffix(".json").unlink()
+    second.with_name("meta.json").unlink()
     capsys.readouterr()
     assert run(*argv) == 0
     assert first.stat().st_mtime_ns == before and second.read_bytes() == whole
-    assert "train-00000.bin: there already" in capsys.readouterr().out
+    assert "train-00000: there already" in capsys.readouterr().out
 
 
 def test_a_kill_while_tokenising_leaves_nothing_half(tmp_path, monkeypatch):
     tokenizer = llama_like(tmp_path / "t")
     (tmp_path / "a.txt").write_text("a b\n" * 50)
-    monkeypatch.setattr(command, "DOCUMENTS_AT_ONCE", 10)
-    encode, calls = ForeignVocabulary.encode, []
+    monkeypatch.setattr("moh_vision.language.data.tokens.TEXTS_AT_ONCE", 10)
+    encode, calls = Vocabulary.encode, []
 
     def stop(self, texts):
         calls.append(len(texts))
@@ -266,7 +272,7 @@ def test_a_kill_while_tokenising_leaves_nothing_half(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return encode(self, texts)
 
-    monkeypatch.setattr(ForeignVocabulary, "encode", stop)
+    monkeypatch.setattr(Vocabulary, "encode", stop)
     argv = (tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", tmp_path / "o")
     assert run(*argv) == 130 and list((tmp_path / "o").iterdir()) == []
     assert run(*argv) == 0 and len(read(tmp_path / "o").ids) == 200

@@ -6,7 +6,7 @@ import torch
 
 from moh_vision.language.data.buckets import TokenBatches, length_slices
 from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.token_cache import TokenCache, write_tokens
+from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
 
@@ -124,8 +124,8 @@ TARGET = ["x y", "x", "y", "x x", "z z z z z", "y x y x y x y"]
 def caches(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("tokens"), []
     for name, lines in (("source", SOURCE), ("target", TARGET)):
-        write_tokens(folder / name, lines, count_words(lines), "", skip_empty=False)
-        made.append(TokenCache(folder / name))
+        write_store(folder / name, lines, count_words(lines), name)
+        made.append(Tokens([folder / name]))
     return made
 
 

@@ -1,0 +1,273 @@
+"""Token ids on disk: of files, or of a store that this package made of text.
+
+    SPLIT.bin    little-endian uint16 or uint32, no header; SPLIT.json beside it says which
+    SPLIT.npy    one vector of whole numbers
+    SPLIT        a store, a folder: ids.bin, ends.npy (where each text ends in it) and meta.json, written last
+
+or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read into memory as a whole. SPLIT.json and
+meta.json have the fields of `Meta`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Iterable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import whole_file, write_whole
+from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached
+
+IDS, ENDS, META = "ids.bin", "ends.npy", "meta.json"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+LEAST = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # whole numbers of a `Meta`
+TEXTS_AT_ONCE, CHARACTERS_AT_ONCE, IDS_AT_ONCE = 2000, 1 << 23, 1 << 24
+SAMPLES, SAMPLE = 64, 1 << 15  # ids of a fingerprint
+
+
+class Meta(NamedTuple):
+    """Facts about token ids; None: not known. `words`: separated by blanks, and one for each text's end."""
+
+    dtype: str | None = None
+    eos: int | None = None  # ends a text
+    tokens: int | None = None
+    largest: int | None = None
+    words: int | None = None  # for perplexity per word
+    tokenizer: str | None = None  # sha256 of its tokenizer.json
+    sha256: str | None = None  # of ids, and of ends.npy
+
+
+class Tokens:
+    """Token ids of a split: its files or stores, joined. `name` is for messages.
+
+    Attributes:
+        ids: has a length, and takes slices: a memory map, or several.
+        ends, lengths: of the texts of a single store; lengths include eos.
+        eos, words: see `Meta`.
+        tokenizers: sha256 of each tokenizer.json that made some of them.
+    """
+
+    def __init__(self, paths: Sequence[Path], dtype: str | None = None, name: str = ""):
+        self.arguments, self.paths = (paths, dtype, name), paths
+        self.parts, self.metas = zip(*(_opened(path, dtype) for path in paths))
+        self.ids = self.parts[0] if len(paths) == 1 else Joined(self.parts)
+        self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        known = {meta.eos: path.name for path, meta in zip(paths, self.metas) if meta.eos is not None}
+        if len(known) > 1:
+            told = ", ".join(f"{name} {eos}" for eos, name in known.items())
+            raise ValueError(f"{paths[0].parent}: files of one split with different eos: {told}")
+        self.eos = next(iter(known), None)
+        words = [meta.words for meta in self.metas]
+        self.words = None if None in words else sum(words)
+        self.tokenizers = {meta.tokenizer for meta in self.metas if meta.tokenizer}
+        if len(paths) == 1 and paths[0].is_dir():
+            self.ends = np.array(_vector(paths[0] / ENDS))  # a memory map of it would be read slowly
+            self.lengths = np.diff(self.ends, prepend=0)
+
+    def __reduce__(self):
+        return Tokens, self.arguments  # a pickled memory map would be a copy
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, text: int) -> np.ndarray:
+        """Ids of a text of a store, int64."""
+        return np.array(self.ids[self.ends[text] - self.lengths[text] : self.ends[text]], np.int64)
+
+    def check_ids(self, size: int, cache_dir: str) -> None:
+        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks. A file without
+        its largest id is read once; what was found is kept in `cache_dir`.
+        """
+        for path, ids, meta in zip(self.paths, self.parts, self.metas):
+            known = meta.largest is not None and ids.dtype.kind == "u"
+            smallest, largest = (0, meta.largest) if known else _range(path, ids, cache_dir)
+            refuse_ids(str(path), smallest, largest, size)
+
+    def fingerprint(self) -> str:
+        """Hash sizes and 64 pieces of every file, without reading it whole."""
+        digest = hashlib.sha256()
+        for ids in self.parts:
+            digest.update(f"{ids.dtype.str} {len(ids)} ".encode())
+            for first in np.linspace(0, max(0, len(ids) - SAMPLE), SAMPLES).astype(np.int64):
+                digest.update(np.ascontiguousarray(ids[first : first + SAMPLE]))
+        return digest.hexdigest()
+
+
+class Joined:
+    """Vectors, such as memory maps, one after the other without a copy."""
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self.parts, self.starts = parts, np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """A piece of the whole, int64."""
+        first, end, _ = where.indices(len(self))
+        found = [np.empty(0, np.int64)]
+        one = np.searchsorted(self.starts, first, "right") - 1
+        for number in range(one, np.searchsorted(self.starts, end)):
+            start = self.starts[number]
+            found.append(self.parts[number][max(0, first - start) : end - start])
+        return np.concatenate(found)
+
+
+def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
+    """Raise ValueError unless all ids are below `size`."""
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"{where}: token id {wrong}, but the vocabulary has {size} tokens, 0 to {size - 1}")
+
+
+def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = False) -> Tokens:
+    """Return the store of a text, `TextFile` or `HubText`, from the cache, or make it."""
+    last = Path(lines.name.removesuffix(".gz")).name
+    name = "".join(c if c.isalnum() and c.isascii() else "-" for c in last)[:60]
+
+    def make(place: Path) -> None:
+        texts = Progress.over(lines, f"encoding {name}", "line")
+        write_store(place, filter(None, texts) if skip_empty else texts, vocabulary, lines.name)
+
+    def load(place: Path) -> Tokens:
+        with open(place / IDS, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update((place / ENDS).read_bytes())
+        tokens = Tokens([place], name=lines.name)
+        if digest.hexdigest() != tokens.metas[0].sha256:
+            raise ValueError("another sha256 than that of what was written")
+        return tokens
+
+    # A tokenizer.json does not name its eos.
+    made_from = [FORMAT, lines.fingerprint(), vocabulary.fingerprint, vocabulary.eos, skip_empty]
+    return cached(cache_dir, name, made_from, load, make)
+
+
+def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name: str, **made_from: str) -> dict:
+    """Encode texts, each with eos, into a folder; return its meta.json, with `made_from`. Memory grows by 8 bytes
+    a text. Several processes may write the same store at once.
+    """
+    kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
+    lengths, words, largest, digest = [], 0, 0, hashlib.sha256()
+    try:
+        with whole_file(place / IDS, shared=True) as file:
+            for batch in _batched(texts):
+                rows = [[*ids, vocabulary.eos] for ids in vocabulary.encode(batch)]
+                lengths += map(len, rows)
+                words += sum(len(text.split()) + 1 for text in batch)
+                ids = np.array([i for row in rows for i in row], DTYPES[kind])
+                largest = max(largest, int(ids.max()))
+                digest.update(ids)
+                file.write(ids)
+            if sum(lengths) == len(lengths):
+                raise ValueError(f"{name}: no text but empty lines")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            place.rmdir()
+        raise
+    ends = np.cumsum(lengths, dtype=np.int64)
+    with whole_file(place / ENDS, shared=True) as file:
+        np.save(file, ends)
+        file.seek(0)
+        digest.update(file.read())
+    counts = dict(tokens=int(ends[-1]), largest=largest, words=words, texts=len(ends))
+    sums = dict(tokenizer=vocabulary.fingerprint, sha256=digest.hexdigest())
+    about = dict(dtype=kind, eos=vocabulary.eos, **counts, **sums, **made_from)
+    write_whole(place / META, json.dumps(about, indent=1) + "\n", shared=True)
+    return about
+
+
+def read_meta(side: Path) -> Meta:
+    """Read the .json of ids; without it all fields are None."""
+    if not side.is_file():
+        return Meta()
+    try:
+        content = json.loads(side.read_text("utf-8"))
+        meta = Meta(*map(content.get, Meta._fields))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{side}: not a JSON object ({reason_of(error)})") from None
+    for name, value in meta._asdict().items():
+        least = LEAST.get(name)
+        if value is None:
+            continue
+        if least is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{side}: {name} {value!r}; expected a whole number of at least {least}")
+        if least is None and (not isinstance(value, str) or name == "dtype" and value not in DTYPES):
+            allowed = f"; allowed are {', '.join(DTYPES)}" if name == "dtype" else "; expected a text"
+            raise ValueError(f"{side}: {name} {value!r}{allowed}")
+    return meta
+
+
+def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, Meta]:
+    """(memory map of the ids, what is known of them) of a file or store."""
+    store = path.is_dir()
+    file, side = (path / IDS, path / META) if store else (path, path.with_suffix(".json"))
+    if not file.is_file() or store and not side.is_file():
+        raise ValueError(f"{path}: not a file of token ids or a finished store of them")
+    meta, size = read_meta(side), file.stat().st_size
+    kind = meta.dtype or dtype
+    if file.suffix == ".npy":
+        ids = _vector(file)
+    elif kind is None:
+        raise ValueError(
+            f"{path}: nothing says what its numbers are; write {side.name} beside it with "
+            '{"dtype": "uint16"} (or uint32), or set data.bin_dtype'
+        )
+    elif not size or size % DTYPES[kind].itemsize:
+        raise ValueError(f"{path}: {size} bytes are not a whole number of {kind}, or none; the file is cut off")
+    else:
+        ids = np.memmap(file, DTYPES[kind], "r")
+    if meta.tokens not in (None, len(ids)):
+        raise ValueError(f"{path}: {len(ids)} tokens, but {side.name} says {meta.tokens}")
+    if not len(ids):
+        raise ValueError(f"{path}: no tokens")
+    return ids, meta
+
+
+def _vector(path: Path) -> np.ndarray:
+    """Map a .npy of one vector of whole numbers."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not an array that can be read ({reason_of(error)})") from None
+    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "ui":
+        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "several arrays"
+        raise ValueError(f"{path}: {what}; expected one vector of whole numbers")
+    return found
+
+
+def _range(file: Path, ids: np.ndarray, cache_dir: str) -> list[int]:
+    """Return smallest and largest id of a file, which are kept in the cache by the file's size and time."""
+
+    def make(place: Path) -> None:
+        found = []
+        with Progress(f"checking {file.name}", len(ids), "token", scaled=True) as progress:
+            for first in range(0, len(ids), IDS_AT_ONCE):
+                piece = ids[first : first + IDS_AT_ONCE]
+                found += [int(piece.min()), int(piece.max())]
+                progress.add(len(piece))
+        write_whole(place, json.dumps([min(found), max(found)]), shared=True)
+
+    def load(place: Path) -> list[int]:
+        smallest, largest = map(int, json.loads(place.read_text("utf-8")))
+        return [smallest, largest]
+
+    stat = file.stat()
+    return cached(cache_dir, file.name, [FORMAT, str(file.resolve()), stat.st_size, stat.st_mtime_ns], load, make)
+
+
+def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts, so many at a time that memory does not grow with their number."""
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= TEXTS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
