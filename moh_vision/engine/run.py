@@ -114,11 +114,6 @@ class Run:
         """`user_errors` of this script."""
         return user_errors(self.name, kinds, **options)
 
-    @property
-    def index_dir(self) -> str:
-        """The folder of `index_dir` for this run."""
-        return index_dir(self.config.output)
-
     def take_up(self, steps: int) -> Optional[Path]:
         """Lock the run of so many steps in config.output, if any; return the checkpoint to resume from."""
         found = self._place.take_up(steps, lock=not self.config.dry_run)
@@ -351,11 +346,6 @@ class Run:
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)
         finish(self.accelerator, self.stopped)
-
-
-def index_dir(output: str) -> str:
-    """Return where indices of read-only data folders are kept: beside the run's folder."""
-    return str(Path(output).resolve().with_name(".index"))
 
 
 def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
@@ -14,10 +13,10 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.run import index_dir
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS, TextInputs
 from moh_vision.language.data.loader import load_batches
+from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.build import task_for
 from moh_vision.language.models.weights import saved_model, text_from_run
@@ -39,9 +38,9 @@ class OpenedText(Opened):
             raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
         if training not in self.splits:
             config, folder = self.config, str(run_of(self.metadata["weights"]))
-            cache = str(Path(index_dir(folder), "text"))
             kind = INPUTS[task_for(config.model)]
-            self.splits[training] = kind(config.data, cache, config.seed, folder, training=training)
+            where = (cache_beside(folder), config.seed, folder)
+            self.splits[training] = kind(config.data, *where, training=training)
         return self.splits[training]
 
     def data(self, split: str):

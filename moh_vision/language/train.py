@@ -36,6 +36,7 @@ NAME = "train_text.py"
 
 with user_errors(NAME):
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
+    from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
@@ -53,7 +54,7 @@ def train(run: Run) -> None:
     checkpoint = run.take_up(config.max_steps)
     tokenizer = tokenizer_of(config, bool(checkpoint))
     with accelerator.main_process_first():
-        text = INPUTS[task_for(config.model)](d, str(Path(run.index_dir, "text")), config.seed, tokenizer)
+        text = INPUTS[task_for(config.model)](d, cache_beside(config.output), config.seed, tokenizer)
 
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())

@@ -124,6 +124,11 @@ def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
         raise ValueError(f"{where}: token id {wrong}, but the vocabulary has {size} tokens, 0 to {size - 1}")
 
 
+def cache_beside(run: str) -> str:
+    """Return the folder of encoded text, vocabularies and ranges that runs in one place share."""
+    return str(Path(run).resolve().with_name(".index") / "text")
+
+
 def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = False) -> Tokens:
     """Return the store of a text, `TextFile` or `HubText`, from the cache, or make it."""
     last = Path(lines.name.removesuffix(".gz")).name
