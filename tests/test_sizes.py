@@ -3,6 +3,7 @@
 Lines are those of the files as ruff formats them, blank ones and comments too.
 """
 
+import ast
 from functools import cache
 
 import pytest
@@ -40,8 +41,9 @@ PATTERNS = {
     "words of README, CHANGELOG, CONTRIBUTING": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     "configurations": ("configs/**/*.yaml",),
 }
-# Characters of a line, its end left out, over all lines of moh_vision, blank ones too: shorter by design, not by denser code.
-MEAN_LENGTH = 44.4
+# Characters of a line of code on 2026-11-24, before parts 20 to 24: shorter by design, not by denser code. Docstrings, comments and
+# blank lines do not count: their lines are short, so that a shorter docstring would make the mean longer.
+MEAN_LENGTH = 51.84
 
 
 @cache
@@ -68,7 +70,17 @@ def test_every_room_has_a_limit():
     assert rooms <= set(LIMITS)
 
 
+def code_lines(text):
+    """Lines of Python without docstrings, comments and blank lines."""
+    texts = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts.update(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return [line for n, line in lines if n not in texts and line.strip() and not line.lstrip().startswith("#")]
+
+
 def test_lines_are_not_denser():
-    lines = [line for text in files("all of moh_vision") for line in text.splitlines()]
+    lines = [line for path in ROOT.glob("moh_vision/**/*.py") for line in code_lines(path.read_text(encoding="utf-8"))]
     mean = sum(map(len, lines)) / len(lines)
-    assert mean <= MEAN_LENGTH * 1.03, f"the mean line has {mean:.1f} characters, at most {MEAN_LENGTH} * 1.03"
+    assert len(lines) > 10_000 and mean <= MEAN_LENGTH * 1.01, f"the mean line of code has {mean:.2f} characters"

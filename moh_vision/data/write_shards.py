@@ -27,6 +27,7 @@ import warnings
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
@@ -203,10 +204,13 @@ def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: 
     bad = [b for entry in writer.entries.values() for b in entry["bad"]]
     limit.check(bad, images.folder)
     done, written = sum(len(writer.plan[name]) for name in writer.entries), []
-    with Progress(split, len(images), "image", done) as progress:
-        task = partial(_write_shard, writer.parts, images.folder, o.size, o.quality, limit)
-        tasks = [(name, [(i, images.path(i), int(images.labels[i])) for i in writer.plan[name]]) for name in todo]
-        for entry in _in_processes(task, tasks, workers, writer.out):
+    task = partial(_write_shard, writer.parts, images.folder, o.size, o.quality, limit)
+    tasks = [(name, [(i, images.path(i), int(images.labels[i])) for i in writer.plan[name]]) for name in todo]
+    with (
+        Progress(split, len(images), "image", done) as progress,
+        closing(_in_processes(task, tasks, workers, writer.out)) as finished,
+    ):
+        for entry in finished:
             written.append(entry)
             bad += entry["bad"]
             limit.check(bad, images.folder)
@@ -218,11 +222,11 @@ def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: 
     write_whole(writer.out / f"{split}.files.txt", text)
     source = Shards(str(writer.out), split)  # builds the index, and so reads every header
     assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == images.classes
-    size, how = sum(e["bytes"] for e in entries) / 1e6, f"written at {progress.rate:.0f} img/s"
-    say(
-        f"{split}: {len(source)} images of {len(source.classes)} classes in {len(entries)} shards, {size:.1f} MB, "
-        f"{how if todo else 'all there already'}{f'; {len(bad)} bad images left out, {split}.bad.txt' if bad else ''}"
-    )
+    size = sum(entry["bytes"] for entry in entries) / 1e6
+    how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
+    listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
+    shown = f"{len(source)} images of {len(source.classes)} classes in {len(entries)} shards"
+    say(f"{split}: {shown}, {size:.1f} MB, {how}{listed}")
     return len(bad)
 
 
