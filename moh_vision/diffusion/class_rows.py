@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Mapping, Optional, Sequence, Tuple
+from typing import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.engine.commands import nearest
 
 
-def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> List[int]:
+def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> list[int]:
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     by_name, found = numbers_by_name(names), []
     for text in asked:
@@ -28,8 +28,8 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
     return found
 
 
-def chosen_classes(key: str, asked: Optional[Sequence[str]], names: List[str]) -> List[int]:
-    """Return the numbers of the classes asked for; None: all of `names`."""
+def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> list[int]:
+    """Return the numbers of the classes asked for, each once; None: all of `names`."""
     if asked is None:
         return list(range(len(names)))
     found = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
@@ -39,7 +39,7 @@ def chosen_classes(key: str, asked: Optional[Sequence[str]], names: List[str]) -
     return found
 
 
-def class_rows(labels: Tensor, classes: Sequence[int], columns: int) -> Tuple[List[int], List[int], int]:
+def class_rows(labels: Tensor, classes: Sequence[int], columns: int) -> tuple[list[int], list[int], int]:
     """Choose the images of a grid with one class a row, given each image's class: `labels` [N].
 
     Returns (class of each row that has images, image numbers row by row, number of columns).

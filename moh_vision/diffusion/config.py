@@ -74,6 +74,7 @@ class ScoreConfig(DrawConfig, section="score"):
     """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md."""
 
     classes = None  # all
+    reads = dict(key="score.reference", default_split="train")  # of `make_scorer`
 
     images: int = key(5000)
     cfg_scale: float = key(1.0)
@@ -88,12 +89,12 @@ class ScoreConfig(DrawConfig, section="score"):
     allow_biased: bool = key(False)
     """Also with no more images than features, labelled FID@N."""
 
-    def scoring(self, root: str) -> dict:
-        """Return arguments of `scores.make_scorer`; `root` is the default reference."""
-        return dict(
-            key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
-            extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,
-            num_images=self.images,
+    def sampled(self, checkpoint: str, root: str, objective: str) -> SampleConfig:
+        """Return the keys of sample.py for these scores; `root` is the default reference."""
+        same = ("steps", "cfg_scale", "seed", "extractor", "inception_weights", "allow_biased")
+        return SampleConfig(
+            checkpoint=checkpoint, num_images=self.images, sampler=self.sampler or self.default_sampler[objective],
+            score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
         )  # fmt: skip
 
 
@@ -259,14 +260,6 @@ class SampleConfig(Section):
                 f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-load or --score, or "
                 "--save-pipeline with --num-images 0"
             )
-
-    def scoring(self) -> dict:
-        """Keyword arguments of `scores.make_scorer`."""
-        return dict(
-            key="--score", reference=self.score, split=self.score_split, default_split="val",
-            extractor=self.extractor or "inception", inception_weights=self.inception_weights,
-            allow_biased=self.allow_biased, num_images=self.num_images,
-        )  # fmt: skip
 
 
 @dataclass(kw_only=True)

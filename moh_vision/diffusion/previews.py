@@ -6,7 +6,7 @@ import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import Callable, List, Optional, Tuple
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from moh_vision.diffusion.image_grid import draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.engine.commands import message_of
-from moh_vision.engine.ranks import attempt
+from moh_vision.engine.ranks import attempt, by_main
 
 BATCH = 32  # images at a time
 LONG = 10  # seconds that drawing may take before it is said how long it takes
@@ -33,11 +33,11 @@ class Samples:
     def __init__(
         self,
         config,
-        names: List[str],
+        names: list[str],
         learned_variance: bool,
         clip: bool,
         objective: nn.Module,
-        decode: Optional[Callable[[Tensor], Tensor]] = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
     ):
         self.config, self.names = config, names
         self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, names))
@@ -54,7 +54,7 @@ class Samples:
         """Return the classes of images, [len(numbers)]."""
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
-    def sample(self, model: nn.Module, numbers: range, on_step: Optional[Callable] = None) -> Tensor:
+    def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
         """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
 
         The model's mode is restored, and no global random number is drawn.
@@ -89,58 +89,55 @@ class Samples:
 
         return on_step
 
-    def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
+    def draw(self, model: nn.Module, path: Path, run) -> None:
         """Write a PNG grid on the log's process, and log its images; a failure is counted, not raised."""
-        c = self.config
-        starts = range(0, c.images, BATCH)
+        c, log, every = self.config, run.log, range(self.config.images)
+        starts = every[::BATCH]
         on_step = self.announce(log, len(starts))
         try:
-            images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images)), on_step) for i in starts])
+            images = torch.cat([self.sample(model, every[i : i + BATCH], on_step) for i in starts])
             if log.enabled:
                 narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
                 if c.classes or (c.columns is None and narrow):
-                    rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.images)
+                    rows, shown, columns = class_rows(self.labels(every), self.classes.tolist(), c.images)
                     draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
-                log.pictures(step, "samples", images)
-                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * ema}"
+                log.pictures(run.done, "samples", images)
+                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * bool(run.ema)}"
                 log.say(f"preview ({how}): {path}")
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
 
-    def score(self, model: nn.Module, scorer: Callable, run: Path, log, step: int, accelerator) -> Tuple[dict, str]:
-        """Return scores and their text for `images` samples that the processes share; every process calls it.
+    def score(self, model: nn.Module, scorer: Callable, run) -> None:
+        """Log scores of `images` samples that the processes share, in RUN/.scoring meanwhile; every process calls it.
 
-        A failure is counted and returned as dict(error=...). The samples are in RUN/.scoring meanwhile.
+        A failure is counted and logged as dict(error=...).
         """
-        folder, count = run / ".scoring", self.config.images
-        labels, found = self.labels(range(count)), []
-        open_parts = partial(ImageParts, folder, count, BATCH, dict(step=step))
+        c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
+        clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
+        open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))
+        found = []
 
-        def clear() -> None:
-            if accelerator.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        def make_own() -> None:
+        def draw_own() -> None:
             parts = open_parts()
             own = parts.missing(accelerator.process_index, accelerator.num_processes)
-            on_step = self.announce(log, len(own))
+            on_step = self.announce(run.log, len(own))
             for batch in own:
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
-            found.append(scorer(open_parts(), labels, accelerator.device, BATCH))
+            found.extend(scorer(open_parts(), self.labels(range(c.images)), accelerator.device))
 
         clear()  # a killed run may have left samples of other weights
-        accelerator.wait_for_everyone()
-        problem = attempt(make_own, Exception) or attempt(score_all, Exception)
+        problem = attempt(draw_own, Exception) or attempt(score_all, Exception)
         clear()
         if problem:
             self.failed += 1
-            return dict(error=problem), f"no scores: {problem}"
-        (scores, text), c, guided = found[0], self.config, Guidance().guided(model.config.in_channels)
-        how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided)
-        how.update(seed=c.seed, labels="balanced", num_images=count, batch_size=BATCH)
-        return dict(scores, sampling=how), text
+            found = [dict(error=problem), f"no scores: {problem}"]
+        else:
+            guided = Guidance().guided(model.config.in_channels)
+            how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
+            found[0] = dict(found[0], sampling=dict(how, labels="balanced", num_images=c.images, batch_size=BATCH))
+        run.event({"scores": found[0]}, f"scores after {run.done} steps:\n{found[1]}")

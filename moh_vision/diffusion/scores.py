@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import rank_slice
+from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
@@ -35,13 +36,15 @@ class ClassifierScores:
                 "--extractor inception or timm:NAME"
             )
 
-    def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
+    def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
         """Score samples with their labels [N]; return (scores, text)."""
         source, about, cfg = self.source, self.about, self.classifier.pretrained_cfg
         img_size = about["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = about["arguments"].get("in_chans", 3)
         transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
-        real = evaluation_batches(LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, batch_size), 0)
+        real = evaluation_batches(
+            LabelledImages(source, transform, 0), rank_slice(len(source), 0, 1, parts.batch_size), 0
+        )
         fake = (
             dict(
                 images=torch.stack([transform(v2.functional.to_pil_image(x)) for x in batch]),
@@ -69,64 +72,46 @@ class ClassifierScores:
 class FidelityScores:
     """`fidelity.score` against a folder of images, .npz, saved statistics, or data set (`SourceImages`).
 
-    References with too few samples for `num_images` with `channels` each are refused.
+    References with too few samples for the images of `config`, of `channels` each, are refused.
     """
 
-    def __init__(
-        self,
-        reference,
-        extractor: str,
-        inception_weights: Optional[str],
-        allow_biased: bool,
-        num_images: int,
-        channels: int,
-    ):
-        self.allow_biased, self.source = allow_biased, reference
-        self.reference = Reference(reference)
-        self.network = make_extractor(extractor, inception_weights)  # may be fetched, so the last to fail
-        self.reference.check(self.network, num_features(self.network), num_images, allow_biased, channels)
+    def __init__(self, source, config: SampleConfig, channels: int):
+        self.source, self.reference, self.allow_biased = source, Reference(source), config.allow_biased
+        # May be fetched, so the last to fail.
+        self.network = make_extractor(config.extractor or "inception", config.inception_weights)
+        needed = num_features(self.network), config.num_images, config.allow_biased, channels
+        self.reference.check(self.network, *needed)
 
-    def __call__(self, parts: ImageParts, labels: Tensor, device, batch_size: int) -> tuple[dict, str]:
+    def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
         """Score samples; return (scores, text). Every process calls this."""
         if isinstance(self.source, SourceImages):
             self.source.size = next(parts.batches())[1].shape[-1]
-        scores = score(
-            (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches()),
-            self.reference,
-            extractor=self.network,
-            batch_size=batch_size,
-            device=device,
-            allow_biased=self.allow_biased,
-        )
+        images = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
+        how = dict(batch_size=parts.batch_size, device=device, allow_biased=self.allow_biased)
+        scores = score(images, self.reference, extractor=self.network, **how)
         scores["reference"] = name = getattr(self.source, "name", self.source)
         return scores, table(scores, "these samples", name)
 
 
 def make_scorer(
-    *,
-    key: str,
-    reference: str,
-    split: Optional[str],
-    default_split: str,
-    extractor: str,
-    inception_weights: Optional[str],
-    allow_biased: bool,
-    num_images: int,
+    config: SampleConfig,
     channels: int,
     index_dir: str,
-    classes: Optional[list] = None,
-):
-    """Open all that scores need, and return a function of (parts, labels, device, batch size).
+    classes: list | None = None,
+    key: str = "--score",
+    default_split: str = "val",
+) -> Callable[..., tuple[dict, str]]:
+    """Open all that the scores of images with `channels` need, and return a function of (parts, labels, device).
 
     With `classes`, a classifier as extractor and a data set: a `ClassifierScores`. `key` is for messages.
     """
-    source = open_set(key, reference, split, default_split, index_dir)
-    if classes is None or not isinstance(source, SourceImages) or not Path(extractor).exists():
-        return FidelityScores(source, extractor, inception_weights, allow_biased, num_images, channels)
-    for name, value in (("inception_weights", inception_weights), ("allow_biased", allow_biased)):
-        if value:
+    source = open_set(key, config.score, config.score_split, default_split, index_dir)
+    if classes is None or not isinstance(source, SourceImages) or not Path(config.extractor or "inception").exists():
+        return FidelityScores(source, config, channels)
+    for name in ("inception_weights", "allow_biased"):
+        if value := getattr(config, name):
             raise ValueError(f"{name} {value} has no effect with a run as extractor and a data set as reference")
-    return ClassifierScores(source, extractor, classes)
+    return ClassifierScores(source, config.extractor, classes)
 
 
 def record_text(record: dict) -> str:

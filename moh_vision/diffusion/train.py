@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
 
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
@@ -113,26 +112,24 @@ class Drawing:
     """The previews and scores of a run, always of the same noise; of the EMA weights if any."""
 
     def __init__(self, run: Run, inputs, model: nn.Module, objective: nn.Module, learned_variance: bool):
-        config, accelerator = run.config, run.accelerator
-        self.run, every = run, {c.section: c.every for c in (config.preview, config.score)}
-        for section, steps in every.items():
-            if steps > config.max_steps:
-                hint = f"--{section}.every {config.max_steps} asks for it"
-                accelerator.print(f"{section}.every {steps}: none in {config.max_steps} steps; {hint}")
-        draws = any(0 < steps <= config.max_steps for steps in every.values())
+        config, accelerator, self.run = run.config, run.accelerator, run
+        sections = (config.preview, config.score)
+        for section, every in ((c.section, c.every) for c in sections if c.every > config.max_steps):
+            hint = f"--{section}.every {config.max_steps} asks for it"
+            accelerator.print(f"{section}.every {every}: none in {config.max_steps} steps; {hint}")
+        draws, scores = (any(0 < c.every <= config.max_steps for c in some) for some in (sections, sections[1:]))
         if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
             raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
         with accelerator.main_process_first():
             decode = inputs.decoder(accelerator.device) if draws else None
-        how = (inputs.source.classes, learned_variance, inputs.space is None, objective, decode)
-        self.previews, self.scored = Samples(config.preview, *how), Samples(config.score, *how)
-        self.scorer = None
-        if 0 < config.score.every <= config.max_steps:
-            where = dict(index_dir=run.index_dir, channels=(inputs.vae or model).config.in_channels)
-            with accelerator.main_process_first():
-                self.scorer = make_scorer(**config.score.scoring(config.data.root), **where)
+            how = (inputs.source.classes, learned_variance, inputs.space is None, objective, decode)
+            self.previews, self.scored = (Samples(c, *how) for c in sections)
+            if scores:
+                judged = config.score.sampled(config.output, config.data.root, objective.name)
+                channels = (inputs.vae or model).config.in_channels
+                self.scorer = make_scorer(judged, channels, run.index_dir, **config.score.reads)
 
-    def failed(self) -> Dict[str, int]:
+    def failed(self) -> dict[str, int]:
         """Count what could not be drawn or scored."""
         return dict(failed_previews=self.previews.failed, failed_scores=self.scored.failed)
 
@@ -141,15 +138,13 @@ class Drawing:
         run, config = self.run, self.run.config
         drawn = run.ema.module if run.ema else run.model
         if run.due(config.preview.every, at_end=True):
-            picture = run.folder / "previews" / f"step_{run.done}.png"
-            self.previews.draw(drawn, picture, run.log, run.done, ema=bool(run.ema))
+            self.previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run)
             run.log.pause()
         if run.due(config.score.every, at_end=True):
-            scores, text = self.scored.score(drawn, self.scorer, run.folder, run.log, run.done, run.accelerator)
-            run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
+            self.scored.score(drawn, self.scorer, run)
 
 
-def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:
+def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
     """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
     r, depth, m = config.repa, len(model.blocks), model.config
     if inputs.colours is None:
@@ -174,7 +169,7 @@ def trained_objective(source: str) -> str:
     return config.get("objective", "noise") if isinstance(config, dict) else "noise"
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with Run("train_dit.py", DitConfig, argv, settings) as run:
         train(run)
 

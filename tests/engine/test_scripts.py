@@ -398,8 +398,9 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     logged = []
     log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
+    run = SimpleNamespace(log=log, done=4, ema=None)
     previews = Samples(config, list("0123456789"), learned_variance=True, clip=True, objective=HybridLoss())
-    previews.draw(model, tmp_path / "again.png", log, step=4)
+    previews.draw(model, tmp_path / "again.png", run)
     (step, _, images), said = logged
     assert said == f"preview (ddim, 3 steps, guidance 1.5): {tmp_path / 'again.png'}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
@@ -415,18 +416,18 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
         assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
     config.columns, config.images = None, 20  # ten classes, which is what has rows without `classes`, too
-    previews.draw(model, tmp_path / "rows.png", log, step=4)
+    previews.draw(model, tmp_path / "rows.png", run)
     with Image.open(tmp_path / "rows.png") as picture:
         assert picture.height == 10 * 50 + 2 and 2 * 50 + 2 < picture.width < 3 * 50
     previews.names, previews.classes = ["all"], torch.zeros(1, dtype=torch.long)
-    previews.draw(model, tmp_path / "one.png", log, step=4)
+    previews.draw(model, tmp_path / "one.png", run)
     with Image.open(tmp_path / "one.png") as picture:  # one class is no strip of all images
         assert picture.size == (10 * 50 + 2, 2 * 50 + 2)
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moh_vision.diffusion.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
-    monkeypatch.setattr(train_dit, "make_scorer", lambda **_: None)  # there is nothing to score
+    monkeypatch.setattr(train_dit, "make_scorer", lambda *_, **__: None)  # there is nothing to score
     output = tmp_path / "run"
     argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
     train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
